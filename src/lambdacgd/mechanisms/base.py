@@ -1,0 +1,154 @@
+"""What every noise mechanism is made of: a recurrence that correlates the noise, and column scales.
+
+A mechanism releases ``G + C⁻¹Z``: clipped gradient sums G (n rows, one a step) plus noise Z correlated by C⁻¹.
+Here the strategy is always ``C = T·D⁻¹``, with T lower-triangular Toeplitz (first column ``strategy(n)``) and D a
+positive diagonal (``column_scales(n)``; absent means the identity). One of three recurrences generates the noise,
+and the recurrence is all that a mechanism has to say: the columns of T and T⁻¹ follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.mechanisms.toeplitz import series_inverse
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How often an example can take part: once in each of k epochs of b steps, in the same place each time.
+
+    ``steps_per_epoch`` is the paper's b, ``epochs`` its k, and ``steps`` its n = k·b.
+    """
+
+    steps_per_epoch: int
+    epochs: int
+
+    def __post_init__(self) -> None:
+        for name in ("steps_per_epoch", "epochs"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+    @property
+    def steps(self) -> int:
+        return self.steps_per_epoch * self.epochs
+
+
+@dataclass(frozen=True)
+class BandedInverse:
+    """x_t = Σ_{j<p} a_j z_{t−j}: C⁻¹ has p bands, so the noise can be computed again from the last p fields."""
+
+    coefficients: tuple[float, ...]
+
+    @property
+    def past_vectors(self) -> int:
+        return len(self.coefficients) - 1
+
+    def strategy(self, n: int) -> Array:
+        return series_inverse(np.asarray(self.coefficients), n)
+
+    def noising(self, n: int) -> Array:
+        return np.asarray(self.coefficients[:n])
+
+
+@dataclass(frozen=True)
+class BandedStrategy:
+    """x_t = (z_t − Σ_{1≤j<p} c_j x_{t−j}) / c_0: C has p bands; the last p−1 *outputs* must be kept."""
+
+    coefficients: tuple[float, ...]
+
+    @property
+    def past_vectors(self) -> int:
+        return len(self.coefficients) - 1
+
+    def strategy(self, n: int) -> Array:
+        column = np.zeros(n)
+        head = self.coefficients[:n]
+        column[: len(head)] = head
+        return column
+
+    def noising(self, n: int) -> Array:
+        return series_inverse(np.asarray(self.coefficients), n)
+
+
+@dataclass(frozen=True)
+class BufferedToeplitz:
+    """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j a pair (θ, ω), zero at the start."""
+
+    decays: tuple[float, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def past_vectors(self) -> int:
+        return len(self.decays)
+
+    def strategy(self, n: int) -> Array:
+        column = np.ones(n)
+        powers = np.asarray(self.decays)[None, :] ** np.arange(n - 1)[:, None]
+        column[1:] = powers @ np.asarray(self.weights)
+        return column
+
+    def noising(self, n: int) -> Array:
+        return series_inverse(self.strategy(n), n)
+
+
+Recurrence = BandedInverse | BandedStrategy | BufferedToeplitz
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """A noise mechanism: public parameters only, printable, comparable and serialisable.
+
+    Optimised mechanisms depend on the horizon. ``resolve(horizon)`` returns the same mechanism with its
+    coefficients filled in; only a resolved mechanism enters a Plan, so that a run never depends on an optimiser.
+    """
+
+    name: ClassVar[str]
+
+    def resolve(self, horizon: Horizon) -> Self:
+        """The mechanism with everything that depends on the horizon fixed (itself, unless it is optimised)."""
+        self.validate(horizon)
+        return self
+
+    def validate(self, horizon: Horizon) -> None:
+        """Raise ``ValueError`` if the mechanism makes no sense over this horizon."""
+
+    def recurrence(self, n: int) -> Recurrence:
+        """How the correlated noise of n steps is generated."""
+        raise NotImplementedError
+
+    def column_scales(self, n: int) -> Array | None:
+        """d_1 … d_n of C = T·D⁻¹, or None for the identity. The noise of step t is multiplied by d_t."""
+        return None
+
+    def strategy(self, n: int) -> Array:
+        """First column of the Toeplitz factor T of C = T·D⁻¹ (length n)."""
+        return self.recurrence(n).strategy(n)
+
+    def noising(self, n: int) -> Array:
+        """Noising coefficients: first column of T⁻¹, without the zeros behind the last band."""
+        return self.recurrence(n).noising(n)
+
+    def regenerates(self, n: int) -> bool:
+        """Whether the noise can be computed again from the key alone, with nothing stored."""
+        return isinstance(self.recurrence(n), BandedInverse)
+
+    def past_vectors(self, n: int) -> int:
+        """How many vectors of the gradient's size step n looks back at: regenerated if it can be, else stored."""
+        return self.recurrence(n).past_vectors
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_fields(cls, data: dict[str, Any]) -> Self:
+        known = {f.name for f in fields(cls)}
+        if unknown := set(data) - known:
+            raise ValueError(f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}")
+        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})

@@ -1,4 +1,4 @@
-"""What an accountant answers with, and the one bisection that calibrates all of them."""
+"""What an accountant answers with, and the one search that calibrates all of them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from scipy.optimize import toms748
 
 Direction = Literal["both", "remove", "add"]
 
@@ -47,34 +49,39 @@ def calibrate(
     delta: float,
     *,
     start: float = 1.0,
+    spread: float = 2.0,
     rtol: float = 1e-6,
     limits: tuple[float, float] = (1e-6, 1e9),
 ) -> float:
-    """Smallest σ with ``delta_at(σ) ≤ delta``, to relative accuracy ``rtol`` and never below it.
+    """Smallest x > 0 with ``delta_at(x) ≤ delta``, to relative accuracy ``rtol`` and never below it.
 
-    ``delta_at`` must decrease in σ. The returned σ was itself evaluated and passed; NaN counts as a failure, so a
-    broken accountant cannot be calibrated to.
+    ``delta_at`` must decrease in x (a noise multiplier, or ε). The returned x was itself evaluated and passed; a
+    negative or NaN δ counts as a failure, so a broken accountant cannot be calibrated to. ``start`` and ``spread``
+    are a guess and its first uncertainty factor; the search widens them as it must, within ``limits``.
     """
+    low, high = -math.inf, math.inf  # logarithms of the largest failure and the smallest success so far
 
-    def passes(sigma: float) -> bool:
-        value = delta_at(sigma)
-        return value <= delta and value >= 0.0
+    def excess(x: float) -> float:
+        nonlocal low, high
+        value = delta_at(math.exp(x))
+        if 0.0 <= value <= delta:
+            high = min(high, x)
+            return min(math.log(max(value, 1e-300) / delta), -1e-15)
+        low = max(low, x)
+        return max(math.log(value / delta), 1e-15) if delta < value < math.inf else 50.0
 
-    low, high = start, start
-    if passes(start):
-        while passes(low):
-            high, low = low, low / 2
-            if low < limits[0]:
-                return high
-    else:
-        while not passes(high):
-            low, high = high, high * 2
-            if high > limits[1]:
-                raise AccountingError(f"no σ up to {limits[1]:g} reaches δ = {delta:g}; ask for a larger δ or ε")
-    while math.log(high / low) > rtol:
-        middle = math.sqrt(low * high)
-        if passes(middle):
-            high = middle
-        else:
-            low = middle
-    return high
+    x, step = math.log(start), math.log(spread)
+    passed = excess(x) < 0
+    while (low == -math.inf) if passed else (high == math.inf):
+        x += -step if passed else step
+        step *= 1.5
+        if x < math.log(limits[0]) and passed:
+            return math.exp(high)
+        if x > math.log(limits[1]):
+            raise AccountingError(f"no value up to {limits[1]:g} reaches δ = {delta:g}; ask for a larger δ or ε")
+        excess(x)
+    if high - low > rtol:
+        toms748(excess, low, high, xtol=rtol / 2, rtol=1e-15, maxiter=60, disp=False)
+    while high - low > rtol and low < (middle := (low + high) / 2) < high:
+        excess(middle)
+    return math.exp(high)

@@ -1,0 +1,56 @@
+"""What correlates the noise: the strategy C, its inverse, its sensitivity and its error. NumPy only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lambdacgd.mechanisms.band_inv_mf import BandInvMF, BandMF
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Horizon, Mechanism
+from lambdacgd.mechanisms.blt import BLT
+from lambdacgd.mechanisms.diagonal import Diagonal
+from lambdacgd.mechanisms.error import error_norms, maxse, rmse
+from lambdacgd.mechanisms.lambda_cgd import Identity, LambdaCGD
+from lambdacgd.mechanisms.sensitivity import Sensitivity, sensitivity
+from lambdacgd.mechanisms.square_root import BISR, BSR, GammaBIFR
+from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
+from lambdacgd.validation import InvalidInput
+
+MECHANISMS: dict[str, type[Mechanism]] = {
+    cls.name: cls for cls in (Identity, LambdaCGD, BISR, BandInvMF, GammaBIFR, BLT, BSR, BandMF, Diagonal)
+}
+
+
+def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
+    """The mechanism that ``to_dict`` described."""
+    parameters = dict(data)
+    name = parameters.pop("name", None)
+    if name not in MECHANISMS:
+        raise InvalidInput("mechanism", name, f"it must be one of {', '.join(MECHANISMS)}")
+    return MECHANISMS[name].from_fields(parameters)
+
+
+__all__ = [
+    "BISR",
+    "BLT",
+    "BSR",
+    "MECHANISMS",
+    "PREFIX_SUM",
+    "BandInvMF",
+    "BandMF",
+    "BandedInverse",
+    "BandedStrategy",
+    "BufferedToeplitz",
+    "Diagonal",
+    "GammaBIFR",
+    "Horizon",
+    "Identity",
+    "LambdaCGD",
+    "Mechanism",
+    "Sensitivity",
+    "Workload",
+    "error_norms",
+    "maxse",
+    "mechanism_from_dict",
+    "rmse",
+    "sensitivity",
+]

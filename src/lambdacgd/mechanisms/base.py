@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.signal import lfilter
 
 from lambdacgd.mechanisms.toeplitz import series_inverse
 
@@ -95,7 +96,15 @@ class BufferedToeplitz:
         return column
 
     def noising(self, n: int) -> Array:
-        return series_inverse(self.strategy(n), n)
+        # c(x) = 1 + x Σ_j ω_j / (1 − θ_j x) is a ratio of two polynomials of degree m; its reciprocal swaps them.
+        below = np.polynomial.polynomial.polyfromroots(self.decays)[::-1]
+        above = below.copy()
+        for j, weight in enumerate(self.weights):
+            others = np.delete(np.asarray(self.decays), j)
+            above[1:] += weight * np.polynomial.polynomial.polyfromroots(others)[::-1]
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter(below, above, impulse)
 
 
 Recurrence = BandedInverse | BandedStrategy | BufferedToeplitz
@@ -150,5 +159,7 @@ class Mechanism:
     def from_fields(cls, data: dict[str, Any]) -> Self:
         known = {f.name for f in fields(cls)}
         if unknown := set(data) - known:
-            raise ValueError(f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}")
+            raise ValueError(
+                f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
+            )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})

@@ -1,0 +1,57 @@
+"""DP-SGD under Poisson sampling, through dp-accounting's privacy loss distributions."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from lambdacgd.accounting.base import AccountingError, Calibration, Certificate, calibrate
+from lambdacgd.mechanisms.base import Horizon
+
+# What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
+ROUND_OFF = 2e-12
+
+
+def poisson_delta(epsilon: float, sigma: float, horizon: Horizon) -> float:
+    """Upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample of rate q = 1/b."""
+    return max(float(_composed(sigma, horizon, _interval(epsilon)).get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
+
+
+def poisson_epsilon(sigma: float, delta: float, horizon: Horizon) -> float:
+    """Upper bound on ε(δ)."""
+    coarse = float(_composed(sigma, horizon, _interval(1.0)).get_epsilon_for_delta(delta - ROUND_OFF))
+    return float(_composed(sigma, horizon, _interval(coarse)).get_epsilon_for_delta(delta - ROUND_OFF))
+
+
+def _interval(epsilon: float) -> float:
+    """Width of the cells of the privacy loss: fine enough that rounding adds under 0.1% to δ in the paper's setting."""
+    return 1e-4 * min(max(epsilon, 0.1), 8.0)
+
+
+@lru_cache(maxsize=64)
+def _composed(sigma: float, horizon: Horizon, interval: float):  # type: ignore[no-untyped-def]  # dp-accounting is untyped
+    from dp_accounting.pld import privacy_loss_distribution as pld
+
+    one_step = pld.from_gaussian_mechanism(
+        standard_deviation=sigma,
+        value_discretization_interval=interval,
+        sampling_prob=1 / horizon.steps_per_epoch,
+        pessimistic_estimate=True,
+        use_connect_dots=True,
+    )
+    return one_step.self_compose(horizon.steps)
+
+
+def poisson_dp_sgd(horizon: Horizon, *, epsilon: float, delta: float) -> Calibration:
+    """σ of DP-SGD whose every step draws each example with probability 1/b.
+
+    Guarantee
+    ---------
+    (ε, δ)-DP under zero-out (equivalently add-or-remove) of one example, both directions. The privacy loss
+    distribution is rounded pessimistically ("connect the dots"), so the bound is deterministic up to floating point.
+    """
+    if delta < 100 * ROUND_OFF:
+        raise AccountingError(
+            f"δ = {delta:g} is too close to floating-point error for PLD accounting; use δ ≥ {100 * ROUND_OFF:g}"
+        )
+    sigma = calibrate(lambda s: poisson_delta(epsilon, s, horizon), delta, rtol=2e-5, limits=(0.05, 1e7))
+    return Calibration(sigma, Certificate("pld", "both", 1.0, epsilon, delta))

@@ -1,0 +1,96 @@
+"""Mechanisms read off the power series of the square root of the workload, or of another power of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from lambdacgd.mechanisms.base import Array, BandedInverse, BandedStrategy, Horizon, Mechanism
+from lambdacgd.mechanisms.toeplitz import multiply
+from lambdacgd.mechanisms.workload import Workload
+from lambdacgd.validation import integer, number
+
+
+def power_series(exponent: float, rate: float, n: int) -> Array:
+    """First n coefficients of (1 − rate·x)^exponent."""
+    j = np.arange(1, n)
+    ratios = (j - 1 - exponent) / j * rate
+    return np.concatenate([[1.0], np.cumprod(ratios)])
+
+
+def check_bands(bands: int, horizon: Horizon) -> None:
+    integer("bands", bands, maximum=horizon.steps, why=f" (the number of steps, {horizon.steps})")
+
+
+@dataclass(frozen=True)
+class _Banded(Mechanism):
+    bands: int
+
+    def __post_init__(self) -> None:
+        integer("bands", self.bands)
+
+    def validate(self, horizon: Horizon) -> None:
+        check_bands(self.bands, horizon)
+
+
+@dataclass(frozen=True)
+class _SquareRoot(_Banded):
+    momentum: float = 0.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Workload(self.momentum, self.decay)
+
+    def _series(self, exponent: float) -> tuple[float, ...]:
+        """((1 − αx)(1 − βx))^exponent: A is this with exponent −1."""
+        p = self.bands
+        return tuple(
+            multiply(power_series(exponent, self.decay, p), power_series(exponent, self.momentum, p), p).tolist()
+        )
+
+
+@dataclass(frozen=True)
+class BISR(_SquareRoot):
+    """Banded inverse square root: C⁻¹ = the first p coefficients of A^{−1/2} (arXiv 2505.12128).
+
+    ``momentum`` β and ``decay`` α describe the workload whose root is taken (see ``Workload``).
+
+    >>> BISR(4).noising(10)
+    array([ 1.    , -0.5   , -0.125 , -0.0625])
+    """
+
+    name: ClassVar[str] = "bisr"
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse(self._series(0.5))
+
+
+@dataclass(frozen=True)
+class BSR(_SquareRoot):
+    """Banded square root: C = the first p coefficients of A^{1/2} (arXiv 2405.13763)."""
+
+    name: ClassVar[str] = "bsr"
+
+    def recurrence(self, n: int) -> BandedStrategy:
+        return BandedStrategy(self._series(-0.5))
+
+
+@dataclass(frozen=True)
+class GammaBIFR(_Banded):
+    """Banded inverse fractional root: C⁻¹ = the first p coefficients of (1−x)^γ (arXiv 2605.18379).
+
+    Two bands are λCGD with λ = γ; γ = 1/2 is BISR; γ = 0 is DP-SGD.
+    """
+
+    gamma: float
+    name: ClassVar[str] = "gamma-bifr"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number("gamma", self.gamma, above=0, below=1, include=(0,))
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))

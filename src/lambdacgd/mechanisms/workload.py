@@ -1,0 +1,39 @@
+"""What the noisy gradients are used for: A maps the sequence of gradients to the sequence of models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.validation import number
+
+
+@dataclass(frozen=True)
+class Workload:
+    """SGD with momentum β and weight decay: A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j.
+
+    ``momentum`` is β in [0, 1); ``decay`` is α in (0, 1], what is left of a weight after one step (1 − lr·weight
+    decay). The default is plain SGD, whose A is the prefix-sum matrix of ones.
+    """
+
+    momentum: float = 0.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        number("momentum", self.momentum, above=0, below=1, include=(0,))
+        number("decay", self.decay, above=0, below=1, include=(1,))
+
+    def column(self, n: int) -> NDArray[np.float64]:
+        """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""
+        powers = np.arange(n, dtype=np.float64)
+        if self.momentum == 0.0:
+            return self.decay**powers
+        if self.momentum == self.decay:
+            return (powers + 1) * self.decay**powers
+        difference = self.decay ** (powers + 1) - self.momentum ** (powers + 1)
+        return difference / (self.decay - self.momentum)
+
+
+PREFIX_SUM = Workload()

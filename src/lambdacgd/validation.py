@@ -17,8 +17,8 @@ class InvalidInput(ValueError):
 
 def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:
     """``value`` as an int within the limits, or an ``InvalidInput``."""
-    ok = isinstance(value, Integral) and not isinstance(value, bool) and value >= minimum
-    if not ok or (maximum is not None and value > maximum):
+    ok = isinstance(value, Integral) and not isinstance(value, bool)
+    if not ok or int(value) < minimum or (maximum is not None and int(value) > maximum):
         limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise InvalidInput(parameter, value, f"it must be an integer {limits}{why}")
     return int(value)

@@ -1,0 +1,55 @@
+"""Which accountant answers for which pair of mechanism and sampling. A pair without a proof raises and names others."""
+
+from __future__ import annotations
+
+import math
+
+from lambdacgd.accounting.base import Calibration, Certificate
+from lambdacgd.accounting.gaussian import without_amplification
+from lambdacgd.accounting.poisson import poisson_dp_sgd
+from lambdacgd.mechanisms import Horizon, Mechanism
+from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
+from lambdacgd.validation import InvalidInput, number
+
+
+def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
+    """Whether this is DP-SGD under another name: C = I."""
+    n = horizon.steps
+    return mechanism.column_scales(n) is None and not mechanism.noising(n)[1:].any()
+
+
+def calibrate_noise(
+    mechanism: Mechanism,
+    sampling: Sampling,
+    *,
+    epsilon: float,
+    delta: float,
+    estimate: bool = False,
+) -> Calibration:
+    """The noise multiplier σ that makes ``mechanism`` under ``sampling`` (ε, δ)-DP, with its certificate.
+
+    ``mechanism`` must be resolved. ``estimate`` asks for a quick point estimate where only sampling can answer; its
+    certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all.
+    """
+    number("epsilon", epsilon, above=0, include=(math.inf,))
+    number("delta", delta, above=0, below=1)
+    if math.isinf(epsilon):
+        return Calibration(0.0, Certificate("none", "both", 1.0, math.inf, delta, details={"because": "ε = inf"}))
+    horizon = sampling.horizon
+    mechanism.validate(horizon)
+    if isinstance(sampling, Cyclic):
+        return without_amplification(mechanism, horizon, epsilon=epsilon, delta=delta)
+    if isinstance(sampling, Poisson):
+        if not adds_independent_noise(mechanism, horizon):
+            raise InvalidInput(
+                "sampling",
+                sampling.name,
+                f"{mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; use "
+                "balls-in-bins or cyclic, or the mechanism dp-sgd",
+            )
+        return poisson_dp_sgd(horizon, epsilon=epsilon, delta=delta)
+    if isinstance(sampling, BallsInBins):
+        from lambdacgd.accounting.balls_in_bins import balls_in_bins
+
+        return balls_in_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
+    raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")

@@ -1,0 +1,91 @@
+"""The analytic Gaussian mechanism against 60-digit arithmetic, and the search that calibrates it."""
+
+from __future__ import annotations
+
+import math
+
+import mpmath
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lambdacgd.accounting.base import AccountingError, calibrate
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, without_amplification
+from lambdacgd.mechanisms import BandInvMF, Horizon, Identity, LambdaCGD
+
+
+def exact_delta(epsilon: float, sigma: float) -> mpmath.mpf:
+    with mpmath.workdps(60):
+        e, s = mpmath.mpf(epsilon), mpmath.mpf(sigma)
+        near, far = 1 / (2 * s) - e * s, -1 / (2 * s) - e * s
+        return mpmath.ncdf(near) - mpmath.exp(e) * mpmath.ncdf(far)
+
+
+@settings(max_examples=150)
+@given(st.floats(math.log(1e-3), math.log(100)), st.floats(math.log(1e-12), math.log(0.5)))
+def test_calibrated_sigma_meets_delta_to_nine_digits(log_epsilon, log_delta):
+    epsilon, delta = math.exp(log_epsilon), math.exp(log_delta)
+    sigma = gaussian_sigma(epsilon, delta)
+    assert float(exact_delta(epsilon, sigma) / mpmath.mpf(delta)) == pytest.approx(1, rel=1e-9)
+
+
+@given(st.floats(1e-3, 100), st.floats(0.02, 1e4))
+def test_delta_against_sixty_digits(epsilon, sigma):
+    truth = exact_delta(epsilon, sigma)
+    assume(truth > 1e-290)
+    assert gaussian_delta(epsilon, sigma) == pytest.approx(float(truth), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "sigma"),
+    [(8, 0.60023), (4, 1.08116), (2, 1.99381), (1, 3.73063), (0.5, 7.03183), (0.25, 13.28553)],
+)
+def test_golden_values(epsilon, sigma):
+    assert gaussian_sigma(epsilon, 1e-5) == pytest.approx(sigma, abs=6e-6)
+
+
+@given(st.floats(0.05, 20), st.floats(1e-9, 1e-2))
+def test_epsilon_inverts_sigma(epsilon, delta):
+    assert gaussian_epsilon(gaussian_sigma(epsilon, delta), delta) == pytest.approx(epsilon, rel=1e-7)
+
+
+def test_epsilon_is_zero_where_delta_alone_suffices():
+    assert gaussian_epsilon(1e4, 0.1) == 0.0
+    assert gaussian_delta(1.0, 0.0) == 1.0
+
+
+def test_without_amplification_multiplies_by_the_sensitivity():
+    horizon = Horizon(390, 10)
+    result = without_amplification(Identity(), horizon, epsilon=8.0, delta=1e-5)
+    assert result.sigma == pytest.approx(math.sqrt(10) * 0.6002290722, rel=1e-9)
+    assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == ("analytic", "both", 1)
+    signed = BandInvMF(2, (1.0, 0.5))  # C alternates in sign: |C| bounds it, and the certificate says so
+    assert without_amplification(signed, horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"] == "upper bound"
+    assert without_amplification(LambdaCGD(0.9), horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"] == "exact"
+
+
+@given(st.floats(-6, 6), st.floats(1, 40), st.floats(-9, 9))
+def test_calibrate_returns_a_passing_point_within_tolerance(log_root, slope, log_start):
+    root = math.exp(log_root)
+    found = calibrate(lambda x: 1e-5 * (root / x) ** slope, 1e-5, start=math.exp(log_start), rtol=1e-8)
+    assert 1e-5 * (root / found) ** slope <= 1e-5
+    assert found <= root * (1 + 2e-8)
+
+
+def test_calibrate_fails_closed():
+    """NaN and negative δ are failures; a function that never passes is an error, not an answer."""
+    with pytest.raises(AccountingError, match="larger δ"):
+        calibrate(lambda x: math.nan, 1e-5)
+    with pytest.raises(AccountingError, match="larger δ"):
+        calibrate(lambda x: -1.0, 1e-5)
+    with pytest.raises(AccountingError, match="larger δ"):
+        calibrate(lambda x: 1.0, 1e-5)
+    assert calibrate(lambda x: 0.0, 1e-5, limits=(1e-3, 1e3)) < 2e-3
+    steps = calibrate(lambda x: 0.0 if x > 3 else 1.0, 1e-5)  # no slope to follow
+    assert 3 < steps <= 3 * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon": math.nan}, {"epsilon": math.inf}, {"delta": 0.0}, {"delta": 1.0}])
+def test_bad_input(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        gaussian_sigma(**({"epsilon": 1.0, "delta": 1e-5} | bad))

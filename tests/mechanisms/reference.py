@@ -1,0 +1,70 @@
+"""Dense n×n matrices: the slow twin of everything in ``lambdacgd.mechanisms``."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+from scipy.linalg import toeplitz
+
+from lambdacgd.mechanisms import BandedInverse, BandedStrategy, BufferedToeplitz, Horizon, Mechanism, Workload
+
+
+def lower(column: np.ndarray, n: int) -> np.ndarray:
+    column = np.pad(np.asarray(column, dtype=float), (0, n))[:n]
+    return np.tril(toeplitz(column))
+
+
+def strategy_matrix(mechanism: Mechanism, n: int) -> np.ndarray:
+    """C, straight from the recurrence: C⁻¹ is what the recurrence makes of unit noise vectors."""
+    scales = mechanism.column_scales(n)
+    inverse = correlation(mechanism.recurrence(n), np.eye(n))
+    if scales is not None:
+        inverse = scales[:, None] * inverse
+    return np.linalg.inv(inverse)
+
+
+def correlation(recurrence: BandedInverse | BandedStrategy | BufferedToeplitz, noise: np.ndarray) -> np.ndarray:
+    """The recurrence run step by step on the rows of ``noise``."""
+    out = np.zeros_like(noise)
+    if isinstance(recurrence, BufferedToeplitz):
+        state = np.zeros((len(recurrence.decays), noise.shape[1]))
+        for t, z in enumerate(noise):
+            out[t] = z - np.asarray(recurrence.weights) @ state
+            state = np.asarray(recurrence.decays)[:, None] * state + out[t]
+        return out
+    for t, z in enumerate(noise):
+        if isinstance(recurrence, BandedInverse):
+            out[t] = sum(a * noise[t - j] for j, a in enumerate(recurrence.coefficients) if j <= t)
+        else:
+            c = recurrence.coefficients
+            out[t] = (z - sum(c[j] * out[t - j] for j in range(1, len(c)) if j <= t)) / c[0]
+    return out
+
+
+def cyclic_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return max(np.linalg.norm(sum(np.abs(C)[:, j + e * b] for e in range(k))) for j in range(b))
+
+
+def min_separation_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
+    """Supremum over all sets of at most k columns at least b apart, for C ≥ 0 (then signs and directions align)."""
+    n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
+    best = 0.0
+    for size in range(1, k + 1):
+        for columns in itertools.combinations(range(n), size):
+            if all(later - earlier >= b for earlier, later in itertools.pairwise(columns)):
+                best = max(best, float(np.linalg.norm(np.abs(C)[:, list(columns)].sum(axis=1))))
+    return best
+
+
+def left_factor(mechanism: Mechanism, n: int, workload: Workload) -> np.ndarray:
+    """B = A·C⁻¹."""
+    A = np.zeros((n, n))
+    for start in range(n):  # SGD with momentum and decay, run on the start-th unit gradient
+        velocity, weight = 0.0, 0.0
+        for t in range(start, n):
+            velocity = workload.momentum * velocity + (1.0 if t == start else 0.0)
+            weight = workload.decay * weight + velocity
+            A[t, start] = weight
+    return A @ np.linalg.inv(strategy_matrix(mechanism, n))

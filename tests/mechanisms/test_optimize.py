@@ -1,0 +1,85 @@
+"""The optimiser's gradients against finite differences, its results against perturbations, and its cache."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lambdacgd import cache
+from lambdacgd.mechanisms import BLT, BandInvMF, BandMF, Horizon, rmse
+from lambdacgd.mechanisms.optimize import log_squared_rmse
+from lambdacgd.mechanisms.toeplitz import inverse_pullback, multiply, series_inverse
+
+SEED = 20260131
+
+
+def test_gradient_of_the_objective_against_finite_differences():
+    rng = np.random.default_rng(SEED)
+    horizon = Horizon(5, 3)
+    strategy, noising = rng.normal(size=15), rng.normal(size=15)
+    _, by_strategy, by_noising = log_squared_rmse(strategy, noising, horizon)
+    for i in range(15):
+        step = np.zeros(15)
+        step[i] = 1e-6
+        up, down = log_squared_rmse(strategy + step, noising, horizon), log_squared_rmse(strategy - step, noising, horizon)
+        assert by_strategy[i] == pytest.approx((up[0] - down[0]) / 2e-6, abs=1e-6)
+        up, down = log_squared_rmse(strategy, noising + step, horizon), log_squared_rmse(strategy, noising - step, horizon)
+        assert by_noising[i] == pytest.approx((up[0] - down[0]) / 2e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize("direct_limit", [10**9, 0], ids=["direct", "fft"])
+def test_series_inverse_and_its_pullback(monkeypatch, direct_limit):
+    monkeypatch.setattr("lambdacgd.mechanisms.toeplitz.DIRECT_LIMIT", direct_limit)
+    rng = np.random.default_rng(SEED)
+    column, weights = np.concatenate([[1.0], 0.1 * rng.normal(size=3)]), rng.normal(size=40)
+    inverse = series_inverse(column, 40)
+    np.testing.assert_allclose(multiply(column, inverse, 40), np.eye(40)[0], atol=1e-12)
+    gradient = inverse_pullback(column, inverse, weights)
+    for i in range(4):
+        step = np.zeros(4)
+        step[i] = 1e-6
+        difference = weights @ (series_inverse(column + step, 40) - series_inverse(column - step, 40)) / 2e-6
+        assert gradient[i] == pytest.approx(difference, abs=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", [BandInvMF(4), BandMF(5), BLT(2)])
+def test_optimised_parameters_cannot_be_improved_nearby(mechanism):
+    horizon = Horizon(30, 3)
+    with cache.disabled():
+        best = mechanism.resolve(horizon)
+    value = rmse(best, horizon)
+    rng = np.random.default_rng(SEED)
+    for _ in range(50):
+        fields = best.to_dict()
+        for name in ("coefficients", "decays", "weights"):
+            if name in fields:
+                noise = 1 + 0.02 * rng.normal(size=len(fields[name]))
+                noise[0] = 1.0 if name == "coefficients" else noise[0]
+                fields[name] = tuple(np.asarray(fields[name]) * noise)
+        fields.pop("name")
+        assert rmse(type(best)(**fields), horizon) >= value * (1 - 1e-8)
+
+
+@pytest.mark.parametrize("mechanism", [BandInvMF(1), BandMF(1), BandInvMF(6), BLT(1)])
+def test_smallest_horizons(mechanism):
+    horizon = Horizon(3, 2)
+    with cache.disabled():
+        resolved = mechanism.resolve(horizon)
+    assert np.isfinite(rmse(resolved, horizon))
+
+
+def test_optimised_parameters_are_cached_by_content(tmp_path, monkeypatch):
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
+    first = BandInvMF(3).resolve(Horizon(20, 2))
+    (file,) = tmp_path.iterdir()
+    stored = json.loads(file.read_text())
+    stored["answer"] = [1.0, -0.25, -0.125]
+    file.write_text(json.dumps(stored))
+    assert BandInvMF(3).resolve(Horizon(20, 2)).coefficients == (1.0, -0.25, -0.125)
+    assert BandInvMF(3).resolve(Horizon(20, 3)).coefficients != (1.0, -0.25, -0.125)
+    file.write_text("torn")
+    assert BandInvMF(3).resolve(Horizon(20, 2)) == first
+    with cache.disabled():
+        assert BandInvMF(3).resolve(Horizon(20, 2)) == first

@@ -1,0 +1,25 @@
+"""Who takes part when: Balls-in-Bins, Poisson and cyclic sampling as pure functions of a secret key. No torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lambdacgd.sampling.balls_in_bins import BallsInBins
+from lambdacgd.sampling.base import DEFAULT_RUN, Sampling
+from lambdacgd.sampling.cyclic import Cyclic
+from lambdacgd.sampling.poisson import Poisson
+from lambdacgd.validation import InvalidInput
+
+SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, Poisson, Cyclic)}
+
+
+def sampling_from_dict(data: dict[str, Any]) -> Sampling:
+    """The sampling that ``to_dict`` described."""
+    parameters = dict(data)
+    name = parameters.pop("name", None)
+    if name not in SAMPLINGS:
+        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
+    return SAMPLINGS[name].from_fields(parameters)
+
+
+__all__ = ["DEFAULT_RUN", "SAMPLINGS", "BallsInBins", "Cyclic", "Poisson", "Sampling", "sampling_from_dict"]

@@ -70,15 +70,16 @@ def calibrate(
         low = max(low, x)
         return max(math.log(value / delta), 1e-15) if delta < value < math.inf else 50.0
 
+    bottom, top = math.log(limits[0]), math.log(limits[1])
     x, step = math.log(start), math.log(spread)
     passed = excess(x) < 0
     while (low == -math.inf) if passed else (high == math.inf):
-        x += -step if passed else step
-        step *= 1.5
-        if x < math.log(limits[0]) and passed:
+        if passed and x <= bottom:
             return math.exp(high)
-        if x > math.log(limits[1]):
+        if not passed and x >= top:
             raise AccountingError(f"no value up to {limits[1]:g} reaches δ = {delta:g}; ask for a larger δ or ε")
+        x = max(x - step, bottom) if passed else min(x + step, top)
+        step *= 1.5
         excess(x)
     if high - low > rtol:
         toms748(excess, low, high, xtol=rtol / 2, rtol=1e-15, maxiter=60, disp=False)

@@ -1,1 +1,67 @@
-"""lambdacgd."""
+"""Differentially private training whose noise cancels itself: DP-λCGD for PyTorch.
+
+``lc.plan(...)`` fixes what a run will do and what it costs; everything that trains takes that plan. Names load when
+they are first used, so that planning never waits for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from lambdacgd.version import __version__
+
+if TYPE_CHECKING:
+    from lambdacgd.accounting import AccountingError, Calibration, Certificate
+    from lambdacgd.keys import Ledger, SecretKey
+    from lambdacgd.mechanisms import (
+        BISR,
+        BLT,
+        BSR,
+        BandInvMF,
+        BandMF,
+        Diagonal,
+        GammaBIFR,
+        Horizon,
+        Identity,
+        LambdaCGD,
+        Mechanism,
+        Workload,
+        maxse,
+        rmse,
+        sensitivity,
+    )
+    from lambdacgd.planning import Plan, plan
+    from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
+    from lambdacgd.validation import InvalidInput
+
+_HOMES = {
+    "lambdacgd.accounting": ("AccountingError", "Calibration", "Certificate"),
+    "lambdacgd.keys": ("Ledger", "SecretKey"),
+    "lambdacgd.mechanisms": (
+        "BISR", "BLT", "BSR", "BandInvMF", "BandMF", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD",
+        "Mechanism", "Workload", "maxse", "rmse", "sensitivity",
+    ),
+    "lambdacgd.planning": ("Plan", "plan"),
+    "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
+    "lambdacgd.validation": ("InvalidInput",),
+}  # fmt: skip
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "BISR", "BLT", "BSR", "AccountingError", "BallsInBins", "BandInvMF", "BandMF", "Calibration", "Certificate",
+    "Cyclic", "Diagonal", "GammaBIFR", "Horizon", "Identity", "InvalidInput", "LambdaCGD", "Ledger", "Mechanism",
+    "Plan", "Poisson", "Sampling", "SecretKey", "Workload", "__version__", "maxse", "plan", "rmse", "sensitivity",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'lambdacgd' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,186 @@
+"""``lambdacgd plan`` and ``lambdacgd compare``: the planner, for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from lambdacgd import cache
+from lambdacgd.mechanisms import LambdaCGD, Mechanism
+from lambdacgd.planning import Plan
+from lambdacgd.planning import plan as make_plan
+
+# What ``compare`` sets side by side, in the order of the paper's table. Parameters that do not apply are dropped.
+COMPARED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("dp-sgd", {}),
+    ("lambda-cgd", {}),
+    ("lambda-cgd", {"normalized": True}),
+    ("gamma-bifr", {"bands": True}),
+    ("bisr", {"bands": True}),
+    ("bandinvmf", {"bands": True}),
+    ("blt", {"buffers": True}),
+    ("bsr", {"bands": True}),
+    ("bandmf", {"bands": True}),
+)
+
+
+@contextlib.contextmanager
+def session(no_cache: bool) -> Iterator[None]:
+    """One command: with or without the disk cache."""
+    with cache.disabled() if no_cache else contextlib.nullcontext():
+        yield
+
+
+def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool, **request: Any) -> None:
+    with _busy(as_json, "calibrating the noise"):
+        plan = make_plan(request.pop("examples"), request.pop("batch_size"), **request)
+        check = _cross_check(plan) if cross_check else None
+    if out:
+        plan.save(out)
+    if plot:
+        from lambdacgd.cli import plots
+
+        plots.plan_figure(plan, plot)
+    if as_json:
+        print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
+        return
+    console = Console()
+    console.print(Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.name}", expand=False))
+    for line in _remarks(plan):
+        console.print(line)
+    for name, path in (("plan", out), ("figure", plot)):
+        if path:
+            console.print(f"{name} written to {path}")
+
+
+def show_comparison(
+    *, as_json: bool, plot: Path | None, bands: int | None, buffers: int | None, estimate: bool, **request: Any
+) -> None:
+    given = {"bands": bands, "buffers": buffers}
+    examples, batch_size = request.pop("examples"), request.pop("batch_size")
+    sampling = request.pop("sampling")
+    rows = [(name, sampling, parameters) for name, parameters in COMPARED if sampling != "poisson" or name == "dp-sgd"]
+    if sampling == "balls-in-bins":
+        rows.insert(0, ("dp-sgd", "poisson", {}))
+    plans = []
+    for name, how, parameters in rows:
+        filled = {key: given[key] if key in given else value for key, value in parameters.items()}
+        with _busy(as_json, f"{name}, {how}"):
+            plans.append(make_plan(examples, batch_size, mechanism=name, sampling=how, estimate=estimate, **filled, **request))
+    if plot:
+        from lambdacgd.cli import plots
+
+        plots.comparison_figure(plans, plot)
+    if as_json:
+        print(json.dumps([plan.to_dict() for plan in plans], indent=2))
+        return
+    console = Console()
+    console.print(_comparison_table(plans))
+    console.print("RMSE and MaxSE are of the sum of gradients, in units of the clipping norm; lower is better.")
+    if any(plan.certificate.kind == "estimate" for plan in plans):
+        console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
+    if plot:
+        console.print(f"figure written to {plot}")
+
+
+def describe(mechanism: Mechanism) -> str:
+    """A mechanism in a few words."""
+    if isinstance(mechanism, LambdaCGD):
+        return f"λCGD, λ = {mechanism.lam:.5g}{', normalised' if mechanism.normalized else ''}"
+    parameters = mechanism.to_dict()
+    shown = [f"{key} = {parameters[key]:.5g}" for key in ("bands", "gamma", "buffers") if key in parameters]
+    names = {"dp-sgd": "DP-SGD", "bisr": "BISR", "bsr": "BSR", "blt": "BLT", "bandmf": "BandMF", "bandinvmf": "BandInvMF"}
+    title = names.get(mechanism.name, "γ-BIFR" if mechanism.name == "gamma-bifr" else mechanism.name)
+    return ", ".join([title, *shown])
+
+
+def memory(mechanism: Mechanism, steps: int) -> str:
+    """What the noise needs beside the gradient."""
+    past = mechanism.past_vectors(steps)
+    if past == 0:
+        return "none"
+    return f"none (regenerates {past})" if mechanism.regenerates(steps) else f"{past} × model"
+
+
+def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
+    table = Table.grid(padding=(0, 2))
+    add = table.add_row
+    add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
+    add("training", f"{plan.examples} examples, batch {plan.batch_size}, {plan.epochs} epochs × {plan.steps_per_epoch} steps")
+    add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
+    add("sensitivity of C", f"{plan.sensitivity:.6g}")
+    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
+    add("noise memory", memory(plan.mechanism, plan.steps))
+    certificate = plan.certificate
+    sure = "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
+    kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
+    add(kind, f"{certificate.method}, {certificate.direction}, {sure}")
+    if check:
+        add("cross-check", f"Monte Carlo δ = {check['delta']:.4g} ± {check['standard_error']:.2g} at this σ")
+    return table
+
+
+def _remarks(plan: Plan) -> list[str]:
+    lines = []
+    if plan.epsilon == float("inf"):
+        lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
+    if plan.certificate.kind == "estimate":
+        lines.append("[yellow]This σ is an estimate, not a privacy claim; leave out --estimate to certify it.[/]")
+    if plan.delta * plan.examples > 1:
+        lines.append(f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]")
+    if plan.choice:
+        lines.append(f"{plan.choice['parameter']} chosen by: {plan.choice['objective']}")
+        for name, value in plan.choice.get("candidates", {}).items():
+            lines.append(f"  {name:<16} {value['value']:.5f}   RMSE {value['rmse']:.4g}")
+    return lines
+
+
+def _comparison_table(plans: list[Plan]) -> Table:
+    first = plans[-1]
+    title = f"N = {first.examples}, B = {first.batch_size}, k = {first.epochs}, ε = {first.epsilon:g}, δ = {first.delta:g}"
+    table = Table(title=title)
+    for heading in ("mechanism", "sampling"):
+        table.add_column(heading)
+    for heading in ("σ", "RMSE", "MaxSE"):
+        table.add_column(heading, justify="right")
+    table.add_column("noise memory")
+    table.add_column("certificate")
+    best = min(plan.rmse for plan in plans)
+    for plan in plans:
+        mark = "~" if plan.certificate.kind == "estimate" else ""
+        bold = "bold" if plan.rmse == best else ""
+        table.add_row(
+            describe(plan.mechanism),
+            plan.sampling.name,
+            f"{mark}{plan.sigma:.4g}",
+            f"{mark}{plan.rmse:.4g}",
+            f"{mark}{plan.maxse:.4g}",
+            memory(plan.mechanism, plan.steps),
+            plan.certificate.method,
+            style=bold,
+        )
+    return table
+
+
+def _cross_check(plan: Plan) -> dict[str, Any]:
+    from lambdacgd.accounting.calibration import cross_check
+
+    return cross_check(plan.mechanism, plan.sampling, sigma=plan.sigma, epsilon=plan.epsilon)
+
+
+@contextlib.contextmanager
+def _busy(quiet: bool, what: str) -> Iterator[None]:
+    """A spinner on a terminal's stderr while something takes its time."""
+    if quiet or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(f"{what} …"):
+        yield

@@ -1,0 +1,306 @@
+"""The Plan: what a run will do and what it will cost, fixed before the first step. Training accepts nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sized
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lambdacgd.accounting.base import Certificate
+from lambdacgd.accounting.calibration import calibrate_noise
+from lambdacgd.mechanisms import (
+    BISR,
+    BLT,
+    BSR,
+    MECHANISMS,
+    BandInvMF,
+    BandMF,
+    GammaBIFR,
+    Horizon,
+    Identity,
+    LambdaCGD,
+    Mechanism,
+    error_norms,
+    mechanism_from_dict,
+    sensitivity,
+)
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Cyclic, Poisson, Sampling, sampling_from_dict
+from lambdacgd.validation import InvalidInput, integer, number
+from lambdacgd.version import __version__
+
+FORMAT = "lambdacgd-plan-1"
+Auto = Literal["auto"]
+
+# Which parameters each mechanism is described by; anything else given for it is an error.
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "dp-sgd": (),
+    "lambda-cgd": ("lam", "normalized"),
+    "bisr": ("bands",),
+    "bandinvmf": ("bands", "amplified"),
+    "gamma-bifr": ("bands", "gamma"),
+    "blt": ("buffers",),
+    "bsr": ("bands",),
+    "bandmf": ("bands",),
+    "diagonal": (),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why.
+
+    ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C under
+    cyclic participation; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
+    ``choice`` records how an automatic parameter was chosen.
+
+    Guarantee
+    ---------
+    If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says:
+    surely where its confidence is 1, else with that probability over the accountant's own coin flips. A certificate
+    of kind "estimate" claims nothing. Choosing hyperparameters by looking at the data is not covered.
+    """
+
+    mechanism: Mechanism
+    sampling: Sampling
+    epsilon: float
+    delta: float
+    batch_size: int
+    sensitivity: float
+    sigma: float
+    rmse: float
+    maxse: float
+    certificate: Certificate
+    choice: dict[str, Any] | None = None
+
+    @property
+    def examples(self) -> int:
+        return self.sampling.examples
+
+    @property
+    def horizon(self) -> Horizon:
+        return self.sampling.horizon
+
+    @property
+    def steps(self) -> int:
+        return self.horizon.steps
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.horizon.steps_per_epoch
+
+    @property
+    def epochs(self) -> int:
+        return self.horizon.epochs
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan's file format: public values only, and a digest that notices edits."""
+        content = {
+            "format": FORMAT,
+            "version": __version__,
+            "mechanism": self.mechanism.to_dict(),
+            "sampling": self.sampling.to_dict(),
+            "epsilon": _plain(self.epsilon),
+            "delta": self.delta,
+            "steps": self.steps,
+            "steps_per_epoch": self.steps_per_epoch,
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "examples": self.examples,
+            "sensitivity": self.sensitivity,
+            "sigma": self.sigma,
+            "rmse": self.rmse,
+            "maxse": self.maxse,
+            "certificate": _plain(self.certificate.to_dict()),
+            "choice": _plain(self.choice),
+        }
+        return content | {"digest": _digest(content)}
+
+    @property
+    def digest(self) -> str:
+        """A public hash of everything in the plan."""
+        return str(self.to_dict()["digest"])
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a JSON file, which ``Plan.load`` reads back."""
+        Path(path).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from its JSON file; an edited one is refused."""
+        return cls.from_json(Path(path).read_text())
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InvalidInput("plan", text[:40], f"it must be a JSON plan file ({error})") from None
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            found = data.get("format") if isinstance(data, dict) else type(data).__name__
+            raise InvalidInput("plan", found, f"it must be a file of format {FORMAT}")
+        digest = data.pop("digest", None)
+        if digest != _digest(data):
+            raise InvalidInput(
+                "plan", digest, "the file was changed after it was made (its digest differs); make a new plan instead"
+            )
+        certificate = dict(data["certificate"])
+        certificate["epsilon"] = float(certificate["epsilon"])
+        plan = cls(
+            mechanism=mechanism_from_dict(data["mechanism"]),
+            sampling=sampling_from_dict(data["sampling"]),
+            epsilon=float(data["epsilon"]),
+            delta=data["delta"],
+            batch_size=data["batch_size"],
+            sensitivity=data["sensitivity"],
+            sigma=data["sigma"],
+            rmse=data["rmse"],
+            maxse=data["maxse"],
+            certificate=Certificate(**certificate),
+            choice=data["choice"],
+        )
+        for name in ("steps", "steps_per_epoch", "epochs", "examples"):
+            if getattr(plan, name) != data[name]:
+                raise InvalidInput(name, data[name], f"the plan's sampling says {getattr(plan, name)}")
+        return plan
+
+
+def plan(
+    examples: int | Sized,
+    batch_size: int,
+    *,
+    epochs: int,
+    epsilon: float,
+    delta: float,
+    mechanism: str | Mechanism = "lambda-cgd",
+    sampling: str = "balls-in-bins",
+    steps_per_epoch: int | None = None,
+    lam: float | Auto | None = None,
+    normalized: bool | None = None,
+    bands: int | None = None,
+    buffers: int | None = None,
+    gamma: float | Auto | None = None,
+    amplified: bool | None = None,
+    estimate: bool = False,
+) -> Plan:
+    """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
+
+    ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
+    further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given.
+
+    >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
+    ...      mechanism=LambdaCGD(0.95), sampling="cyclic").sigma  # doctest: +ELLIPSIS
+    6.0...
+    """
+    if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
+        examples = len(examples)
+    examples = integer("examples", examples)
+    batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
+    number("epsilon", epsilon, above=0, include=(math.inf,))
+    number("delta", delta, above=0, below=1)
+    chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
+    given = {"lam": lam, "normalized": normalized, "bands": bands, "buffers": buffers, "gamma": gamma, "amplified": amplified}
+    described, choice = make_mechanism(
+        mechanism, chosen, epsilon=epsilon, delta=delta, parameters={k: v for k, v in given.items() if v is not None}
+    )
+    calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
+    mean_error, max_error = error_norms(described, chosen.horizon.steps)
+    return Plan(
+        mechanism=described,
+        sampling=chosen,
+        epsilon=float(epsilon),
+        delta=float(delta),
+        batch_size=batch_size,
+        sensitivity=sensitivity(described, chosen.horizon).value,
+        sigma=calibration.sigma,
+        rmse=mean_error * calibration.sigma,
+        maxse=max_error * calibration.sigma,
+        certificate=calibration.certificate,
+        choice=choice,
+    )
+
+
+def make_sampling(
+    name: str, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None = None
+) -> Sampling:
+    """The sampling called ``name``; an epoch has ⌊examples / batch size⌋ steps unless it is given."""
+    if name not in SAMPLINGS:
+        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
+    integer("epochs", epochs)
+    if steps_per_epoch is None:
+        steps_per_epoch = examples // batch_size
+    integer("steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})")
+    if name == Cyclic.name:
+        if steps_per_epoch * batch_size > examples:
+            most = examples // batch_size
+            raise InvalidInput(
+                "steps_per_epoch", steps_per_epoch, f"cyclic batches of {batch_size} allow at most {most} an epoch"
+            )
+        return Cyclic(examples, steps_per_epoch, epochs, batch_size)
+    kind: type[BallsInBins] | type[Poisson] = BallsInBins if name == BallsInBins.name else Poisson
+    return kind(examples, steps_per_epoch, epochs)
+
+
+def make_mechanism(
+    mechanism: str | Mechanism,
+    sampling: Sampling,
+    *,
+    epsilon: float,
+    delta: float,
+    parameters: dict[str, Any],
+) -> tuple[Mechanism, dict[str, Any] | None]:
+    """The resolved mechanism, and how its automatic parameters were chosen."""
+    horizon = sampling.horizon
+    if isinstance(mechanism, Mechanism):
+        if parameters:
+            name = next(iter(parameters))
+            raise InvalidInput(name, parameters[name], "it goes with a mechanism's name; this mechanism is complete")
+        return mechanism.resolve(horizon), None
+    if mechanism not in PARAMETERS:
+        raise InvalidInput("mechanism", mechanism, f"it must be one of {', '.join(MECHANISMS)}")
+    for name, value in parameters.items():
+        if name not in PARAMETERS[mechanism]:
+            takes = ", ".join(PARAMETERS[mechanism]) or "no parameters"
+            raise InvalidInput(name, value, f"it does not apply to {mechanism}, which takes {takes}")
+    bands = parameters.get("bands", 4)
+    if "bands" in parameters:
+        integer("bands", bands, maximum=horizon.steps, why=f" (the number of steps, {horizon.steps})")
+    bands = min(bands, horizon.steps)
+    if mechanism == LambdaCGD.name:
+        return _lambda_cgd(sampling, parameters, epsilon, delta)
+    if mechanism == GammaBIFR.name:
+        return _gamma_bifr(bands, sampling, parameters, epsilon, delta)
+    if mechanism == BandInvMF.name and parameters.get("amplified"):
+        return _amplified_band_inv_mf(bands, sampling, epsilon, delta)
+    if mechanism == BLT.name:
+        return BLT(parameters.get("buffers", 3)).resolve(horizon), None
+    banded: dict[str, type[BISR] | type[BSR] | type[BandInvMF] | type[BandMF]]
+    banded = {cls.name: cls for cls in (BISR, BSR, BandInvMF, BandMF)}
+    if mechanism in banded:
+        return banded[mechanism](bands).resolve(horizon), None
+    return MECHANISMS[mechanism]().resolve(horizon), None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as strict JSON allows it: infinities become strings, which float() reads back."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+__all__ = ["FORMAT", "PARAMETERS", "Identity", "Plan", "make_mechanism", "make_sampling", "plan"]

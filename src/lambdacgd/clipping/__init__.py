@@ -1,0 +1,7 @@
+"""Per-example clipped gradient sums in one backward pass."""
+
+from lambdacgd.clipping.clipper import Clipper, attach
+from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping.registry import register
+
+__all__ = ["Clipper", "ClippingError", "attach", "register"]

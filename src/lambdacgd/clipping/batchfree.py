@@ -1,0 +1,263 @@
+"""Parameters that no layer rule covers: class tokens, position embeddings, LayerScale, a user's own layer.
+
+While their module's forward runs they are stand-ins (`BatchFree`): tensors without a batch dimension that remember how they
+were made. Operations among them stay batch-free. Where one meets a tensor whose first dimension is the batch it is split
+into one copy per example, so that the backward pass yields its per-example gradient: by broadcasting for elementwise
+operations, by the Linear rule for products, by ``torch.func`` (vmap of the operation's vjp) for anything else. Per-example
+gradients are then pulled back through the batch-free operations to the parameter. Nothing is approximated; what does
+not fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lambdacgd.clipping import precision
+from lambdacgd.clipping.capture import Call, Recorder, Site, tap
+from lambdacgd.clipping.records import Record, Stored
+
+_ELEMENTWISE = {
+    name
+    for base in ("add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract")
+    for name in (base, f"{base}_", f"__{base}__", f"__r{base}__", f"__i{base}__")
+} | {"rsub", "__truediv__", "__rtruediv__", "__itruediv__", "where", "maximum", "minimum", "addcmul", "lerp"}
+_SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_CASTING = {"type_as", "to", "new_zeros", "new_ones", "new_full", "new_empty"}
+_LINEAR = {"linear"}
+_PRODUCT = {"matmul", "__matmul__"}
+
+
+class Root:
+    """A leaf that batch-free values were computed from; ``finish`` turns its per-example gradient into records."""
+
+    def __init__(self, site: Site, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
+        self.site, self.name, self.leaf, self.finish, self.parameter = site, name, leaf, finish, parameter
+
+
+class BatchFree(torch.Tensor):
+    """A tensor without a batch dimension, on its way to being used with one. Holds the autograd graph to its roots."""
+
+    _roots: tuple[Root, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, tree = tree_flatten((args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return _dispatch(func, flat, tree)
+
+
+def stand_in(value: Tensor, roots: tuple[Root, ...]) -> Tensor:
+    out: BatchFree = value.as_subclass(BatchFree)
+    out._roots = roots
+    return out
+
+
+def plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
+
+
+def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
+    """The stand-in for a parameter while its module's forward runs."""
+    leaf = parameter.detach().requires_grad_()
+    dtype = precision.accumulator(parameter.dtype)
+
+    def finish(gradients: Tensor) -> Iterator[Record]:
+        yield Stored(name, gradients.to(dtype))
+
+    return stand_in(leaf, (Root(site, name, leaf, finish, parameter=True),))
+
+
+def lookup(site: Site, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
+    """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
+    leaf = value.detach().requires_grad_()
+
+    def finish(gradients: Tensor) -> Iterator[Record]:
+        yield from recorder(gradients, index.expand(gradients.shape[0], *index.shape))
+
+    return stand_in(leaf, (Root(site, site.names["weight"], leaf, finish, parameter=False),))
+
+
+def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
+    name = getattr(func, "__name__", str(func))
+    ours = [x for x in flat if isinstance(x, BatchFree)]
+    roots = tuple({id(r): r for x in ours for r in x._roots}.values())
+    site, values = roots[0].site, [plain(x) for x in flat]
+    batch = site.clipper.batch
+    others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
+    batched = [x for x in others if x.shape[0] == batch]
+    if name.endswith("_") and not name.startswith("__") and isinstance(flat[0], BatchFree):
+        raise _refuse(roots, f"it is changed in place by {name}")
+    if name in _CASTING:  # the other tensor only lends its type or device
+        batched = others = []
+    if others:
+        _check_consistent(site, (roots[0].name, name, tuple(x.dim() for x in others)), bool(batched))
+    if not batched and any(x.requires_grad for x in others):
+        shape = tuple(next(x.shape for x in others if x.requires_grad))
+        raise _refuse(roots, f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have "
+                      f"the batch ({batch}) first")  # fmt: skip
+    if not batched or name == "expand_as":
+        args, kwargs = tree_unflatten(values, tree)
+        out = func(*args, **kwargs)
+        if name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree) and batch > 1:
+            spread = _spread(flat[0], out, batch, roots)
+            if spread is not None:
+                return spread
+        return _wrap(out, roots)
+    if name in _ELEMENTWISE:
+        depth = max(x.dim() for x in batched)
+        split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
+        args, kwargs = tree_unflatten(split, tree)
+        return func(*args, **kwargs)
+    return _product(site, func, name, flat, tree, roots)
+
+
+def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
+    if isinstance(out, Tensor):
+        return stand_in(out, roots) if out.requires_grad else out
+    if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
+        return type(out)(_wrap(x, roots) for x in out) if type(out) in (tuple, list) else tuple(_wrap(x, roots) for x in out)
+    return out
+
+
+def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
+    return roots[0].site.refuse(
+        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a module of "
+        "its own whose forward takes and returns tensors with the batch first, or freeze it (requires_grad_(False))."
+    )
+
+
+def _check_consistent(site: Site, key: tuple[Any, ...], batched: bool) -> None:
+    """A size that equals the batch size by chance must not pass for the batch dimension."""
+    if site.clipper.batch == 1:
+        return  # one example: every reading gives the same gradient
+    if site.clipper.readings.setdefault(key, batched) != batched:
+        raise site.refuse(
+            f"parameter '{key[0]}' meets a tensor in {key[1]} whose first dimension equals the batch size in one batch and "
+            "not in another, so it is unclear whether it is the batch. Pad to a length that no batch size takes, or use "
+            "another max_physical_batch_size."
+        )
+
+
+class _Split(torch.autograd.Function):
+    """One copy of a batch-free value per example; the backward pass collects [B, *shape]."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: Call, shape: tuple[int, ...]) -> Tensor:
+        ctx.call, ctx.inner = call, value.shape
+        return value.reshape(1, *shape[1:]).expand(shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ctx.call.deliver(gradient.reshape(gradient.shape[0], *ctx.inner))
+        return None, None, None, None
+
+
+def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Iterator[Record]:
+    """Per-example gradients of a batch-free value [B, *shape] carried back to each root it was computed from."""
+    if len(roots) == 1 and value is roots[0].leaf:
+        yield from roots[0].finish(gradients)
+        return
+    with torch.enable_grad():
+        found = torch.autograd.grad(
+            value, [r.leaf for r in roots], gradients.to(value.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+    for root, gradient in zip(roots, found, strict=True):
+        if gradient is not None:
+            yield from root.finish(gradient)
+
+
+def _graph_value(x: BatchFree) -> Tensor:
+    """The plain tensor with its graph; the leaf itself if nothing was done to it."""
+    value = x.as_subclass(torch.Tensor)
+    for root in x._roots:
+        if value.data_ptr() == root.leaf.data_ptr() and value.shape == root.leaf.shape and value.dtype == root.leaf.dtype:
+            return root.leaf if value.stride() == root.leaf.stride() else value
+    return value
+
+
+def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
+    """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
+    site = roots[0].site
+    batch = site.clipper.batch
+    if x.dim() < depth:
+        shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
+    elif x.dim() == depth and x.shape[0] == 1:
+        shape = (batch, *x.shape[1:])
+    else:
+        raise _refuse(x._roots, f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch")
+    value, own = _graph_value(x), x._roots
+    call = Call(site, lambda gradient: _pull_back(value, own, gradient))
+    return _Split.apply(site.clipper.anchor, value.detach(), call, shape)  # type: ignore[no-any-return]
+
+
+def _spread(x: BatchFree, out: Tensor, batch: int, roots: tuple[Root, ...]) -> Tensor | None:
+    """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
+    if out.shape[0] != batch or not (x.dim() < out.dim() or x.shape[0] == 1):
+        return None
+    per_example = _split(x, out.dim(), roots)
+    rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
+    return per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+
+
+def _product(site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]) -> Any:
+    """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
+    from lambdacgd.clipping.layers.linear import tapped_linear
+
+    args, kwargs = tree_unflatten(flat, tree)
+    if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
+        x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
+        ours = [t for t in (weight, bias) if isinstance(t, BatchFree)]
+        if not isinstance(x, BatchFree) and x.dim() > 1 and weight.dim() == 2 and all(_is_parameter(t) for t in ours):
+            names = (_parameter_name(weight), _parameter_name(bias))
+            matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
+            return tapped_linear(site, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
+    return _vmapped(site, func, name, flat, tree, roots)
+
+
+def _is_parameter(x: BatchFree) -> bool:
+    """Whether a stand-in is a parameter itself, nothing done to it yet."""
+    return len(x._roots) == 1 and x._roots[0].parameter and _graph_value(x) is x._roots[0].leaf
+
+
+def _parameter_name(x: Any) -> str | None:
+    return x._roots[0].name if isinstance(x, BatchFree) else None
+
+
+def _vmapped(site: Site, func: Callable[..., Any], name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]) -> Tensor:
+    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from the saved inputs."""
+    batch = site.clipper.batch
+    ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]
+    batched = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and i not in ours and x.dim() > 0 and x.shape[0] == batch]
+    fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
+    args, kwargs = tree_unflatten(fixed, tree)
+    out = func(*args, **kwargs)
+    if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != batch:
+        raise _refuse(roots, f"the result of {name} has no batch dimension in front")
+    values = [_graph_value(flat[i]) for i in ours]
+
+    def recorder(gradient: Tensor, *inputs: Tensor) -> Iterator[Record]:
+        def one(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
+            def again(*own: Tensor) -> Tensor:
+                row = list(fixed)
+                for i, piece in zip(batched, pieces, strict=True):
+                    row[i] = piece.unsqueeze(0)
+                for i, value in zip(ours, own, strict=True):
+                    row[i] = value
+                a, k = tree_unflatten(row, tree)
+                return func(*a, **k)  # type: ignore[no-any-return]
+
+            return torch.func.vjp(again, *(v.detach() for v in values))[1](g.unsqueeze(0))  # type: ignore[no-any-return]
+
+        found = torch.func.vmap(one, randomness="error")(inputs, gradient)
+        for i, value, gradients in zip(ours, values, found, strict=True):
+            yield from _pull_back(value, flat[i]._roots, gradients)
+
+    return tap(site, out, recorder, *(flat[i] for i in batched))
+
+

@@ -1,0 +1,157 @@
+"""Seeing a layer's inputs and output gradients without its weight gradients being computed.
+
+While a model is attached, ``module.forward`` of each module that owns trainable parameters is replaced on the instance
+(and given back on detach). The replacement runs the original with its parameters hidden from autograd, so that the backward
+pass computes input gradients only, and taps the output: when its gradient arrives, the layer's rule turns it and the saved
+input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them like
+any other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see `clipper`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping.records import Record
+
+if TYPE_CHECKING:
+    from lambdacgd.clipping.clipper import Clipper
+
+Recorder = Callable[..., Iterable[Record]]
+
+
+@dataclass
+class Site:
+    """A module that owns trainable parameters: ``names`` maps its own names to the model's."""
+
+    clipper: Clipper
+    module: nn.Module
+    path: str
+    names: dict[str, str]
+    original: Callable[..., Any]
+    batched: bool | None = None  # whether the first dimension of this module's inputs has been seen to be the batch
+
+    def trains(self, name: str) -> bool:
+        return name in self.names
+
+    def hidden(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward with this module's own parameters hidden from autograd."""
+        own = self.module._parameters
+        kept = {name: own[name] for name in self.names if name in own}
+        for name, parameter in kept.items():
+            own[name] = parameter.detach()  # type: ignore[union-attr, assignment]
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            own.update(kept)
+
+    def refuse(self, why: str) -> ClippingError:
+        where = f"module '{self.path}'" if self.path else "the model itself"
+        return ClippingError(f"{where} ({type(self.module).__name__}): {why}")
+
+
+class Call:
+    """One use of a site in one forward pass; delivers records once, when the output's gradient arrives."""
+
+    __slots__ = ("batch", "clipper", "generation", "recorder", "site", "spent", "within_backward")
+
+    def __init__(self, site: Site, recorder: Recorder) -> None:
+        self.site, self.recorder, self.clipper = site, recorder, site.clipper
+        self.batch, self.generation = self.clipper.batch, self.clipper.generation
+        self.within_backward = torch._C._current_graph_task_id() != -1
+        self.spent = False
+
+    def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        if self.spent:
+            raise self.site.refuse(
+                "a second backward pass went through the same forward pass. Every example's gradient is clipped and added "
+                "once; add the losses up and call backward() once, or run the model again."
+            )
+        if self.within_backward:
+            raise self.site.refuse(
+                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient checkpointing "
+                "splits an example's gradient into parts that would be clipped one by one. Use "
+                "torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        self.spent = True
+        self.clipper._receive(self, self.recorder(gradient, *saved))
+
+
+class Tap(torch.autograd.Function):
+    """The identity on a layer's output; its backward delivers. ``mark_dirty`` avoids a view, so in-place ReLUs work."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, call: Call, *saved: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*saved)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        ctx.call.deliver(gradient, *saved)
+        return (gradient, None, None, *([None] * len(saved)))
+
+
+def tap(site: Site, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
+    """Deliver ``recorder(gradient of output, *saved)`` when the backward pass reaches ``output``."""
+    if not isinstance(output, Tensor):
+        raise site.refuse(f"its forward returned {type(output).__name__}; a tensor is needed to follow its gradient.")
+    if any(output is s for s in saved):
+        output = output.clone()
+    saved = tuple(s.detach() for s in saved)
+    return Tap.apply(output, site.clipper.anchor, Call(site, recorder), *saved)  # type: ignore[no-any-return]
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast runs products in on ``x``'s device; None without autocast."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+class LinearTap(torch.autograd.Function):
+    """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient).
+
+    One node instead of two: transformers have hundreds of Linear layers and are bound by launches in bfloat16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+        ctx.call, ctx.dtype = call, x.dtype
+        low = autocast_dtype(x)
+        if low is not None:
+            x, weight = x.to(low), weight.to(low)
+            bias = None if bias is None else bias.to(low)
+        if x.dim() > 2 and bias is not None:
+            flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t())
+            y = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # not a view: see Tap
+        else:
+            y = F.linear(x, weight, bias)
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        ctx.call.deliver(gradient, x)
+        below = None
+        if weight is not None:
+            with uncast(gradient):
+                below = torch.matmul(gradient, weight).to(ctx.dtype)
+        return None, below, None, None, None
+
+
+def uncast(x: Tensor) -> torch.autocast:
+    """No autocast, also where backward() was called inside it: norms and sums choose their own precision."""
+    return torch.autocast(x.device.type, enabled=False)

@@ -1,0 +1,325 @@
+"""`attach`: per-example clipped gradient sums from one forward and one backward pass."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.clipping import layers, precision, sites
+from lambdacgd.clipping.capture import Call, Site, uncast
+from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
+from lambdacgd.clipping.records import Norm, Record, Stored
+
+__all__ = ["Clipper", "LossReduction", "attach", "layers"]
+
+LossReduction = Literal["mean", "sum", "none"]
+BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
+
+# Stored per-example gradients up to this many elements are put side by side and summed in one product.
+_SMALL = 1 << 16
+
+
+def attach(
+    model: nn.Module,
+    max_grad_norm: float = 1.0,
+    *,
+    loss_reduction: LossReduction = "mean",
+    mode: Mode = "flat",
+    nonfinite: Literal["zero", "raise"] = "zero",
+    batch_of: BatchOf | None = None,
+) -> Clipper:
+    """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
+
+    ``max_grad_norm`` is ζ (``math.inf``: no clipping). ``loss_reduction`` says how the loss combines the examples of the
+    batch it saw. ``mode``: one norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or
+    normalising instead of clipping ("automatic"); the sum's sensitivity is ζ in each. ``nonfinite="raise"`` turns
+    a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args, kwargs)`` gives
+    the number of examples where it is not the first dimension of the model's first tensor argument.
+    """
+    return Clipper(
+        model, max_grad_norm, loss_reduction=loss_reduction, mode=mode, nonfinite=nonfinite, batch_of=batch_of
+    )
+
+
+class Clipper:
+    """What `attach` returns. Parameters keep ``grad = None``; sums are in buffers of our own, float32 or float64.
+
+    Guarantee
+    ---------
+    Zeroing out one example changes the mathematical sum by at most ``max_grad_norm · (1 + sensitivity_tolerance)`` in ℓ₂
+    norm, provided the model treats examples independently and the loss adds them up (`check_model` tests both).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        *,
+        loss_reduction: LossReduction,
+        mode: Mode,
+        nonfinite: Literal["zero", "raise"],
+        batch_of: BatchOf | None,
+    ) -> None:
+        _choice("loss_reduction", loss_reduction, get_args(LossReduction))
+        _choice("mode", mode, get_args(Mode))
+        _choice("nonfinite", nonfinite, ("zero", "raise"))
+        if isinstance(max_grad_norm, bool) or not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
+        if mode == "automatic" and math.isinf(max_grad_norm):
+            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
+        self.model, self.max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
+        self.loss_reduction, self._batch_of = loss_reduction, batch_of
+        self.loss_scale: float | Tensor = 1.0  # set to GradScaler's scale under float16
+        self.sums: dict[str, Tensor] = {}
+        self.batch = 0  # examples in the forward pass under way
+        self.generation = 0
+        self.readings: dict[Any, bool] = {}
+        self._norms: list[Tensor] = []
+        self._dropped: Tensor | None = None
+        self._weights: Tensor | None = None
+        self._pending: dict[str, list[tuple[Record, Norm | None]]] = {}
+        self._task, self._batch, self._seen = -1, 0, set[int]()
+        self._consumed: set[int] = set()
+        self._shared: set[str] = set()
+        self._attached = False
+        self.parameters = sites.trainable(model)
+        if not self.parameters:
+            raise ClippingError("the model has no trainable parameter: every requires_grad is False.")
+        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        first = next(iter(self.parameters.values()))
+        self.anchor = torch.zeros((), device=first.device, requires_grad=True)
+        self._undo = sites.install(self)
+        self._attached = True
+
+    # --- what the operator reads -------------------------------------------------------------------------------------
+
+    @property
+    def norms(self) -> Tensor:
+        """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
+        return torch.cat(self._norms) if self._norms else torch.zeros(0)
+
+    @property
+    def dropped(self) -> int:
+        """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
+        return 0 if self._dropped is None else int(self._dropped)
+
+    @property
+    def sensitivity_tolerance(self) -> float:
+        """The noise scale must cover ``max_grad_norm · (1 + sensitivity_tolerance)``."""
+        return max(sensitivity_tolerance(precision.accumulator(p.dtype)) for p in self.parameters.values())
+
+    # --- the batch ---------------------------------------------------------------------------------------------------
+
+    def weigh(self, weights: Tensor | None) -> None:
+        """Weights in [0, 1], one per example, for the next backward pass. Weight zero contributes exactly zero."""
+        if weights is not None:
+            capturing = weights.is_cuda and torch.cuda.is_current_stream_capturing()
+            if weights.dim() != 1:
+                raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
+            if not capturing and not bool(((weights >= 0) & (weights <= 1)).all()):
+                raise ClippingError("weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm.")
+        self._weights = weights
+
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()`` for a loss of any reduction; a per-example vector is added up."""
+        if self.loss_reduction == "none" and loss.dim() != 1:
+            raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
+        loss.backward(torch.ones_like(loss))
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand out the sums of all trainable parameters (zeros where none arrived) and start the next logical batch."""
+        out = {}
+        for name, p in self.parameters.items():
+            total = self.sums.get(name)
+            if total is None:
+                total = torch.zeros(p.shape, dtype=precision.accumulator(p.dtype), device=p.device)
+            out[name] = total
+        self.zero()
+        return out
+
+    def zero(self) -> None:
+        """Forget the sums, norms and counts gathered so far."""
+        self.sums, self._norms, self._dropped = {}, [], None
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        if self._attached:
+            for undo in reversed(self._undo):
+                undo()
+            self._undo, self._attached, self._pending = [], False, {}
+
+    # --- the forward pass --------------------------------------------------------------------------------------------
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled():
+            return
+        batch = self._batch_of(args, kwargs) if self._batch_of else sites.batch_size(args, kwargs)
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
+            self.generation += 1
+            self._pending, self._task, self._seen = {}, -1, set()  # what an interrupted backward pass left behind
+            sites.check_unchanged(self)
+        self.batch = batch
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.is_grad_enabled():
+            sites.check_output(self, output)
+
+    def is_batched(self, site: Site, x: Tensor) -> bool:
+        """Whether ``x`` has the batch first; sizes that agree by chance in one batch and not in another are refused."""
+        batched = x.dim() > 0 and x.shape[0] == self.batch
+        if self.batch > 1:
+            if site.batched is None:
+                site.batched = batched
+            elif site.batched != batched:
+                raise site.refuse(
+                    f"its input has the batch first in one batch and not in another (now {tuple(x.shape)} for {self.batch} "
+                    "examples). Put the batch first, and pad to lengths that no batch size takes."
+                )
+        return batched
+
+    # --- the backward pass -------------------------------------------------------------------------------------------
+
+    def _receive(self, call: Call, records: Iterable[Record]) -> None:
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            if self._pending:
+                raise call.site.refuse(
+                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) would clip "
+                    "parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
+                )
+            self._task, self._batch, self._seen = task, call.batch, set()
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        if call.generation in self._consumed:
+            raise call.site.refuse(
+                "this forward pass has already been clipped and added by an earlier backward pass. Add the losses up and call "
+                "backward() once."
+            )
+        if call.batch != self._batch:
+            raise call.site.refuse(
+                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; examples cannot be matched."
+            )
+        self._seen.add(call.generation)
+        with torch.no_grad(), uncast(self.anchor):
+            for record in records:
+                if record.examples != call.batch:
+                    raise call.site.refuse(f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension.")  # fmt: skip
+                known = self._pending.setdefault(record.name, [])
+                later = known or record.stored or record.name in self._shared
+                known.append((record, None if later else record.norm()))
+
+    def _finish(self) -> None:
+        pending, self._pending, self._task = self._pending, {}, -1
+        self._consumed |= self._seen
+        if len(self._consumed) > 4096:
+            self._consumed = {g for g in self._consumed if g > self.generation - 1024}
+        weights, self._weights = self._weights, None
+        if not pending:
+            return
+        with torch.no_grad(), uncast(self.anchor):
+            self._clip_and_add(pending, weights)
+
+    def _clip_and_add(self, pending: dict[str, list[tuple[Record, Norm | None]]], weights: Tensor | None) -> None:
+        if weights is not None and weights.shape[0] != self._batch:
+            raise ClippingError(f"{weights.shape[0]} weights were given for {self._batch} examples.")
+        self._shared |= {name for name, found in pending.items() if len(found) > 1}
+        merged = {name: merge(found) for name, found in pending.items()}
+        packs, alone = _pack(merged, apart=self.mode == "per-layer")
+        groups: dict[str, list[Norm]] = {}
+        for name, (record, norm) in alone.items():
+            group = name.rpartition(".")[0] if self.mode == "per-layer" else ""
+            groups.setdefault(group, []).append(norm if norm is not None else record.norm())
+        for pack in packs:
+            groups.setdefault("", []).append(Norm(torch.linalg.vector_norm(pack.flat, dim=1).square()))
+        factors = self._factors(groups, weights)
+        keep = self._keep(factors)
+        order = {group: i for i, group in enumerate(groups)}
+        for name, (record, _) in alone.items():
+            group = name.rpartition(".")[0] if self.mode == "per-layer" else ""
+            self.sums[name] = record.add(self.sums.get(name), factors.weight[order[group]], keep)
+        for pack in packs:
+            pack.add(self.sums, factors.weight[order[""]], keep)
+
+    def _factors(self, groups: dict[str, list[Norm]], weights: Tensor | None) -> Factors:
+        scale = 1.0 / self.loss_scale * (self._batch if self.loss_reduction == "mean" else 1)
+        share = list(groups.values())
+        if self.mode == "per-layer":
+            share = share + [[] for _ in range(sites.layer_count(self) - len(share))]
+        factors = clip_factors(
+            [g for g in share if g],
+            max_grad_norm=self.max_grad_norm,
+            mode=self.mode,
+            scale=scale,
+            weights=weights,
+            layers=len(share),
+        )
+        self._norms.append(factors.norms)
+        missing = (~factors.finite if weights is None else ~factors.finite & (weights.to(factors.norms) != 0)).sum()
+        self._dropped = missing if self._dropped is None else self._dropped + missing
+        if self.nonfinite == "raise" and bool(missing > 0):
+            raise ClippingError(f"{int(missing)} example(s) have a non-finite gradient (nonfinite='raise').")
+        return factors
+
+    def _keep(self, factors: Factors) -> Tensor | None:
+        """None where every example is kept: then nothing needs masking. Costs one synchronisation outside CUDA graphs."""
+        if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
+            return factors.keep
+        return None if bool(factors.keep.all()) else factors.keep
+
+
+class _Pack:
+    """Small per-example gradients side by side: one norm and one product for all biases and scales of a model."""
+
+    def __init__(self, records: list[Stored]) -> None:
+        self.records = records
+        self.flat = torch.cat([r.gradients.flatten(1) for r in records], 1)
+
+    def add(self, sums: dict[str, Tensor], factor: Tensor, keep: Tensor | None) -> None:
+        whole = Stored("", self.flat).add(None, factor, keep)
+        parts = whole.split([r.gradients[0].numel() for r in self.records])
+        known = [(sums[r.name], p.view(sums[r.name].shape)) for r, p in zip(self.records, parts, strict=True) if r.name in sums]
+        if known:
+            torch._foreach_add_([k for k, _ in known], [p for _, p in known])
+        for record, part in zip(self.records, parts, strict=True):
+            if record.name not in sums:
+                sums[record.name] = part.view(record.gradients.shape[1:])
+
+
+def _pack(
+    merged: dict[str, tuple[Record, Norm | None]], *, apart: bool
+) -> tuple[list[_Pack], dict[str, tuple[Record, Norm | None]]]:
+    """Split records into packs of small stored ones, by type, and the rest. Odd sizes go last, to keep the others aligned."""
+    kinds: dict[torch.dtype, list[Stored]] = {}
+    alone: dict[str, tuple[Record, Norm | None]] = {}
+    for name, (record, norm) in merged.items():
+        if not apart and isinstance(record, Stored) and record.gradients[0].numel() <= _SMALL:
+            kinds.setdefault(record.gradients.dtype, []).append(record)
+        else:
+            alone[name] = (record, norm)
+    packs = [_Pack(sorted(rs, key=lambda r: r.gradients[0].numel() % 64 != 0)) for rs in kinds.values()]
+    return packs, alone
+
+
+def merge(found: list[tuple[Record, Norm | None]]) -> tuple[Record, Norm | None]:
+    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way exists."""
+    if len(found) == 1:
+        return found[0]
+    whole = found[0][0]
+    for record, _ in found[1:]:
+        joined = whole.merge(record) or record.merge(whole)
+        if joined is None:
+            every = slice(0, whole.examples)
+            joined = Stored(whole.name, whole.materialise(every) + record.materialise(every))
+        whole = joined
+    return whole, None
+
+
+def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
+    if given not in allowed:
+        raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
+
+

@@ -1,0 +1,127 @@
+"""Convolutions and transposed convolutions as matrix products over patches.
+
+Patches are strided views of the padded input, copied group of examples by group of examples: ``F.unfold`` launches one
+kernel per example. The weight's per-example gradient is Σ_t b_t p_tᵀ over output positions t with patches p_t; a transposed
+convolution is the same with the roles of input and output gradient exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import precision
+from lambdacgd.clipping.capture import Site, autocast_dtype, tap
+from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows
+from lambdacgd.clipping.registry import register
+
+
+def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], out: tuple[int, ...]) -> Tensor:
+    """A view [B, C, *out, *kernel] of a padded input [B, C, *space]; ``out`` positions are taken in each dimension."""
+    x = x.contiguous()
+    strides = x.stride()
+    size = (*x.shape[:2], *out, *kernel)
+    moves = tuple(s * step for s, step in zip(strides[2:], stride, strict=True))
+    taps = tuple(s * step for s, step in zip(strides[2:], dilation, strict=True))
+    return x.as_strided(size, (*strides[:2], *moves, *taps))
+
+
+def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Tensor:
+    """Zero-pad ``x`` by the convolution's padding, and on the far side as far as ``out`` positions reach."""
+    widths: list[int] = []
+    for d in reversed(range(x.dim() - 2)):
+        low = geometry["padding"][d]
+        reach = (out[d] - 1) * geometry["stride"][d] + (geometry["kernel"][d] - 1) * geometry["dilation"][d] + 1
+        widths += [low, max(0, reach - x.shape[2 + d] - low)]
+    return F.pad(x, widths) if any(widths) else x
+
+
+def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str, Any], shape: torch.Size) -> Record:
+    """Record for a weight [response channels, image channels / groups, *kernel] used on patches of ``image``."""
+    groups, kernel = geometry["groups"], geometry["kernel"]
+    out = tuple(response.shape[2:])
+    image = pad_to_fit(image, geometry, out)
+    view = partial(patches, kernel=kernel, stride=geometry["stride"], dilation=geometry["dilation"], out=out)
+    spatial = len(kernel)
+    inner = shape.numel() // shape[0]
+    response = response.flatten(2)
+    examples, outer, positions = response.shape
+
+    def rows_of_patches(rows: slice) -> Tensor:
+        # [n, C, *out, *kernel] -> [n, *out, C, *kernel] -> [n, T, C·K]
+        p = view(image[rows])
+        order = (0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial))
+        return p.permute(order).reshape(p.shape[0], positions, -1)
+
+    if groups == 1:
+        one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
+        a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
+        sizes = (examples, positions, inner, outer)
+        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
+    parts = []
+    step = chunk_rows(examples, positions * inner * groups, response.device)
+    for i in range(0, examples, step):
+        rows = slice(i, min(i + step, examples))
+        p = view(image[rows])
+        n = p.shape[0]
+        order = (0, 1, *range(3, 3 + spatial), 2, *range(3 + spatial, 3 + 2 * spatial))
+        p = p.unflatten(1, (groups, -1)).permute(order).reshape(n * groups, positions, inner)
+        r = response[rows].reshape(n * groups, outer // groups, positions)
+        parts.append(precision.bmm(r, p).view(n, *shape))
+    return Stored(name, torch.cat(parts))
+
+
+def conv_records(gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size) -> Iterator[Record]:
+    if "weight" in names:
+        if geometry["mode"] != "zeros":
+            x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
+        x, response = _same_type(x, gradient)
+        if geometry["transposed"]:
+            yield patch_record(names["weight"], response, x, geometry, shape)
+        else:
+            yield patch_record(names["weight"], x, response, geometry, shape)
+    if "bias" in names:
+        yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=precision.accumulator(gradient.dtype)))
+
+
+def _same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
+
+
+def _geometry(m: Any, x: Tensor) -> dict[str, Any]:
+    padding = m.padding
+    transposed = bool(m.transposed)
+    if m.padding_mode != "zeros":
+        padding = (0,) * len(m.kernel_size)
+    elif padding == "valid":
+        padding = (0,) * len(m.kernel_size)
+    elif padding == "same":
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
+    return {
+        "kernel": m.kernel_size, "stride": m.stride, "dilation": m.dilation, "padding": padding, "groups": m.groups,
+        "mode": m.padding_mode, "wrap": m._reversed_padding_repeated_twice, "transposed": transposed,
+    }  # fmt: skip
+
+
+@register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def conv(site: Site, input: Tensor) -> Tensor:
+    m: nn.Conv2d = site.module  # type: ignore[assignment]
+    low = autocast_dtype(input)
+    x = input if low is None else input.to(low)
+    recorder = partial(conv_records, names=site.names, geometry=_geometry(m, x), shape=m.weight.shape)
+    return tap(site, site.hidden(x), recorder, x)
+
+
+@register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+def conv_transpose(site: Site, input: Tensor, output_size: Any = None) -> Tensor:
+    m: nn.ConvTranspose2d = site.module  # type: ignore[assignment]
+    low = autocast_dtype(input)
+    x = input if low is None else input.to(low)
+    recorder = partial(conv_records, names=site.names, geometry=_geometry(m, x), shape=m.weight.shape)
+    return tap(site, site.hidden(x, output_size), recorder, x)

@@ -1,0 +1,199 @@
+"""Embedding and EmbeddingBag: a linear layer whose inputs are one-hot, so their Gram matrix is "the same token?".
+
+‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s. Position embeddings looked up without a batch dimension go through `batchfree`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.clipping import precision
+from lambdacgd.clipping.batchfree import lookup
+from lambdacgd.clipping.capture import Site, tap
+from lambdacgd.clipping.records import Norm, Outer, Record, chunk_rows, masked
+from lambdacgd.clipping.registry import finds_batch, register
+
+
+@dataclass
+class Rows(Record):
+    """Per-example gradients Σ_t e_{index_t} b_tᵀ of a table [V, d]; an index below zero counts for nothing."""
+
+    name: str
+    index: Tensor  # [B, T]
+    b: Tensor  # [B, T, d]
+    shape: torch.Size
+
+    @property
+    def examples(self) -> int:
+        return self.index.shape[0]
+
+    def _groups(self) -> list[slice]:
+        step = chunk_rows(self.examples, 2 * self.index.shape[1] ** 2, self.b.device)
+        return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
+
+    def norm(self) -> Norm:
+        parts = [self._norm(self.index[rows], self.b[rows]) for rows in self._groups()]
+        sums = [torch.cat(p) for p in zip(*parts, strict=True)]
+        gamma = precision.accumulation_unit(self.b.shape[2], self.b.dtype)
+        # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
+        low = self.b.dtype in (torch.bfloat16, torch.float16)
+        kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
+        return Norm(*sums, gamma=gamma, kappa=kappa)
+
+    @staticmethod
+    def _norm(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+        gram = precision.bmm(b, b.transpose(1, 2))
+        used = (index >= 0).unsqueeze(2)
+        same = ((index.unsqueeze(2) == index.unsqueeze(1)) & used).to(gram.dtype)
+        trace_b = gram.diagonal(dim1=1, dim2=2).sum(1)
+        gram_b, gram_a = torch.linalg.vector_norm(gram, dim=(1, 2)), torch.linalg.vector_norm(same, dim=(1, 2))
+        return gram.mul_(same).sum((1, 2)), used.sum((1, 2), dtype=gram.dtype), trace_b, gram_a, gram_b
+
+    def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
+        index, b = self.index[rows], self.b[rows].to(precision.accumulator(self.b.dtype))
+        used = index >= 0
+        return index.clamp_min(0), torch.where(used.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
+
+    def materialise(self, rows: slice) -> Tensor:
+        index, b = self._scatter(rows)
+        whole = b.new_zeros(index.shape[0], *self.shape)
+        return whole.scatter_add_(1, index.unsqueeze(2).expand_as(b), b)
+
+    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+        index, b = self._scatter(slice(0, self.examples))
+        b = masked(b, keep) * factor.view(-1, 1, 1)
+        if total is None:
+            total = torch.zeros(self.shape, dtype=b.dtype, device=b.device)
+        return total.index_add_(0, index.flatten(), b.flatten(0, 1))
+
+    def merge(self, other: Record) -> Record | None:
+        if isinstance(other, Rows):
+            return Rows(self.name, torch.cat([self.index, other.index], 1), torch.cat([self.b, other.b], 1), self.shape)
+        if isinstance(other, Outer) and not callable(other.a) and not callable(other.b) and not other.transposed:
+            return Tied(self.name, self, other)
+        return None
+
+
+@dataclass
+class Tied(Record):
+    """An embedding whose table is also the output layer's weight: both gradients and their inner product.
+
+    ⟨Σ_t e_{k_t} b_tᵀ, Σ_s d_s h_sᵀ⟩ = Σ_ts d_s[k_t] (b_t·h_s) for output gradients d and inputs h of the output layer.
+    """
+
+    name: str
+    rows: Rows
+    head: Outer
+
+    @property
+    def examples(self) -> int:
+        return self.rows.examples
+
+    def norm(self) -> Norm:
+        """Each part with its own bound; the cross term's error is bounded as the parts' are (Cauchy-Schwarz)."""
+        one, two = self.rows.norm(), self.head.norm()
+        cross = torch.cat([self._cross(rows) for rows in self.rows._groups()])
+        square = one.square + two.square + 2 * cross
+        # tr(G_a)·‖G_b‖ and its like dominate the cross term's products: 2xy ≤ x² + y² twice over.
+        return Norm(
+            square,
+            trace_a=2 * (one.trace_a + two.trace_a),  # type: ignore[operator]
+            trace_b=one.trace_b + two.trace_b,  # type: ignore[operator]
+            gram_a=2 * (one.gram_a + two.gram_a),  # type: ignore[operator]
+            gram_b=one.gram_b + two.gram_b,  # type: ignore[operator]
+            gamma=max(one.gamma, two.gamma),
+            kappa=2 * max(one.kappa, two.kappa),
+            fold_a=False,
+        )
+
+    def _cross(self, rows: slice) -> Tensor:
+        assert isinstance(self.head.a, Tensor)
+        assert isinstance(self.head.b, Tensor)
+        kept = precision.accumulator(self.head.dtype)
+        index, b = self._scattered(rows)
+        inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
+        picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]
+        return (picked * torch.bmm(inputs, b.to(kept).transpose(1, 2))).sum((1, 2))
+
+    def _scattered(self, rows: slice) -> tuple[Tensor, Tensor]:
+        return self.rows._scatter(rows)
+
+    def materialise(self, rows: slice) -> Tensor:
+        return self.rows.materialise(rows) + self.head.materialise(rows)
+
+    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+        return self.rows.add(self.head.add(total, factor, keep), factor, keep)
+
+
+def embedding_records(gradient: Tensor, index: Tensor, *, name: str, padding: int | None, shape: torch.Size) -> Iterator[Record]:
+    index, b = index.flatten(1), gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
+    if padding is not None:
+        unused = index == padding
+        index = torch.where(unused, torch.full((), -1, dtype=index.dtype, device=index.device), index)
+        b = masked_tokens(b, ~unused)
+    yield Rows(name, index, b, shape)
+
+
+def masked_tokens(b: Tensor, keep: Tensor) -> Tensor:
+    return torch.where(keep.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
+
+
+def _refuse_options(site: Site, module: Any) -> None:
+    if module.max_norm is not None:
+        raise site.refuse("max_norm rewrites the table during the forward pass, depending on the batch. Set max_norm=None.")
+    if module.scale_grad_by_freq:
+        raise site.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
+
+
+@register(nn.Embedding)
+@finds_batch
+def embedding(site: Site, input: Tensor) -> Tensor:
+    m: nn.Embedding = site.module  # type: ignore[assignment]
+    _refuse_options(site, m)
+    recorder = partial(embedding_records, name=site.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
+    if not site.clipper.is_batched(site, input):
+        return lookup(site, site.hidden(input), input, recorder)
+    return tap(site, site.hidden(input), recorder, input)
+
+
+@register(nn.EmbeddingBag)
+@finds_batch
+def embedding_bag(site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+    m: nn.EmbeddingBag = site.module  # type: ignore[assignment]
+    _refuse_options(site, m)
+    if m.mode == "max":
+        raise site.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
+    index, weights = _bags(m, input, offsets, per_sample_weights)
+    if m.padding_idx is not None:
+        index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)
+    used = index >= 0
+    weights = used.to(m.weight.dtype) if weights is None else weights * used
+    if m.mode == "mean":
+        weights = weights / used.sum(1, keepdim=True).clamp_min(1)
+
+    def recorder(gradient: Tensor, index: Tensor, weights: Tensor) -> Iterator[Record]:
+        yield Rows(site.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)
+
+    return tap(site, site.hidden(input, offsets, per_sample_weights), recorder, index, weights)
+
+
+def _bags(m: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Bags as a matrix [B, longest bag], filled up with -1, and their weights alike."""
+    if input.dim() == 2:
+        return input, weights
+    assert offsets is not None
+    ends = offsets[1:] if m.include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([input.numel()])])
+    starts = offsets[:-1] if m.include_last_offset else offsets
+    longest = int((ends - starts).max()) if starts.numel() else 0
+    place = starts.unsqueeze(1) + torch.arange(max(longest, 1), device=input.device)
+    inside = place < ends.unsqueeze(1)
+    place = place.clamp_max(max(input.numel() - 1, 0))
+    index = torch.where(inside, input[place], torch.full_like(place, -1))
+    return index, None if weights is None else weights[place] * inside

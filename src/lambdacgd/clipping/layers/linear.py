@@ -1,0 +1,59 @@
+"""Linear layers with inputs of two or more dimensions, and Hugging Face's ``Conv1D`` (a Linear stored transposed)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.clipping import precision
+from lambdacgd.clipping.capture import Call, LinearTap, Site
+from lambdacgd.clipping.records import Record, Stored, outer
+from lambdacgd.clipping.registry import register
+
+
+def tokens(x: Tensor) -> Tensor:
+    """[B, ..., d] as [B, T, d]."""
+    return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
+
+
+def linear_records(
+    gradient: Tensor, x: Tensor, *, weight: str | None, bias: str | None, shape: torch.Size, transposed: bool = False
+) -> Iterator[Record]:
+    """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
+    b = tokens(gradient)
+    if weight is not None:
+        yield outer(weight, tokens(x), b, shape, transposed=transposed).resolve()
+    if bias is not None:
+        yield Stored(bias, b.sum(1, dtype=precision.accumulator(b.dtype)))
+
+
+def tapped_linear(
+    site: Site, x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str | None, str | None], *, transposed: bool
+) -> Tensor:
+    """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
+    recorder = partial(
+        linear_records, weight=names[0], bias=names[1], shape=_shape(weight, transposed), transposed=transposed
+    )
+    anchor, call = site.clipper.anchor, Call(site, recorder)
+    return LinearTap.apply(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)  # type: ignore[no-any-return]
+
+
+def _shape(weight: Tensor, transposed: bool) -> torch.Size:
+    return torch.Size((weight.shape[1], weight.shape[0])) if transposed else weight.shape
+
+
+@register(nn.Linear)
+def linear(site: Site, input: Tensor) -> Tensor:
+    module = site.module
+    names = (site.names.get("weight"), site.names.get("bias"))
+    return tapped_linear(site, input, module.weight, module.bias, names, transposed=False)  # type: ignore[arg-type]
+
+
+@register("transformers.pytorch_utils.Conv1D")
+def conv1d_of_hugging_face(site: Site, x: Tensor) -> Tensor:
+    module = site.module
+    names = (site.names.get("weight"), site.names.get("bias"))
+    return tapped_linear(site, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]

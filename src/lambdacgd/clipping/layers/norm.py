@@ -1,0 +1,66 @@
+"""Normalisation within an example: LayerNorm, RMSNorm, GroupNorm, InstanceNorm. All are a scale and a shift of x̂."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import precision
+from lambdacgd.clipping.capture import Site, tap
+from lambdacgd.clipping.records import Record, Stored
+from lambdacgd.clipping.registry import register
+
+
+def affine_records(
+    gradient: Tensor, x: Tensor, *, normalise: Callable[[Tensor], Tensor], over: slice, names: dict[str, str]
+) -> Iterator[Record]:
+    """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along."""
+    kept = precision.accumulator(gradient.dtype)
+    dims = tuple(range(gradient.dim())[over])
+    if "weight" in names:
+        product = gradient * normalise(x.to(torch.promote_types(x.dtype, kept)))
+        yield Stored(names["weight"], product.sum(dims, dtype=kept) if dims else product.to(kept))
+    if "bias" in names:
+        yield Stored(names["bias"], gradient.sum(dims, dtype=kept) if dims else gradient.to(kept))
+
+
+def _trailing(module: nn.Module) -> slice:
+    return slice(1, -len(module.normalized_shape))  # type: ignore[arg-type]
+
+
+@register(nn.LayerNorm)
+def layer_norm(site: Site, input: Tensor) -> Tensor:
+    m: nn.LayerNorm = site.module  # type: ignore[assignment]
+    normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
+    recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
+    return tap(site, site.hidden(input), recorder, input)
+
+
+@register(nn.RMSNorm)
+def rms_norm(site: Site, x: Tensor) -> Tensor:
+    m: nn.RMSNorm = site.module  # type: ignore[assignment]
+    # The default eps is the machine epsilon of the *input's* type: fixed here, since x̂ is computed in a wider one.
+    eps = torch.finfo(x.dtype).eps if m.eps is None else m.eps
+    normalise = partial(F.rms_norm, normalized_shape=m.normalized_shape, eps=eps)
+    recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
+    return tap(site, site.hidden(x), recorder, x)
+
+
+@register(nn.GroupNorm)
+def group_norm(site: Site, input: Tensor) -> Tensor:
+    m: nn.GroupNorm = site.module  # type: ignore[assignment]
+    normalise = partial(F.group_norm, num_groups=m.num_groups, eps=m.eps)
+    recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
+    return tap(site, site.hidden(input), recorder, input)
+
+
+@register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+def instance_norm(site: Site, input: Tensor) -> Tensor:
+    m: nn.InstanceNorm1d = site.module  # type: ignore[assignment]
+    normalise = partial(F.instance_norm, eps=m.eps)
+    recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
+    return tap(site, site.hidden(input), recorder, input)

@@ -1,0 +1,88 @@
+"""How much rounding can change an example's contribution, and matrix products that accumulate in float32.
+
+The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ``; the norms come from other products of the
+same ``a`` and ``b``. Two things differ between them:
+
+* *Folding*: the factor ``c_i`` is multiplied into one operand, which is then rounded to the precision of the product
+  (nothing to speak of in float32, 2⁻⁹ in TF32 where the low bits are cut off twice, 2⁻⁹ in bfloat16). The
+  contribution moves by at most ``κ ‖folded operand‖_F ‖other operand‖₂``.
+* *Accumulation*: an inner product of length n in float32 carries an error of at most γ(n) times the sum of the absolute
+  terms. γ(n) = max(8√n, n/8)·2⁻²³: the first part is the probabilistic bound of Higham and Mary (2019) with λ = 16, the
+  second covers tensor cores, which cut off once per group of at least eight products.
+
+Both bounds are added to the norm before the factor is computed (`lambdacgd.clipping.factors`), so the factor can only
+err towards smaller contributions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_LOW = (torch.bfloat16, torch.float16)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over values of ``dtype`` are kept: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def tf32_in_use(device: torch.device) -> bool:
+    """Whether a float32 product on ``device`` may round its operands (TF32; unknown settings count as yes)."""
+    try:
+        if torch.get_float32_matmul_precision() != "highest":
+            return True
+        return device.type == "cuda" and bool(torch.backends.cuda.matmul.allow_tf32)
+    except RuntimeError:  # old and new switches mixed: torch refuses to say
+        return True
+
+
+def cpu_float32_is_bfloat16() -> bool:
+    """``torch.set_float32_matmul_precision('medium')`` lets float32 products run in bfloat16."""
+    try:
+        return torch.get_float32_matmul_precision() == "medium"
+    except RuntimeError:
+        return True
+
+
+def folding_unit(dtype: torch.dtype, device: torch.device) -> float:
+    """κ: the relative change of a folded operand between the norm's product and the sum's product."""
+    if dtype == torch.float64:
+        return 2.0**-52
+    if dtype == torch.bfloat16:
+        return 2.0**-9 * (1 + 2.0**-6)
+    if tf32_in_use(device):
+        return 2.0**-7 if cpu_float32_is_bfloat16() else 2.0**-9
+    return 2.0**-22
+
+
+def accumulation_unit(length: int, dtype: torch.dtype) -> float:
+    """γ(n): the error of an inner product of ``length`` terms, relative to the sum of their absolute values."""
+    ulp = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+    return max(8 * math.sqrt(max(length, 1)), length / 8) * ulp
+
+
+def _native_float32_out(x: Tensor) -> bool:
+    """CUDA products of 16-bit operands can write float32 directly since torch 2.8."""
+    return x.is_cuda and torch.__version__ >= "2.8"
+
+
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Batched product, accumulated and returned in float32 (float64 for float64)."""
+    if x.dtype in _LOW:
+        if _native_float32_out(x):
+            return torch.bmm(x, y, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+        return torch.bmm(x.float(), y.float())
+    return torch.bmm(x, y)
+
+
+def mm_into(total: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
+    """``total + x @ y`` accumulated in float32 or float64, in place where ``total`` exists."""
+    if x.dtype in _LOW and not _native_float32_out(x):
+        x, y = x.float(), y.float()
+    if x.dtype in _LOW:
+        product = torch.mm(x, y, out_dtype=torch.float32)  # type: ignore[call-overload]
+        return product if total is None else total.add_(product)  # type: ignore[no-any-return]
+    return torch.mm(x, y) if total is None else total.addmm_(x, y)

@@ -1,0 +1,240 @@
+"""What one call of a layer leaves behind for one parameter, until the clip factors are known.
+
+A record knows its parameter's name and can do three things: say its per-example gradient norms (`norm`), form the
+per-example gradients of some examples (`materialise`, the slow twin, used where records of one parameter meet), and add
+the weighted sum of its per-example gradients to a total (`add`). Two kinds serve every layer:
+
+* `Stored`: the per-example gradients themselves. Biases, scales and every layer for which they are smaller than what
+  they are made of.
+* `Outer`: per-example gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lambdacgd.clipping import precision
+
+# Temporaries of the norm pass are cut into groups of examples of at most this many elements.
+CHUNK_CPU, CHUNK_CUDA = 1 << 22, 1 << 27
+
+
+def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
+    """How many examples to treat at once."""
+    budget = CHUNK_CUDA if device.type == "cuda" else CHUNK_CPU
+    return max(1, min(examples, budget // max(1, elements_each)))
+
+
+@dataclass
+class Norm:
+    """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error (see `precision`)."""
+
+    square: Tensor  # [B], may come out slightly negative
+    trace_a: Tensor | None = None  # ‖a_i‖_F², ‖b_i‖_F²
+    trace_b: Tensor | None = None
+    gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
+    gram_b: Tensor | None = None
+    gamma: float = 0.0
+    kappa: float = 0.0
+    fold_a: bool = False
+
+
+class Record:
+    """One parameter's share of one backward pass."""
+
+    name: str
+
+    def norm(self) -> Norm:
+        raise NotImplementedError
+
+    def materialise(self, rows: slice) -> Tensor:
+        raise NotImplementedError
+
+    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+        raise NotImplementedError
+
+    def merge(self, other: Record) -> Record | None:
+        """One record for two calls that used the same parameter, cross terms included; None if they do not fit."""
+        return None
+
+    @property
+    def examples(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def stored(self) -> bool:
+        return False
+
+
+def masked(x: Tensor, keep: Tensor | None) -> Tensor:
+    """``x`` with the examples not kept set to zero, whatever they hold (0·NaN is NaN, so multiplying is not enough)."""
+    if keep is None:
+        return x
+    return torch.where(keep.view(-1, *([1] * (x.dim() - 1))), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """``x_i · factor_i``, computed in the factor's precision and rounded once to ``x``'s (float16 becomes float32)."""
+    weight = factor.view(-1, *([1] * (x.dim() - 1)))
+    if x.dtype == torch.bfloat16:
+        return torch.mul(x, weight, out=torch.empty_like(x))
+    return x * weight
+
+
+@dataclass
+class Stored(Record):
+    """Per-example gradients of a parameter, [B, *shape], in float32 or float64."""
+
+    name: str
+    gradients: Tensor
+
+    def norm(self) -> Norm:
+        flat = self.gradients.flatten(1)
+        return Norm(torch.linalg.vector_norm(flat, dim=1).square())
+
+    def materialise(self, rows: slice) -> Tensor:
+        return self.gradients[rows]
+
+    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+        flat = masked(self.gradients, keep).flatten(1)
+        part = torch.mv(flat.t(), factor).view(self.gradients.shape[1:])
+        return part if total is None else total.add_(part)
+
+    def merge(self, other: Record) -> Record | None:
+        if isinstance(other, Stored):
+            return Stored(self.name, self.gradients + other.gradients)
+        return None
+
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[0]
+
+    @property
+    def stored(self) -> bool:
+        return True
+
+
+Tokens = Tensor | Callable[[slice], Tensor]
+
+
+@dataclass
+class Outer(Record):
+    """Per-example gradients Σ_t b_it a_itᵀ of a parameter viewed as a matrix [out, in].
+
+    ``a`` is [B, T, in] or makes the rows asked for (patches of a convolution's input); ``b`` is [B, T, out].
+    """
+
+    name: str
+    a: Tokens
+    b: Tokens
+    sizes: tuple[int, int, int, int]  # B, T, in, out
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
+
+    def left(self, rows: slice) -> Tensor:
+        return self.a(rows) if callable(self.a) else self.a[rows]
+
+    def right(self, rows: slice) -> Tensor:
+        return self.b(rows) if callable(self.b) else self.b[rows]
+
+    @property
+    def examples(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def direct(self) -> bool:
+        """Whether forming the per-example gradients costs less than the two Gram matrices."""
+        _, tokens, inner, outer = self.sizes
+        return tokens > 1 and inner * outer <= tokens * (inner + outer)
+
+    def resolve(self) -> Record:
+        """The record to keep: the gradients themselves where they are the cheaper way."""
+        if not self.direct:
+            return self
+        return Stored(self.name, self.materialise(slice(0, self.examples)))
+
+    def _rows(self, elements_each: int) -> list[slice]:
+        step = chunk_rows(self.examples, elements_each, self.device)
+        return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
+
+    def materialise(self, rows: slice) -> Tensor:
+        parts = []
+        start, stop = rows.start or 0, min(rows.stop, self.examples)
+        _, tokens, inner, outer = self.sizes
+        step = chunk_rows(stop - start, max(tokens * inner, inner * outer), self.device)
+        for i in range(start, stop, step):
+            part = slice(i, min(i + step, stop))
+            a, b = self.left(part), self.right(part)
+            first, second = (a, b) if self.transposed else (b, a)
+            parts.append(precision.bmm(first.transpose(1, 2), second))
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return whole.reshape(-1, *self.shape)
+
+    def norm(self) -> Norm:
+        examples, tokens, inner, outer = self.sizes
+        fold_a = inner < outer
+        gamma = precision.accumulation_unit(max(inner, outer), self.dtype)
+        kappa = precision.folding_unit(self.dtype, self.device)
+        if tokens == 1:
+            every = slice(0, examples)
+            kept = precision.accumulator(self.dtype)
+            trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
+            trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
+            return Norm(trace_a * trace_b, trace_a, trace_b, trace_a, trace_b, gamma, kappa, fold_a)
+        groups = self._rows(max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0))
+        parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
+        sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
+        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
+
+    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+        _, tokens, inner, outer = self.sizes
+        matrix = total if total is None else total.view(self._matrix_shape())
+        for rows in self._rows(tokens * inner) if callable(self.a) else [slice(0, self.examples)]:
+            kept = None if keep is None else keep[rows]
+            a, b = masked(self.left(rows), kept), masked(self.right(rows), kept)
+            if inner < outer:
+                a = scaled(a, factor[rows])
+                b = b if b.dtype == a.dtype else b.to(a.dtype)
+            else:
+                b = scaled(b, factor[rows])
+                a = a if b.dtype == a.dtype else a.to(b.dtype)
+            a2, b2 = a.reshape(-1, inner), b.reshape(-1, outer)
+            first, second = (a2, b2) if self.transposed else (b2, a2)
+            matrix = precision.mm_into(matrix, first.t(), second)
+        assert matrix is not None
+        return matrix.view(self.shape)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        _, _, inner, outer = self.sizes
+        return (inner, outer) if self.transposed else (outer, inner)
+
+    def merge(self, other: Record) -> Record | None:
+        """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
+        if not isinstance(other, Outer) or callable(self.a) or callable(other.a):
+            return None
+        if callable(self.b) or callable(other.b) or self.transposed != other.transposed or self.dtype != other.dtype:
+            return None
+        a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
+        return outer(self.name, a, b, self.shape, transposed=self.transposed)
+
+
+def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
+    """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
+    if a.dtype != b.dtype:  # a layer kept in float32 under autocast, say
+        a, b = (a.to(b.dtype), b) if b.dtype.itemsize > a.dtype.itemsize else (a, b.to(a.dtype))
+    sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
+    return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
+
+
+def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Σ_ts (a_t·a_s)(b_t·b_s) = ‖Σ_t b_t a_tᵀ‖² per example, with traces and Frobenius norms of both Gram matrices."""
+    gram_a, gram_b = precision.bmm(a, a.transpose(1, 2)), precision.bmm(b, b.transpose(1, 2))
+    trace_a, trace_b = gram_a.diagonal(dim1=1, dim2=2).sum(1), gram_b.diagonal(dim1=1, dim2=2).sum(1)
+    norm_a, norm_b = torch.linalg.vector_norm(gram_a, dim=(1, 2)), torch.linalg.vector_norm(gram_b, dim=(1, 2))
+    return gram_a.mul_(gram_b).sum((1, 2)), trace_a, trace_b, norm_a, norm_b

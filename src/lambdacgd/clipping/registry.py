@@ -1,0 +1,47 @@
+"""Which rule sees into which layer. One small file a family under `layers`; `register` adds yours.
+
+A rule is called in place of the module's forward as ``rule(site, *args, **kwargs)``, runs ``site.hidden(...)`` and returns
+the output through `capture.tap`. It applies to a class and to those subclasses that keep the class's ``forward``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+
+Rule = Callable[..., Any]
+_RULES: dict[type[nn.Module], Rule] = {}
+_NAMED: dict[str, Rule] = {}
+
+
+def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
+    """Use the decorated rule for these classes; a string names a class ("package.module.Class") without importing it."""
+
+    def keep(rule: Rule) -> Rule:
+        for kind in kinds:
+            if isinstance(kind, str):
+                _NAMED[kind] = rule
+            else:
+                _RULES[kind] = rule
+        return rule
+
+    return keep
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule for a module, or None: then its parameters are followed one by one (`batchfree`)."""
+    kind = type(module)
+    for base in kind.__mro__:
+        rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            return rule if kind.forward is base.forward else None
+    return None
+
+
+def finds_batch(rule: Rule) -> Rule:
+    """Mark a rule that looks for the batch dimension itself (its first argument need not have it)."""
+    rule.finds_batch = True  # type: ignore[attr-defined]
+    return rule

@@ -1,0 +1,198 @@
+"""Where a model's trainable parameters live, what replaces each owner's forward, and what is refused at the door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lambdacgd.clipping.batchfree import BatchFree, parameter_stand_in
+from lambdacgd.clipping.capture import Site
+from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping.registry import Rule, rule_for
+
+if TYPE_CHECKING:
+    from lambdacgd.clipping.clipper import Clipper
+
+Undo = Callable[[], None]
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+_BATCH_NORMS = (nn.modules.batchnorm._BatchNorm, nn.modules.batchnorm._LazyNormBase)
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "x", "input", "inputs")
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by their first name in the model; tied ones once."""
+    found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for name, p in found.items():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ClippingError(f"parameter '{name}' is not initialised yet: run one forward pass before attaching.")
+        if not p.is_floating_point():
+            raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
+    return found
+
+
+def install(clipper: Clipper) -> list[Undo]:
+    """Replace the forward of every owner of trainable parameters; the returned calls give everything back."""
+    model, names = clipper.model, {id(p): name for name, p in clipper.parameters.items()}
+    refuse_modules(model)
+    undo: list[Undo] = []
+    try:
+        for path, module in model.named_modules():
+            own = dict(_owned(module, names))
+            if own and not isinstance(module, _LISTS):
+                undo.append(_replace(clipper, module, path, own))
+            elif isinstance(module, _BATCH_NORMS):
+                undo.append(_guard(module, path))
+        for name, parameter in clipper.parameters.items():
+            handle = parameter.register_post_accumulate_grad_hook(partial(_stray, name))
+            undo.append(handle.remove)
+        undo.append(model.register_forward_pre_hook(clipper._begin, with_kwargs=True).remove)
+        undo.append(model.register_forward_hook(clipper._end).remove)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    return undo
+
+
+def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]]:
+    """(local name, model's name) of trainable parameters of a module and of the parameter lists it holds."""
+    for local, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) in names:
+            yield local, names[id(parameter)]
+    for child_name, child in module._modules.items():
+        if isinstance(child, _LISTS):
+            for local, name in _owned(child, names):
+                yield f"{child_name}.{local}", name
+
+
+def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
+    before = module.__dict__.get("forward")
+    site = Site(clipper, module, path, own, module.forward)
+    run = partial(_run, site, rule_for(module))
+    module.forward = torch._dynamo.disable(run)  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before  # type: ignore[method-assign]
+
+    return undo
+
+
+def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return site.original(*args, **kwargs)
+    if site.clipper.batch == 0:
+        raise site.refuse(
+            "it was called before the model itself, so the number of examples is unknown. Call the model (model(x)); its "
+            "first tensor argument has the batch first, or pass batch_of= to attach."
+        )
+    if rule is not None:
+        if getattr(rule, "finds_batch", False):
+            return rule(site, *args, **kwargs)
+        x = args[0] if args else next(iter(kwargs.values()), None)
+        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and site.clipper.is_batched(site, x):
+            return rule(site, *args, **kwargs)
+    return _followed(site, *args, **kwargs)
+
+
+def _followed(site: Site, *args: Any, **kwargs: Any) -> Any:
+    """The original forward with stand-ins in place of this module's own parameters."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for local, name in site.names.items():
+        owner, _, last = local.rpartition(".")
+        slots = site.module.get_submodule(owner)._parameters
+        kept.append((slots, last, slots[last]))
+        slots[last] = parameter_stand_in(site, name, slots[last])  # type: ignore[arg-type, assignment]
+    try:
+        return site.original(*args, **kwargs)
+    finally:
+        for slots, last, parameter in kept:
+            slots[last] = parameter
+
+
+def _stray(name: str, parameter: Tensor) -> None:
+    """A gradient that reached a parameter by way of autograd has not been clipped."""
+    parameter.grad = None
+    raise ClippingError(
+        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module that owns "
+        "it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward called before attach). "
+        "Call the owning module instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
+    )
+
+
+def _guard(module: nn.Module, path: str) -> Undo:
+    def refuse(m: nn.Module, args: Any) -> None:
+        if m.training and torch.is_grad_enabled():
+            raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
+
+    return module.register_forward_pre_hook(refuse).remove
+
+
+def _batch_norm_message(path: str, module: nn.Module) -> str:
+    return (
+        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of its own. "
+        "Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
+    )
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Modules that no rule can make exact, each with what to do."""
+    for path, m in model.named_modules():
+        learns = any(p.requires_grad for p in m.parameters(recurse=False))
+        if isinstance(m, _BATCH_NORMS) and (m.training or learns):
+            raise ClippingError(_batch_norm_message(path, m))
+        if isinstance(m, nn.modules.instancenorm._InstanceNorm) and m.track_running_stats:
+            raise ClippingError(
+                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, un-noised leak. "
+                "Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
+            )
+        inside = any(p.requires_grad for p in m.parameters())
+        if type(m) in (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN) and inside:
+            raise ClippingError(
+                f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
+                "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
+            )
+        if isinstance(m, torch.jit.ScriptModule) and inside:
+            raise ClippingError(f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form.")
+        if isinstance(m, (nn.DataParallel,)):
+            raise ClippingError("DataParallel splits batches behind our back. Use DistributedDataParallel, or one device.")
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of examples: the first dimension of the first tensor given to the model."""
+    found = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 0]
+    if not found:
+        named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.dim() > 0}
+        found = [named[k] for k in _MAIN_INPUTS if k in named] or list(named.values())
+        found = found or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
+    if not found:
+        raise ClippingError(
+            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda args, kwargs: … to attach."
+        )
+    return found[0].shape[0]
+
+
+def check_unchanged(clipper: Clipper) -> None:
+    for name, p in clipper.parameters.items():
+        if not p.requires_grad or p.shape != clipper.shapes[name]:
+            what = "was frozen" if not p.requires_grad else f"changed its shape to {tuple(p.shape)}"
+            raise ClippingError(f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again.")
+
+
+def check_output(clipper: Clipper, output: Any) -> None:
+    if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
+        raise ClippingError(
+            f"the model's output does not have the batch ({clipper.batch} examples) first: some layer sees examples folded into "
+            "another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of every layer's input."
+        )
+
+
+def layer_count(clipper: Clipper) -> int:
+    return len({name.rpartition(".")[0] for name in clipper.parameters})

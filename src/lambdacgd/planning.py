@@ -288,6 +288,31 @@ def make_mechanism(
     return MECHANISMS[mechanism]().resolve(horizon), None
 
 
+def _lambda_cgd(
+    sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
+) -> tuple[Mechanism, dict[str, Any] | None]:
+    normalized = parameters.get("normalized", False)
+    lam = parameters.get("lam", "auto")
+    if lam != "auto":
+        return LambdaCGD(lam, normalized), None
+    return LambdaCGD(0.5, normalized), None
+
+
+def _gamma_bifr(
+    bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
+) -> tuple[Mechanism, dict[str, Any] | None]:
+    gamma = parameters.get("gamma", "auto")
+    if gamma != "auto":
+        return GammaBIFR(bands, gamma).resolve(sampling.horizon), None
+    return GammaBIFR(bands, 0.5), None
+
+
+def _amplified_band_inv_mf(
+    bands: int, sampling: Sampling, epsilon: float, delta: float
+) -> tuple[Mechanism, dict[str, Any] | None]:
+    return BandInvMF(bands).resolve(sampling.horizon), None
+
+
 def _plain(value: Any) -> Any:
     """``value`` as strict JSON allows it: infinities become strings, which float() reads back."""
     if isinstance(value, float) and not math.isfinite(value):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -84,30 +85,46 @@ def show_comparison(
         return
     console = Console()
     console.print(_comparison_table(plans))
-    console.print("RMSE and MaxSE are of the sum of gradients, in units of the clipping norm; lower is better.")
+    console.print("RMSE and MaxSE are of the sum of gradients, in units of the clipping norm; stored counts noise vectors.")
     if any(plan.certificate.kind == "estimate" for plan in plans):
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
 
 
+_TITLES = {
+    "dp-sgd": "DP-SGD",
+    "lambda-cgd": "λCGD",
+    "bisr": "BISR",
+    "bandinvmf": "BandInvMF",
+    "gamma-bifr": "γ-BIFR",
+    "blt": "BLT",
+    "bsr": "BSR",
+    "bandmf": "BandMF",
+    "diagonal": "diagonal",
+}
+_SYMBOLS = {"lam": "λ", "bands": "p", "gamma": "γ", "buffers": "m"}
+
+
 def describe(mechanism: Mechanism) -> str:
-    """A mechanism in a few words."""
-    if isinstance(mechanism, LambdaCGD):
-        return f"λCGD, λ = {mechanism.lam:.5g}{', normalised' if mechanism.normalized else ''}"
-    parameters = mechanism.to_dict()
-    shown = [f"{key} = {parameters[key]:.5g}" for key in ("bands", "gamma", "buffers") if key in parameters]
-    names = {"dp-sgd": "DP-SGD", "bisr": "BISR", "bsr": "BSR", "blt": "BLT", "bandmf": "BandMF", "bandinvmf": "BandInvMF"}
-    title = names.get(mechanism.name, "γ-BIFR" if mechanism.name == "gamma-bifr" else mechanism.name)
-    return ", ".join([title, *shown])
+    """A mechanism in a few words.
+
+    >>> describe(LambdaCGD(0.9, normalized=True))
+    'λCGD λ=0.9 normalised'
+    """
+    fields = mechanism.to_dict()
+    words = [f"{symbol}={fields[name]:.4g}" for name, symbol in _SYMBOLS.items() if name in fields]
+    if fields.get("normalized"):
+        words.append("normalised")
+    return " ".join([_TITLES[mechanism.name], *words])
 
 
 def memory(mechanism: Mechanism, steps: int) -> str:
-    """What the noise needs beside the gradient."""
+    """What the noise needs beside the gradient, in vectors of its size."""
     past = mechanism.past_vectors(steps)
     if past == 0:
-        return "none"
-    return f"none (regenerates {past})" if mechanism.regenerates(steps) else f"{past} × model"
+        return "nothing"
+    return f"regenerates {past}" if mechanism.regenerates(steps) else f"stores {past}"
 
 
 def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
@@ -118,7 +135,7 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
-    add("noise memory", memory(plan.mechanism, plan.steps))
+    add("past noise", f"{memory(plan.mechanism, plan.steps)} (vectors of the model's size)")
     certificate = plan.certificate
     sure = "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
     kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
@@ -146,12 +163,12 @@ def _remarks(plan: Plan) -> list[str]:
 def _comparison_table(plans: list[Plan]) -> Table:
     first = plans[-1]
     title = f"N = {first.examples}, B = {first.batch_size}, k = {first.epochs}, ε = {first.epsilon:g}, δ = {first.delta:g}"
-    table = Table(title=title)
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("mechanism", "sampling"):
         table.add_column(heading)
     for heading in ("σ", "RMSE", "MaxSE"):
         table.add_column(heading, justify="right")
-    table.add_column("noise memory")
+    table.add_column("stored", justify="right")
     table.add_column("certificate")
     best = min(plan.rmse for plan in plans)
     for plan in plans:
@@ -163,7 +180,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
             f"{mark}{plan.sigma:.4g}",
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
-            memory(plan.mechanism, plan.steps),
+            "0" if plan.mechanism.regenerates(plan.steps) else str(plan.mechanism.past_vectors(plan.steps)),
             plan.certificate.method,
             style=bold,
         )

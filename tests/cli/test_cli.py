@@ -1,0 +1,95 @@
+"""The command line as a person uses it: tables, JSON, files, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from lambdacgd.cli import main
+
+BASE = ["--examples", "50000", "--batch-size", "128", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
+CYCLIC = [*BASE, "--sampling", "cyclic"]
+
+
+def test_plan_as_json_is_the_plan_file(capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    assert main(["plan", *CYCLIC, "--lambda", "0.9", "--json", "--out", str(out)]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed == json.loads(out.read_text())
+    assert printed["rmse"] == pytest.approx(19.714, rel=1e-3)
+    assert printed["mechanism"] == {"name": "lambda-cgd", "lam": 0.9, "normalized": False}
+    assert printed["sampling"]["name"] == "cyclic"
+
+
+def test_plan_for_people(capsys, tmp_path):
+    figure = tmp_path / "new" / "curves.png"
+    assert main(["plan", *CYCLIC, "--plot", str(figure)]) == 0
+    text = capsys.readouterr().out
+    assert "noise multiplier" in text
+    assert "regenerates 1" in text
+    assert "chosen by" in text
+    assert figure.read_bytes().startswith(b"\x89PNG")
+
+
+def test_infinite_epsilon_is_loud(capsys):
+    assert main(["plan", *CYCLIC, "--epsilon", "inf", "--lambda", "0.9"]) == 0
+    assert "nothing is private" in capsys.readouterr().out
+
+
+def test_a_large_delta_is_remarked_on(capsys):
+    assert main(["plan", *CYCLIC, "--delta", "0.001", "--lambda", "0.9"]) == 0
+    assert "above 1/N" in capsys.readouterr().out
+
+
+def test_compare_lists_every_mechanism(capsys, tmp_path):
+    small = ["--examples", "1000", "--batch-size", "50", "--epochs", "2", "--epsilon", "2", "--delta", "1e-5"]
+    figure = tmp_path / "compare.svg"
+    assert main(["compare", *small, "--sampling", "cyclic", "--plot", str(figure)]) == 0
+    text = capsys.readouterr().out
+    for name in ("DP-SGD", "λCGD", "normalised", "γ-BIFR", "BISR", "BandInvMF", "BLT", "BSR", "BandMF"):
+        assert name in text
+    assert figure.read_text().startswith("<?xml")
+    assert main(["compare", *small, "--sampling", "cyclic", "--bands", "3", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)
+    assert [plan["mechanism"]["name"] for plan in plans][:3] == ["dp-sgd", "lambda-cgd", "lambda-cgd"]
+    assert {plan["mechanism"]["bands"] for plan in plans if "bands" in plan["mechanism"]} == {3}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["plan", *CYCLIC, "--epsilon", "-1"], "--epsilon"),
+        (["plan", *CYCLIC, "--epsilon", "nan"], "--epsilon"),
+        (["plan", *CYCLIC, "--epsilon", "lots"], "--epsilon"),
+        (["plan", *CYCLIC, "--delta", "1"], "--delta"),
+        (["plan", *CYCLIC, "--lambda", "1"], "--lambda"),
+        (["plan", *CYCLIC, "--lambda", "big"], "--lambda"),
+        (["plan", *CYCLIC, "--bands", "4"], "--bands"),
+        (["plan", *CYCLIC, "--mechanism", "bisr", "--bands", "5000"], "--bands"),
+        (["plan", *CYCLIC, "--mechanism", "dp-sgd", "--gamma", ".5"], "--gamma"),
+        (["plan", *CYCLIC, "--mechanism", "magic"], "--mechanism"),
+        (["plan", *CYCLIC, "--batch-size", "60000"], "--batch-size"),
+        (["plan", *CYCLIC, "--batch-size", "12.5"], "--batch-size"),
+        (["plan", *CYCLIC, "--plot", "curves.docx"], "--plot"),
+        (["plan", *BASE, "--sampling", "poisson"], "--sampling"),
+        (["plan", "--examples", "5"], "--batch-size"),
+        (["plan", *CYCLIC, "--nonsense"], "--nonsense"),
+        (["compare", *CYCLIC, "--epochs", "0"], "--epochs"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("lambdacgd: ")
+    assert flag in captured.err
+
+
+def test_help_and_version(capsys):
+    assert main(["plan", "--help"]) == 0
+    assert "--batch-size" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip().count(".") == 2

@@ -1,0 +1,140 @@
+"""Plans: golden values, the file format, and what is refused at the door."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+import lambdacgd as lc
+
+PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
+KEYS = {
+    "mechanism", "sampling", "epsilon", "delta", "steps", "steps_per_epoch", "epochs", "batch_size", "examples",
+    "sensitivity", "sigma", "rmse", "maxse", "certificate",
+}  # fmt: skip
+
+
+def cyclic(**changes):
+    return lc.plan(**({**PAPER, "sampling": "cyclic"} | changes))
+
+
+def test_the_papers_setting():
+    plan = cyclic(lam=0.95)
+    assert (plan.steps, plan.steps_per_epoch, plan.epochs, plan.batch_size) == (3900, 390, 10, 128)
+    assert plan.rmse == pytest.approx(14.732, rel=1e-3)
+    assert plan.sigma == pytest.approx(plan.sensitivity * 0.6002290722, rel=1e-9)
+    assert plan.maxse > plan.rmse
+    assert plan.certificate.method == "analytic"
+    assert plan.mechanism == lc.LambdaCGD(0.95)
+
+
+def test_poisson_plan():
+    plan = lc.plan(**PAPER, mechanism="dp-sgd", sampling="poisson")
+    assert plan.sigma == pytest.approx(0.4942, rel=5e-3)
+    assert plan.rmse == pytest.approx(21.82, rel=5e-3)
+
+
+def test_automatic_lambda_without_amplification_is_rmse_optimal():
+    plan = cyclic()
+    assert plan.mechanism.lam == pytest.approx(0.9776, abs=1e-4)
+    assert plan.rmse == pytest.approx(12.686, rel=1e-3)
+    assert plan.choice["parameter"] == "λ"
+    assert "rmse" in plan.choice["objective"]
+
+
+def test_automatic_gamma_without_amplification_is_rmse_optimal():
+    plan = cyclic(mechanism="gamma-bifr", bands=4)
+    assert plan.mechanism.gamma == pytest.approx(0.94, abs=0.02)
+    assert plan.rmse <= 12.411 * 1.0001
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"mechanism": "lambda-cgd", "lam": 0.9, "normalized": True},
+        {"mechanism": "bisr", "bands": 16},
+        {"mechanism": "bandinvmf", "bands": 3},
+        {"mechanism": "blt", "buffers": 2},
+        {"mechanism": "bandmf"},
+        {"mechanism": "diagonal"},
+        {"mechanism": lc.BSR(5, momentum=0.9)},
+        {"epsilon": math.inf, "lam": 0.5},
+    ],
+)
+def test_file_round_trip(request_, tmp_path):
+    plan = cyclic(examples=2000, batch_size=100, epochs=3, **request_)
+    plan.save(tmp_path / "plan.json")
+    assert lc.Plan.load(tmp_path / "plan.json") == plan
+    data = json.loads((tmp_path / "plan.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert set(data) >= KEYS
+    assert data["mechanism"]["name"] == plan.mechanism.name
+    assert {"method", "direction", "confidence"} <= set(data["certificate"])
+
+
+def test_an_edited_plan_is_refused(tmp_path):
+    """Contract 1: nobody trains with a σ computed for something else."""
+    path = tmp_path / "plan.json"
+    for key, value in {"sigma": 0.1, "examples": 10, "delta": 0.5}.items():
+        cyclic(lam=0.9).save(path)
+        data = json.loads(path.read_text())
+        data[key] = value
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="changed after it was made"):
+            lc.Plan.load(path)
+    for text in ("{}", "[]", "not json"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="plan is"):
+            lc.Plan.load(path)
+
+
+def test_a_dataset_fills_in_the_number_of_examples():
+    assert cyclic(examples=range(1000), batch_size=10, lam=0.5).examples == 1000
+
+
+def test_infinite_epsilon_means_no_noise():
+    plan = cyclic(epsilon=math.inf, lam=0.9)
+    assert (plan.sigma, plan.rmse, plan.certificate.method) == (0.0, 0.0, "none")
+
+
+def test_steps_per_epoch_can_be_given():
+    assert cyclic(steps_per_epoch=100, lam=0.5).steps == 1000
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"examples": 0}, "examples"),
+        ({"examples": 10.5}, "examples"),
+        ({"examples": "many"}, "examples"),
+        ({"batch_size": 0}, "batch_size"),
+        ({"batch_size": 50_001}, "batch_size"),
+        ({"epochs": 0}, "epochs"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"epsilon": -1.0}, "epsilon"),
+        ({"epsilon": math.nan}, "epsilon"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"delta": math.inf}, "delta"),
+        ({"lam": 1.0}, "lam"),
+        ({"lam": -0.5}, "lam"),
+        ({"lam": "best"}, "lam"),
+        ({"mechanism": "magic"}, "mechanism"),
+        ({"sampling": "shuffle"}, "sampling"),
+        ({"bands": 4}, "bands"),
+        ({"mechanism": "bisr", "lam": 0.9}, "lam"),
+        ({"mechanism": "bisr", "bands": 3901}, "bands"),
+        ({"mechanism": "bisr", "normalized": True}, "normalized"),
+        ({"mechanism": "blt", "buffers": 0}, "buffers"),
+        ({"mechanism": lc.LambdaCGD(0.5), "lam": 0.9}, "lam"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch"),
+        ({"steps_per_epoch": 391}, "steps_per_epoch"),
+        ({"sampling": "poisson", "lam": 0.9}, "sampling"),
+    ],
+)
+def test_bad_input_names_the_parameter(changes, parameter):
+    with pytest.raises(lc.InvalidInput) as error:
+        cyclic(**changes)
+    assert error.value.parameter == parameter
+    assert str(error.value).startswith(f"{parameter} is ")

@@ -1,7 +1,8 @@
 """Per-example clipped gradient sums in one backward pass."""
 
 from lambdacgd.clipping.clipper import Clipper, attach
+from lambdacgd.clipping.convert import convert
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.registry import register
 
-__all__ = ["Clipper", "ClippingError", "attach", "register"]
+__all__ = ["Clipper", "ClippingError", "attach", "convert", "register"]

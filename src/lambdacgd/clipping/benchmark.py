@@ -1,0 +1,240 @@
+"""One training step, private and not: time and peak memory, in one run on one machine, as JSON.
+
+Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. Opacus is measured where it is
+installed; parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping.benchmark_models import CASES, Case, LSTMClassifier
+from lambdacgd.clipping.clipper import attach
+from lambdacgd.clipping.convert import convert
+
+MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
+_RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
+Step = Callable[[], None]
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor, precision: str) -> Tensor:
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+        logits = model(x)
+    return F.cross_entropy(logits.float(), y)
+
+
+def plain_step(case: Case, device: torch.device, precision: str, batch: int) -> Step:
+    model = case.build().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    x, y = case.data(device, batch)
+
+    def step() -> None:
+        loss_of(model, x, y, precision).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def our_step(case: Case, device: torch.device, precision: str, batch: int, *, noise_kind: str) -> Step:
+    model = convert(case.build()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    x, y = case.data(device, batch)
+    clipper = attach(model, _CLIP)
+    noise = _noise(model, noise_kind)
+    t = 0
+
+    def step() -> None:
+        nonlocal t
+        t += 1
+        loss_of(model, x, y, precision).backward()
+        sums = clipper.take()
+        noise(sums, t)
+        torch._foreach_mul_(list(sums.values()), 1 / batch)
+        for name, p in clipper.parameters.items():
+            p.grad = sums[name]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _noise(model: nn.Module, kind: str) -> Callable[[dict[str, Tensor], int], None]:
+    if kind == "clip-only":
+        return lambda sums, step: None
+    from lambdacgd.keys import SecretKey
+    from lambdacgd.mechanisms import Identity, LambdaCGD
+    from lambdacgd.noise.field import NoiseField
+    from lambdacgd.noise.layout import Layout
+    from lambdacgd.noise.regenerated import RegeneratedNoise
+
+    layout = Layout.of({name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad})
+    field = NoiseField(SecretKey.generate(), layout, run_id="benchmark")
+    mechanism = LambdaCGD(0.9) if kind == "lambda-cgd" else Identity()
+    maker = RegeneratedNoise.of(field, mechanism, sigma=_SIGMA, clip=_CLIP, horizon=10_000)
+    return lambda sums, step: maker.add_(sums, step, check=False)
+
+
+def opacus_step(case: Case, device: torch.device, precision: str, batch: int, *, ghost: bool) -> Step:
+    import opacus
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    model = case.build()
+    if isinstance(model, LSTMClassifier):
+        model = LSTMClassifier(lstm=opacus.layers.DPLSTM)
+    for p in model.parameters(recurse=False):
+        p.requires_grad_(False)
+    model = model.to(device)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=_RATE)
+    x, y = case.data(device, batch)
+    settings: dict[str, Any] = {
+        "noise_multiplier": _SIGMA, "max_grad_norm": _CLIP, "expected_batch_size": batch, "loss_reduction": "mean",
+    }  # fmt: skip
+    if ghost:
+        from opacus.grad_sample import GradSampleModuleFastGradientClipping
+
+        wrapped = GradSampleModuleFastGradientClipping(model, max_grad_norm=_CLIP, use_ghost_clipping=True)
+        private: Any = DPOptimizerFastGradientClipping(optimizer, **settings)
+        criterion: Any = DPLossFastGradientClipping(wrapped, private, nn.CrossEntropyLoss())
+    else:
+        wrapped = opacus.GradSampleModule(model)
+        private, criterion = DPOptimizer(optimizer, **settings), nn.CrossEntropyLoss()
+
+    def step() -> None:
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
+            logits = wrapped(x)
+        criterion(logits.float(), y).backward()
+        private.step()
+        private.zero_grad()
+
+    return step
+
+
+def make_step(mode: str, case: Case, device: torch.device, precision: str, batch: int) -> Step:
+    if mode == "non-private":
+        return plain_step(case, device, precision, batch)
+    if mode.startswith("opacus"):
+        return opacus_step(case, device, precision, batch, ghost=mode == "opacus-ghost")
+    return our_step(case, device, precision, batch, noise_kind=mode)
+
+
+def measure(step: Step, device: torch.device, *, warm_up: int, repeats: int) -> dict[str, Any]:
+    """Median time of a step (CUDA events on a GPU) after ``warm_up`` steps, and peak memory on a GPU."""
+    for _ in range(warm_up):
+        step()
+    times: list[float] = []
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    for _ in range(repeats):
+        if cuda:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            step()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        else:
+            began = time.perf_counter()
+            step()
+            times.append(1e3 * (time.perf_counter() - began))
+    out: dict[str, Any] = {"median_ms": statistics.median(times), "least_ms": min(times), "repeats": repeats}
+    if cuda:
+        out["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
+    return out
+
+
+def run(
+    models: list[str],
+    *,
+    precisions: list[str],
+    modes: list[str],
+    device: str,
+    warm_up: int = 5,
+    repeats: int = 20,
+    batch: int | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Measure every combination; one that fails is recorded as an error and the rest goes on."""
+    for name, given, allowed in (("model", models, tuple(CASES)), ("mode", modes, MODES), ("precision", precisions, ("fp32", "tf32", "bf16"))):
+        for one in given:
+            if one not in allowed:
+                raise ValueError(f"unknown {name} {one!r}; allowed: {', '.join(allowed)}")
+    place = torch.device(device)
+    result: dict[str, Any] = {"machine": _machine(place), "cells": []}
+    for precision in precisions:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+        if precision == "bf16":
+            torch.set_float32_matmul_precision("high")
+            torch.backends.cudnn.allow_tf32 = True
+        for model in models:
+            for mode in modes:
+                cell = _cell(model, mode, precision, place, batch, warm_up, repeats)
+                result["cells"].append(cell)
+                print(_line(cell, result["cells"]), flush=True)
+                if out is not None:
+                    out.parent.mkdir(parents=True, exist_ok=True)
+                    out.write_text(json.dumps(result, indent=1) + "\n")
+        torch.set_float32_matmul_precision(before)
+    return result
+
+
+def _cell(model: str, mode: str, precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int) -> dict[str, Any]:
+    case = CASES[model]
+    cell: dict[str, Any] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
+    step: Step | None = None
+    try:
+        torch.manual_seed(1)
+        step = make_step(mode, case, device, precision, batch or case.batch)
+        cell |= measure(step, device, warm_up=warm_up, repeats=repeats)
+    except Exception as error:  # one failing cell must not lose the rest
+        cell["error"] = f"{type(error).__name__}: {error}"[:500]
+    del step
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return cell
+
+
+def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
+    head = f"{cell['precision']:5} {cell['model']:18} {cell['mode']:13}"
+    if "error" in cell:
+        return f"{head} {cell['error'][:120]}"
+    base = next((c for c in cells if c["mode"] == "non-private" and "median_ms" in c and c["model"] == cell["model"] and c["precision"] == cell["precision"]), None)  # fmt: skip
+    text = f"{head} {cell['median_ms']:9.2f} ms"
+    if "peak_mib" in cell:
+        text += f" {cell['peak_mib']:9.0f} MiB"
+    if base is not None:
+        text += f"  x{cell['median_ms'] / base['median_ms']:.2f}"
+        text += f"  memory x{cell['peak_mib'] / base['peak_mib']:.2f}" if "peak_mib" in cell else ""
+    return text
+
+
+def _machine(device: torch.device) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    found: dict[str, Any] = {
+        "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }  # fmt: skip
+    try:
+        import opacus
+
+        found["opacus"] = opacus.__version__
+    except ImportError:
+        found["opacus"] = None
+    return found

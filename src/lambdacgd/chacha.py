@@ -8,6 +8,7 @@ two purposes under one key.
 from __future__ import annotations
 
 import struct
+from typing import Any
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
@@ -33,10 +34,15 @@ def keystream(key: bytes, tail: tuple[int, int, int, int], blocks: int) -> UINT3
     """
     if tail[0] + blocks > 1 << 32:
         raise ValueError(f"{blocks} blocks from counter {tail[0]} overflow its 32 bits; split the run at 2**32")
-    encryptor = Cipher(algorithms.ChaCha20(bytes(key), struct.pack("<4I", *tail)), mode=None).encryptor()
     out = bytearray(64 * blocks)
-    encryptor.update_into(bytes(64 * blocks), out)
+    keystream_into(key, tail, bytes(64 * blocks), out)
     return np.frombuffer(out, dtype="<u4")
+
+
+def keystream_into(key: bytes, tail: tuple[int, int, int, int], zeros: bytes | memoryview, out: Any) -> None:
+    """The keystream from ``tail`` on into the writable buffer ``out``, as long as ``zeros`` (which must be zero)."""
+    encryptor = Cipher(algorithms.ChaCha20(bytes(key), struct.pack("<4I", *tail)), mode=None).encryptor()
+    encryptor.update_into(zeros, out)
 
 
 def scattered_blocks(key: bytes, tails: UINT32) -> UINT32:

@@ -1,0 +1,8 @@
+"""The noise field (ChaCha20 -> Gaussian) and the two ways to correlate it: regenerated and buffered."""
+
+from lambdacgd.noise.buffered import BufferedNoise
+from lambdacgd.noise.field import NoiseError, NoiseField, NonFiniteSum
+from lambdacgd.noise.layout import Layout, LayoutError
+from lambdacgd.noise.regenerated import RegeneratedNoise
+
+__all__ = ["BufferedNoise", "Layout", "LayoutError", "NoiseError", "NoiseField", "NonFiniteSum", "RegeneratedNoise"]

@@ -1,0 +1,221 @@
+"""Correlated noise with memory: for mechanisms whose past cannot be computed again from the last few fields.
+
+Buffers are noise. They are never saved: ``rebuild`` makes them again from the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Self
+
+import numpy as np
+import torch
+
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Mechanism, Recurrence
+from lambdacgd.noise.combination import Combination, Terms, check_terms, scales_digest
+from lambdacgd.noise.field import UNIT, NoiseField
+from lambdacgd.noise.jobs import Job, match
+from lambdacgd.noise.regenerated import check_step
+
+Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
+
+
+class BufferedNoise:
+    """Adds ζσ·d_t·x_t to clipped sums, x = C⁻¹z by the mechanism's recurrence, from stored vectors.
+
+    Serves ``BandedStrategy`` (BSR, BandMF: the last p−1 outputs), ``BufferedToeplitz`` (BLT: one vector a buffer) and,
+    for comparison, ``BandedInverse`` (the last p−1 fields, which ``RegeneratedNoise`` computes again). ``buffers``
+    says where the vectors live: ``"device"``, beside the sums, or ``"cpu"``, in (pinned) host memory.
+
+    Steps are meant to come in order. Any other step first rebuilds the buffers from the field, so the noise of a step
+    never depends on what was asked before.
+
+    Guarantee
+    ---------
+    As for ``RegeneratedNoise``, except for memory: vectors of the gradients' size, in float32, are stored. Nothing of
+    them is part of any saved state.
+    """
+
+    def __init__(
+        self,
+        field: NoiseField,
+        recurrence: Recurrence,
+        *,
+        sigma: float,
+        clip: float,
+        horizon: int,
+        column_scales: Sequence[float] | np.ndarray | None = None,
+        restart_every: int | None = None,
+        buffers: Literal["device", "cpu"] = "device",
+    ) -> None:
+        if not isinstance(recurrence, BandedInverse | BandedStrategy | BufferedToeplitz):
+            raise TypeError(f"recurrence is a {type(recurrence).__name__}; it must be one of lambdacgd.mechanisms.base")
+        if buffers not in ("device", "cpu"):
+            raise ValueError(f"buffers is {buffers!r}; it must be 'device' or 'cpu'")
+        scale, scales = check_terms(
+            sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
+        )
+        self.field = field
+        self.recurrence = recurrence
+        self.horizon = int(horizon)
+        self._where = buffers
+        self._scaling = Combination((1.0,), scale, self.horizon, scales, restart_every)
+        self._terms = Terms(
+            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
+        )
+        self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT
+        self._next: int | None = None  # the step the store is ready for
+        self._signature: object = None
+
+    @classmethod
+    def of(
+        cls,
+        field: NoiseField,
+        mechanism: Mechanism,
+        *,
+        sigma: float,
+        clip: float,
+        horizon: int,
+        restart_every: int | None = None,
+        buffers: Literal["device", "cpu"] = "device",
+    ) -> Self:
+        """The noise of a mechanism over this horizon (or over each stretch between restarts)."""
+        n = restart_every or horizon
+        return cls(
+            field,
+            mechanism.recurrence(n),
+            sigma=sigma,
+            clip=clip,
+            horizon=horizon,
+            column_scales=mechanism.column_scales(n),
+            restart_every=restart_every,
+            buffers=buffers,
+        )
+
+    @torch.no_grad()
+    def add_(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        step: int,
+        *,
+        out: Mapping[str, torch.Tensor] | None = None,
+        offsets: Mapping[str, int] | None = None,
+        check: bool = True,
+    ) -> None:
+        """Add step t's noise in place, or write sum + noise to ``out``; see ``RegeneratedNoise.add_``."""
+        if isinstance(step, torch.Tensor):
+            raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
+        check_step(step, self.horizon)
+        jobs = match(self.field.layout, sums, out=out, offsets=offsets)
+        self.field._agree(self._terms)
+        self._prepare(jobs, step)
+        scale = self._scaling.scale_at(step)
+        noise = self._advance(jobs, step)
+        for job, x in zip(jobs, noise, strict=True):
+            wide = x.to(job.source.device, non_blocking=True).mul(scale)
+            if job.target is job.source:
+                result = job.source.add_(wide)
+            else:
+                result = job.target.copy_(wide.to(job.source.dtype).add_(job.source))
+            self._flag(result)
+        self._next = step + 1
+        if check:
+            self.check()
+
+    def check(self) -> None:
+        """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
+        self.field._check()
+
+    @torch.no_grad()
+    def rebuild(self, sums: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None) -> None:
+        """Make the buffers ready for ``step`` from the field alone, as after a resume. ``sums`` only say where."""
+        check_step(step, self.horizon)
+        jobs = match(self.field.layout, sums, offsets=offsets)
+        self._next = None
+        self._prepare(jobs, step)
+
+    def _prepare(self, jobs: Sequence[Job], step: int) -> None:
+        signature = [(job.source.shape, job.source.device, job.offset) for job in jobs]
+        if self._next == step and signature == self._signature:
+            if self._scaling.since(step) == 1:
+                self._clear()
+            return
+        if signature != self._signature:
+            self._store = [[self._vector(job) for job in jobs] for _ in range(self.recurrence.past_vectors)]
+            self._signature = signature
+        self._clear()
+        start = step - self._scaling.since(step) + 1
+        if isinstance(self.recurrence, BandedInverse):
+            start = max(start, step - self.recurrence.past_vectors)  # further back nothing counts
+        for past in range(start, step):
+            self._advance(jobs, past)
+        self._next = step
+
+    def _vector(self, job: Job) -> torch.Tensor:
+        on_device = self._where == "device" or job.source.device.type == "cpu"
+        return torch.zeros(
+            job.source.shape,
+            dtype=torch.float32,
+            device=job.source.device if on_device else "cpu",
+            pin_memory=not on_device and job.source.device.type == "cuda",
+        )
+
+    def _clear(self) -> None:
+        if any(vector.is_pinned() for vectors in self._store for vector in vectors):
+            torch.cuda.synchronize()  # a copy from the device may still be on its way into them
+        for vectors in self._store:
+            torch._foreach_zero_(vectors)
+
+    def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
+        z = [torch.empty(job.source.shape, dtype=torch.float32, device=job.source.device) for job in jobs]
+        self.field._apply([Job(j.entry, v, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
+        return z
+
+    def _advance(self, jobs: Sequence[Job], step: int) -> Vectors:
+        """x_t of the step, on the sums' devices; moves the store on to the next step."""
+        x = self._field(jobs, step)
+        recurrence = self.recurrence
+        if isinstance(recurrence, BufferedToeplitz):
+            for weight, vectors in zip(recurrence.weights, self._store, strict=True):
+                _add(x, vectors, -weight)
+            for decay, vectors in zip(recurrence.decays, self._store, strict=True):
+                for buffer, value in zip(vectors, x, strict=True):
+                    if buffer.device == value.device:
+                        buffer.mul_(decay).add_(value)
+                    else:  # update where the arithmetic is fast, then store
+                        buffer.copy_(
+                            buffer.to(value.device, non_blocking=True).mul_(decay).add_(value), non_blocking=True
+                        )
+            return x
+        if isinstance(recurrence, BandedInverse):
+            z = x
+            x = [value * recurrence.coefficients[0] for value in z]
+            for a, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
+                _add(x, vectors, a)
+            self._push(z)
+            return x
+        for c, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
+            _add(x, vectors, -c)
+        for value in x:
+            value.div_(recurrence.coefficients[0])
+        self._push(x)
+        return x
+
+    def _push(self, newest: Vectors) -> None:
+        if not self._store:
+            return
+        self._store.insert(0, self._store.pop())
+        for buffer, value in zip(self._store[0], newest, strict=True):
+            buffer.copy_(value, non_blocking=True)
+
+    def _flag(self, result: torch.Tensor) -> None:
+        finite = torch.isfinite(result).all()
+        if result.device.type == "cuda":
+            self.field._backend(result.device).flags.bitwise_or_((~finite).to(torch.int32))
+        else:
+            self.field._bad |= not bool(finite)
+
+
+def _add(x: Vectors, vectors: Vectors, weight: float) -> None:
+    for value, buffer in zip(x, vectors, strict=True):
+        value.add_(buffer.to(value.device, non_blocking=True), alpha=weight)

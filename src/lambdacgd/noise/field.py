@@ -1,0 +1,129 @@
+"""The noise field: z[step, element], standard normal, a pure function of the secret key and the run id."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from lambdacgd.keys import SecretKey
+from lambdacgd.noise import cpu
+from lambdacgd.noise.combination import Combination, Terms
+from lambdacgd.noise.cuda import CudaBackend
+from lambdacgd.noise.jobs import Job, match
+from lambdacgd.noise.layout import Layout
+
+_log = logging.getLogger(__name__)
+_told: set[str] = set()
+
+
+class NoiseError(RuntimeError):
+    """Noise that must not be given: a step outside the run, or the same noise under other terms."""
+
+
+class NonFiniteSum(ArithmeticError):
+    """A sum held a NaN or an infinity. Its noisy result must not reach the weights: drop it, do not step."""
+
+
+class NoiseField:
+    """z[t, i] for every step t ≥ 1 and every element i of a layout.
+
+    Guarantee
+    ---------
+    Without the key, the field is computationally indistinguishable from independent standard normals (as far as
+    ChaCha20 and BLAKE2b are secure), with the tail cut at 8.24 σ and 64 random bits a pair of values. Runs with
+    different run ids have independent fields. The CPU and CUDA agree to float32 rounding; one backend gives the same
+    bits every time. As with all floating-point noise, that sums and noise are rounded is not part of the accounting.
+    """
+
+    def __init__(self, key: SecretKey, layout: Layout, *, run_id: str) -> None:
+        if not isinstance(key, SecretKey):
+            raise TypeError(f"key is a {type(key).__name__}; it must be a SecretKey")
+        if not isinstance(layout, Layout):
+            raise TypeError(f"layout is a {type(layout).__name__}; build one with Layout.of or Layout.of_parameters")
+        if not isinstance(run_id, str) or not run_id:
+            raise ValueError(
+                f"run_id is {run_id!r}; it must be a non-empty string, new for every run (ledger.new_run())"
+            )
+        self.layout = layout
+        self.run_id = run_id
+        self._subkey = key.derive("run", run_id, "noise")
+        self._terms: Terms | None = None
+        self._devices: dict[torch.device, CudaBackend] = {}
+        self._bad = False
+
+    def fill_(
+        self, tensors: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None
+    ) -> None:
+        """Overwrite the tensors with z[step]. For tests and for buffers; noise for training comes from a stage."""
+        if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
+            raise ValueError(f"step is {step!r}; steps count from 1")
+        self._apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
+
+    def _agree(self, terms: Terms) -> None:
+        """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use."""
+        if self._terms is None:
+            self._terms = terms
+        elif self._terms != terms:
+            raise NoiseError(
+                f"this field's noise is already in use with {self._terms}; asking for it again with {terms} would "
+                f"release two sums under one noise vector. Start a new run (a new run id) for other settings"
+            )
+
+    def _apply(
+        self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
+    ) -> None:
+        for device in {job.source.device for job in jobs}:
+            mine = [job for job in jobs if job.source.device == device]
+            if device.type == "cuda":
+                self._backend(device).apply(mine, combination, step, read=read)
+                continue
+            if isinstance(step, torch.Tensor):
+                raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
+            bands, scale = combination.bands(step), combination.scale_at(step)
+            if device.type == "cpu":
+                self._bad |= not cpu.apply(mine, self._subkey, bands, scale, read=read)
+            else:
+                self._by_copy(mine, bands, scale, read)
+
+    def _by_copy(self, jobs: Sequence[Job], bands: cpu.Bands, scale: float, read: bool) -> None:
+        kind = jobs[0].source.device.type
+        if kind not in _told:
+            _told.add(kind)
+            _log.warning("no noise kernel for device type %r: computing noise on the CPU and copying it", kind)
+        for job in jobs:
+            wide = job.source.cpu()
+            result = torch.empty(job.target.shape, dtype=job.target.dtype)
+            self._bad |= not cpu.apply(
+                [Job(job.entry, wide, result, job.offset)], self._subkey, bands, scale, read=read
+            )
+            job.target.copy_(result)
+
+    def _backend(self, device: torch.device) -> CudaBackend:
+        if device not in self._devices:
+            self._devices[device] = CudaBackend(self._subkey, device)
+        return self._devices[device]
+
+    def _check(self) -> None:
+        bits = 0
+        for backend in self._devices.values():
+            bits |= backend.read_flags()
+        bad, self._bad = self._bad, False
+        if bits & 2:
+            raise NoiseError("the step counter in device memory left the run (1 … horizon); the results are NaN")
+        if bad or bits & 1:
+            raise NonFiniteSum(
+                "a clipped sum holds a NaN or an infinity, so this step is refused: do not apply it to the weights. "
+                "Look for overflow in the loss or the model (a lower learning rate, a wider dtype)"
+            )
+
+    def __repr__(self) -> str:
+        return f"<NoiseField run {self.run_id}, layout {self.layout.digest[:8]}, {self.layout.elements} elements>"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a NoiseField holds a sub-key and cannot be pickled or copied; build it again from the key")
+
+
+UNIT = Combination(coefficients=(1.0,), scale=1.0, horizon=1 << 62)

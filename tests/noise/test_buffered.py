@@ -1,0 +1,111 @@
+"""Buffered noise equals the reference, equals regenerated noise, and rebuilds itself at any step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Recurrence
+from lambdacgd.noise import BufferedNoise, NoiseError, NonFiniteSum, RegeneratedNoise
+from lambdacgd.noise.reference import correlated
+
+from .helpers import SUBKEY, field
+
+SHAPES = {"a": (3, 50), "b": (600,)}
+RECURRENCES: list[Recurrence] = [
+    BandedInverse((1.0,)),
+    BandedInverse((1.0, -0.9)),
+    BandedInverse((1.0, -0.5, -0.125, -0.0625)),
+    BandedStrategy((1.0, 0.5, 0.375)),
+    BandedStrategy((2.0, 0.5)),
+    BufferedToeplitz((0.99, 0.6), (0.13, 0.3)),
+]
+
+
+def zeros() -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def stage(recurrence: Recurrence, cls: type = BufferedNoise, **more: object) -> BufferedNoise:
+    return cls(field(SHAPES), recurrence, **({"sigma": 1.5, "clip": 2.0, "horizon": 60} | more))
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+@pytest.mark.parametrize("restart_every", [None, 7])
+def test_equals_the_whole_matrix(recurrence: Recurrence, restart_every: int | None) -> None:
+    noise = stage(recurrence, restart_every=restart_every)
+    entry = noise.field.layout.by_name["b"]
+    want = 3.0 * correlated(SUBKEY, entry, recurrence, 20, restart_every=restart_every)
+    for step in range(1, 21):
+        sums = zeros()
+        noise.add_(sums, step)
+        assert np.abs(sums["b"].numpy() - want[step - 1]).max() < 2e-5
+
+
+@pytest.mark.parametrize("recurrence", [r for r in RECURRENCES if isinstance(r, BandedInverse)], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_regenerated_equals_buffered_over_fifty_steps(recurrence: BandedInverse, scaled: bool) -> None:
+    scales = np.linspace(1.0, 3.0, 60) if scaled else None
+    buffered, regenerated = (
+        stage(recurrence, column_scales=scales),
+        stage(recurrence, RegeneratedNoise, column_scales=scales),
+    )
+    for step in range(1, 51):
+        one, two = zeros(), zeros()
+        buffered.add_(one, step)
+        regenerated.add_(two, step)
+        for name in one:
+            torch.testing.assert_close(one[name], two[name], rtol=0, atol=8e-6)  # float32 buffers, scale up to 9
+
+
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+@pytest.mark.parametrize("restart_every", [None, 7])
+def test_resuming_at_any_step_gives_the_same_bits(recurrence: Recurrence, restart_every: int | None) -> None:
+    steady = stage(recurrence, restart_every=restart_every)
+    for step in range(1, 17):
+        one, two = zeros(), zeros()
+        steady.add_(one, step)
+        resumed = stage(recurrence, restart_every=restart_every)
+        resumed.rebuild(two, step)
+        resumed.add_(two, step)
+        assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_asking_out_of_order_does_not_change_the_noise() -> None:
+    noise = stage(RECURRENCES[3])
+    answers = {}
+    for step in (1, 2, 3, 4, 5):
+        answers[step] = zeros()
+        noise.add_(answers[step], step)
+    for step in (4, 2, 5, 5, 1):
+        sums = zeros()
+        noise.add_(sums, step)
+        assert all(torch.equal(sums[name], answers[step][name]) for name in sums)
+
+
+def test_cpu_buffers_shards_and_out() -> None:
+    noise, whole = stage(RECURRENCES[3], buffers="cpu"), stage(RECURRENCES[3])
+    for step in (1, 2, 3):
+        sums = {"a": torch.zeros(2, 50), "b": torch.zeros(100)}
+        out = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in sums.items()}
+        noise.add_(sums, step, out=out, offsets={"a": 50, "b": 300})
+        full = {name: value.float() for name, value in zeros().items()}
+        whole.add_(full, step)
+        assert torch.equal(out["a"], full["a"][1:].to(torch.bfloat16))
+        assert torch.equal(out["b"], full["b"][300:400].to(torch.bfloat16))
+        assert not sums["a"].any()
+
+
+def test_refusals() -> None:
+    noise = stage(RECURRENCES[3])
+    with pytest.raises(NoiseError, match="outside the run"):
+        noise.add_(zeros(), 61)
+    bad = zeros()
+    bad["a"][0, 0] = float("nan")
+    with pytest.raises(NonFiniteSum):
+        noise.add_(bad, 1)
+    with pytest.raises(ValueError, match="buffers"):
+        stage(RECURRENCES[3], buffers="disk")
+    with pytest.raises(TypeError, match="recurrence"):
+        BufferedNoise(field(SHAPES), None, sigma=1.0, clip=1.0, horizon=5)  # type: ignore[arg-type]

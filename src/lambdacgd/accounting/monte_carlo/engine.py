@@ -1,0 +1,82 @@
+"""Drawing many weights: rounds of a fixed size, slab by slab, on all cores, the same on any number of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.accounting.monte_carlo.envelope import OneWay
+from lambdacgd.accounting.monte_carlo.gram import Gram
+from lambdacgd.accounting.monte_carlo.proposal import Level, Proposal, learned, tilted
+
+Array = NDArray[np.float64]
+
+ROUND = 4096  # samples; each component of the mixture gets a fixed number of every round
+_SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
+
+
+def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
+    """``count`` rounds of weights. ``proposal`` must be ``rounded(ROUND)``."""
+    size = len(proposal.envelope.chances)
+    slab = max(1, min(ROUND, _SLAB // size))
+    cuts = [(first, min(first + slab, ROUND)) for first in range(0, ROUND, slab)]
+
+    def work(job: tuple[np.random.SeedSequence, tuple[int, int]]) -> Array:
+        seed, (first, stop) = job
+        samples = proposal.draw(np.random.default_rng(seed), ROUND, first=first, stop=stop)
+        return proposal.weights(samples)
+
+    workers = max(1, min(os.cpu_count() or 1, 16))
+    batch = max(1, math.ceil(workers / len(cuts)))  # rounds in flight
+    with ThreadPoolExecutor(workers) as pool:
+        for begin in range(0, count, batch):
+            now = min(batch, count - begin)
+            jobs = [(seed, cut) for cut in cuts * now for seed in seeds.spawn(1)]
+            parts = list(pool.map(work, jobs))
+            for i in range(now):
+                yield np.concatenate(parts[i * len(cuts) : (i + 1) * len(cuts)])
+
+
+class Pilot:
+    """Proposals fitted with a few fixed random numbers, so that neighbouring σ get neighbouring proposals."""
+
+    def __init__(self, gram: Gram, levels: tuple[Level, ...], *, seed: int) -> None:
+        self.gram, self.levels = gram, levels
+        size = len(gram.diagonal)
+        self._seed = seed
+        self._draws = gram.sample(np.random.default_rng(seed), int(np.clip(400_000 // size, 16, 256)))
+        self.samples = int(np.clip((1 << 22) // size, 512, 4096))
+
+    def proposal(self, epsilon: float, sigma: float, direction: OneWay, *, envelope_share: float) -> Proposal:
+        equal = tilted(self.gram, self.levels, epsilon, sigma, direction, pilot=self._draws)
+        draws = equal.draw(np.random.default_rng(self._seed + 1), self.samples)
+        return learned(equal, draws, envelope_share=envelope_share).rounded(ROUND)
+
+
+def stratified(weights: Array, proposal: Proposal) -> tuple[float, float]:
+    """Mean and its standard error, from whole rounds (a row each): components are strata."""
+    edges = np.concatenate([[0], np.cumsum(proposal.counts(ROUND))])
+    variance = 0.0
+    for first, stop in zip(edges[:-1], edges[1:], strict=True):
+        if stop > first:
+            part = weights[:, first:stop]
+            spread = float(part.var(ddof=1)) if part.size > 1 else float(part.sum()) ** 2
+            variance += ((stop - first) / ROUND) ** 2 * spread / part.size
+    return float(weights.mean()), math.sqrt(variance)
+
+
+def weights_of(
+    proposal: Proposal, seeds: np.random.SeedSequence, count: int, *, tick: Callable[[int], None] | None = None
+) -> Array:
+    """``count`` rounds as rows of one array."""
+    rows = []
+    for row in rounds(proposal, seeds, count):
+        rows.append(row)
+        if tick is not None:
+            tick(len(row))
+    return np.stack(rows)

@@ -1,0 +1,221 @@
+"""The proposal R: tilts of windows of bins, mixed with the envelope; and the weights it gives.
+
+A tilt moves the Gaussian along the mean of m_j over a window of bins: windows of one bin are right where one bin
+carries the loss (large ε), the window of all bins where all do (small ε, λ near 1), and those between cover the rest.
+R = w_0 S + Σ_l w_l R_l with S the envelope and R_l the average over the windows of length r_l, so that
+
+    dR_l/dQ = average over windows of exp(a·T̄ − a²v/2),   T̄ the window's mean of T, v its variance,
+
+is exact and costs O(b). T = u/σ ~ N(0, G/σ²) is the sample throughout, X = T − diag/2, W = mean of e^X.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.monte_carlo.envelope import Envelope, OneWay, excess
+from lambdacgd.accounting.monte_carlo.gram import Gram, window_sums
+
+Array = NDArray[np.float64]
+Index = NDArray[np.intp]
+
+_WIDENING = 3.0  # ratio of neighbouring window lengths
+_LARGEST_EXPONENT = 600.0
+_DEAR = 25.0  # nats
+
+
+@dataclass(frozen=True)
+class Level:
+    """All windows of one length (σ-independent)."""
+
+    length: int
+    starts: Index
+    variances: Array
+
+    def means(self, samples: Array, cumulative: Array) -> Array:
+        if self.length == 1:
+            return samples
+        if len(self.starts) == 1:
+            return cumulative[:, -1:] / self.length
+        return window_sums(cumulative, self.starts, self.length, axis=1) / self.length
+
+
+def levels_of(gram: Gram) -> tuple[Level, ...]:
+    b = len(gram.diagonal)
+    lengths = [1]
+    while lengths[-1] * _WIDENING < b:
+        lengths.append(int(lengths[-1] * _WIDENING))
+    if b > 1:
+        lengths.append(b)
+    found = []
+    for length in lengths:
+        hop = max(1, length // 3)
+        starts = np.arange(0, b, hop) if length < b else np.zeros(1, dtype=np.intp)
+        found.append(Level(length, starts, gram.variances(starts, length)))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """R at one (ε, σ, direction): ``amplitudes[l]`` tilts level l; ``shares`` are w_0 (envelope), w_1, …."""
+
+    envelope: Envelope
+    levels: tuple[Level, ...]
+    amplitudes: tuple[float, ...]
+    shares: tuple[float, ...]
+
+    @property
+    def largest_weight(self) -> float:
+        """A proven bound on every weight: Δ/w_0."""
+        return self.envelope.bound / self.shares[0]
+
+    def counts(self, total: int) -> tuple[int, ...]:
+        """How many of ``total`` samples come from each component; the exact shares are counts/total."""
+        cumulative = np.round(np.cumsum(self.shares) * total).astype(int)
+        return tuple(int(c) for c in np.diff(np.concatenate([[0], cumulative])))
+
+    def rounded(self, total: int) -> Proposal:
+        """The same with shares that are whole numbers of samples out of ``total`` (the envelope gets at least one)."""
+        counts = list(self.counts(total))
+        if counts[0] == 0:
+            counts[0], counts[int(np.argmax(counts))] = 1, max(counts) - 1
+        return Proposal(self.envelope, self.levels, self.amplitudes, tuple(c / total for c in counts))
+
+    def draw(self, rng: np.random.Generator, total: int, *, first: int = 0, stop: int | None = None) -> Array:
+        """Samples ``first … stop−1`` out of ``total``, which come component after component, as ``shares`` orders."""
+        gram, sigma = self.envelope.gram, self.envelope.sigma
+        stop = total if stop is None else stop
+        samples = gram.sample(rng, stop - first)
+        samples /= sigma
+        bounds = np.concatenate([[0], np.cumsum(self.counts(total))])
+        bounds = np.clip(bounds, first, stop) - first
+        if bounds[1] > bounds[0]:
+            self.envelope.shift(rng, samples[bounds[0] : bounds[1]])
+        for i, (level, amplitude) in enumerate(zip(self.levels, self.amplitudes, strict=True), start=1):
+            if (count := int(bounds[i + 1] - bounds[i])) > 0:
+                chosen = level.starts[rng.integers(len(level.starts), size=count)]
+                samples[bounds[i] : bounds[i + 1]] += (amplitude / sigma**2) * gram.rows(chosen, level.length)
+        return samples
+
+    def densities(self, samples: Array) -> tuple[Array, Array]:
+        """W for each sample, and dR_l/dQ for each component (columns in the order of ``shares``)."""
+        gram, sigma = self.envelope.gram, self.envelope.sigma
+        ratios = np.exp(samples - (0.5 / sigma**2) * gram.diagonal)
+        found = np.empty((len(samples), len(self.shares)))
+        found[:, 0] = self.envelope.density(ratios)
+        likelihood_ratio = ratios.mean(axis=1)
+        cumulative = np.empty((len(samples), samples.shape[1] + 1))
+        cumulative[:, 0] = 0.0
+        np.cumsum(samples, axis=1, out=cumulative[:, 1:])
+        for column, (level, amplitude) in enumerate(zip(self.levels, self.amplitudes, strict=True), start=1):
+            if self.shares[column] == 0.0:
+                found[:, column] = 0.0
+                continue
+            exponents = amplitude * level.means(samples, cumulative)
+            exponents -= (0.5 * amplitude**2 / sigma**2) * level.variances
+            # A cap on the exponent makes the density smaller, so the weight larger: the safe side.
+            np.minimum(exponents, _LARGEST_EXPONENT, out=exponents)
+            found[:, column] = np.exp(exponents, out=exponents).mean(axis=1)
+        return likelihood_ratio, found
+
+    def weights(self, samples: Array) -> Array:
+        """x = (W − K)₊ / (dR/dQ) (or the add direction's): their mean is δ."""
+        likelihood_ratio, densities = self.densities(samples)
+        above = excess(likelihood_ratio, self.envelope.epsilon, self.envelope.direction)
+        # where the numerator is positive so is the envelope's density; elsewhere 0/0 would be possible
+        return np.divide(above, densities @ np.asarray(self.shares), out=np.zeros_like(above), where=above > 0)
+
+
+def tilted(
+    gram: Gram, levels: tuple[Level, ...], epsilon: float, sigma: float, direction: OneWay, *, pilot: Array
+) -> Proposal:
+    """A proposal with equal shares, each tilt such that the mean loss of ``pilot`` (draws of N(0, G)) sits at ±ε."""
+    largest = float(gram.diagonal.max()) / sigma**2
+    if largest / 2 + 12 * math.sqrt(largest) > _LARGEST_EXPONENT or epsilon > _LARGEST_EXPONENT / 2:
+        raise AccountingError(
+            f"σ = {sigma:g} is too small to account for: δ would be above .99; ask for a larger σ or δ"
+        )
+    envelope = Envelope.of(gram, epsilon, sigma, direction)
+    if envelope.bound <= 0.0:
+        raise AccountingError(
+            f"δ at ε = {epsilon:g}, σ = {sigma:g} is below the smallest number; ask for a smaller ε or σ"
+        )
+    losses = pilot / sigma - (0.5 / sigma**2) * gram.diagonal
+    amplitudes: list[float] = []
+    for level in levels:
+        middle = level.starts[len(level.starts) // 2 : len(level.starts) // 2 + 1]
+        step = gram.rows(middle, level.length)[0] / sigma**2
+        amplitudes.append(_amplitude(losses, step, epsilon if direction == "remove" else -epsilon))
+    # ½a²v − log(number of windows) is the price of a tilt in nats: what is far from the cheapest is not worth drawing.
+    prices = [
+        0.5 * a**2 * float(level.variances.mean()) / sigma**2 - math.log(len(level.starts)) if a else math.inf
+        for a, level in zip(amplitudes, levels, strict=True)
+    ]
+    amplitudes = [a if price < min(prices) + _DEAR else 0.0 for a, price in zip(amplitudes, prices, strict=True)]
+    usable = np.array([0.2, *(1.0 if a else 0.0 for a in amplitudes)])
+    return Proposal(envelope, levels, tuple(amplitudes), tuple(usable / usable.sum()))
+
+
+def _amplitude(losses: Array, step: Array, target: float) -> float:
+    """a with mean over the pilot of log mean_j exp(X_j + a·step_j) = target; 0 if no such a exists."""
+
+    def mean_loss(amplitude: float) -> float:
+        moved = losses + amplitude * step
+        peak = moved.max(axis=1)
+        return float((np.log(np.exp(moved - peak[:, None]).mean(axis=1)) + peak).mean())
+
+    now = mean_loss(0.0)
+    sign = 1.0 if target > 0 else -1.0
+    if (target - now) * sign <= 0:
+        return 0.0
+    low, high = 0.0, sign * 2.0
+    at_low, at_high = now, mean_loss(high)
+    while (target - at_high) * sign > 0:
+        low, at_low, high = high, at_high, 2 * high
+        at_high = mean_loss(high)
+        if abs(high) > 1e5:
+            return 0.0
+    for _ in range(8):  # regula falsi on a convex, increasing function: 1% of accuracy is ample for a proposal
+        guess = low + (high - low) * min(max((target - at_low) / (at_high - at_low), 0.05), 0.95)
+        value = mean_loss(guess)
+        if abs(value - target) < 0.01 * (1.0 + abs(target)):
+            return guess
+        if (target - value) * sign > 0:
+            low, at_low = guess, value
+        else:
+            high, at_high = guess, value
+    return 0.5 * (low + high)
+
+
+def learned(proposal: Proposal, samples: Array, *, envelope_share: float, floor: float = 0.01) -> Proposal:
+    """Shares fitted to ``samples`` (drawn from ``proposal``): the mixture closest to the optimal one.
+
+    The optimal density is proportional to the numerator (W − K)₊; expectation maximisation on the weighted samples
+    minimises the Kullback–Leibler divergence from it.
+    """
+    likelihood_ratio, densities = proposal.densities(samples)
+    above = excess(likelihood_ratio, proposal.envelope.epsilon, proposal.envelope.direction)
+    shares = np.asarray(proposal.shares)
+    hit = above > 0
+    if not hit.any():
+        shares[0] = envelope_share if shares[1:].any() else 1.0
+        shares[1:] *= (1.0 - shares[0]) / max(shares[1:].sum(), 1e-300)
+        return Proposal(proposal.envelope, proposal.levels, proposal.amplitudes, tuple(shares))
+    densities = densities[hit]
+    importance = above[hit] / (densities @ shares)
+    importance /= importance.sum()
+    usable = shares > 0
+    for _ in range(50):
+        responsibility = densities * shares
+        shares = importance @ (responsibility / responsibility.sum(axis=1, keepdims=True))
+        shares[0] = 0.0
+        shares = np.where(usable, np.maximum(shares, floor), 0.0)
+        shares[0] = 0.0
+        shares *= (1.0 - envelope_share) / shares.sum() if shares.sum() > 0 else 0.0
+        shares[0] = 1.0 - shares[1:].sum()
+    return Proposal(proposal.envelope, proposal.levels, proposal.amplitudes, tuple(shares))

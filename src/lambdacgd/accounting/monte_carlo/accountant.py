@@ -89,7 +89,7 @@ class MonteCarlo:
         max_samples: int = 131_072,
         direction: Direction = "both",
     ) -> SigmaEstimate:
-        """σ(ε, δ), from as many samples as a relative standard error of δ of ``relative_error`` needs, within limits."""
+        """σ(ε, δ), from as many samples as bring δ's relative standard error down to ``relative_error``."""
         _check(epsilon=epsilon, delta=delta, direction=direction)
         number("relative_error", relative_error, above=0, below=1)
         integer("max_samples", max_samples, minimum=4096)

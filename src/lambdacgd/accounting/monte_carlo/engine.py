@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -62,7 +63,7 @@ def stratified(weights: Array, proposal: Proposal) -> tuple[float, float]:
     """Mean and its standard error, from whole rounds (a row each): components are strata."""
     edges = np.concatenate([[0], np.cumsum(proposal.counts(ROUND))])
     variance = 0.0
-    for first, stop in zip(edges[:-1], edges[1:], strict=True):
+    for first, stop in itertools.pairwise(edges):
         if stop > first:
             part = weights[:, first:stop]
             spread = float(part.var(ddof=1)) if part.size > 1 else float(part.sum()) ** 2

@@ -110,6 +110,7 @@ class Estimator:
         below, above = gap(at - 0.03, ROUND)[0], gap(at + 0.03, ROUND)[0]
         slope = max((below - above) / 0.06, 1.0)  # common random numbers: the same samples on both sides
         samples = ROUND
+        found: Estimate | None = None
         for _ in range(5):
             miss, found = gap(at, samples)
             if found is None or not math.isfinite(found.relative_error):
@@ -123,23 +124,22 @@ class Estimator:
                 needed = 1.2 * samples * (found.relative_error / relative_error) ** 2
                 samples = int(np.clip(ROUND * math.ceil(needed / ROUND), ROUND, max_samples))
             at += miss / slope
+        assert found is not None
         sigma = math.exp(at)
         return SigmaEstimate(sigma, sigma * found.relative_error / slope, slope, found)
 
-    def epsilon(self, delta: float, sigma: float, *, samples: int, direction: Direction) -> tuple[float, Estimate]:
-        """ε with δ(ε, σ) = ``delta`` (0 if none is needed), and the estimate of δ there."""
+    def epsilon(self, delta: float, sigma: float, *, samples: int, direction: Direction) -> float:
+        """ε with δ(ε, σ) = ``delta`` (0 if none is needed)."""
         norm = math.sqrt(float(self.gram.diagonal.max()))
-        high = gaussian_epsilon(sigma / norm, delta)
-        floor = 1e-6
+        high, floor = gaussian_epsilon(sigma / norm, delta), 1e-6
 
         def gap(log_epsilon: float) -> float:
             found = self.delta(math.exp(log_epsilon), sigma, samples=samples, direction=direction)
             return math.log(max(found.value, 1e-300) / delta)
 
         if high <= floor or gap(math.log(floor)) <= 0:
-            return 0.0, self.delta(floor, sigma, samples=samples, direction=direction)
-        at = find_root(gap, math.log(high), step=-0.3, tolerance=2e-3)
-        return math.exp(at), self.delta(math.exp(at), sigma, samples=samples, direction=direction)
+            return 0.0
+        return math.exp(find_root(gap, math.log(high), step=-0.3, tolerance=2e-3))
 
 
 def find_root(function: Callable[[float], float], start: float, *, step: float, tolerance: float) -> float:

@@ -57,18 +57,11 @@ def certified_sigma(
         seconds = needed * _seconds_a_sample(estimator, epsilon, estimate.sigma)
         raise AccountingError(
             f"δ = {delta:g} at ε = {epsilon:g} cannot be certified with max_samples = {max_samples:,}; "
-            f"{math.ceil(needed):,} would do (up to {math.ceil(seconds):,} s here). Allow more, ask for a larger δ or ε, "
-            "or use cyclic sampling, which needs no samples"
+            f"{math.ceil(needed):,} would do (up to {math.ceil(seconds):,} s here). Allow more, ask for "
+            "a larger δ or ε, or use cyclic sampling, which needs no samples"
         )
-    return {
-        "sigma": widest,
-        "details": {
-            "failure_probability": 0.0,
-            "estimate": estimate.sigma,
-            "tests": tests,
-            "fallback": "no amplification",
-        },
-    }
+    details = {"failure_probability": 0.0, "estimate": estimate.sigma, "tests": tests, "fallback": "no amplification"}
+    return {"sigma": widest, "details": details}
 
 
 def _all_pass(

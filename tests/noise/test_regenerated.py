@@ -71,7 +71,7 @@ def test_restarts_cut_the_correlation_and_index_the_scales() -> None:
 
 
 def test_a_cancelled_share_is_what_was_added() -> None:
-    """λCGD: with λ = 1 the sum of all steps' noise is the last z alone, so everything earlier was taken back exactly."""
+    """λCGD: with λ = 1 the sum of all steps' noise is the last z alone: all the rest was taken back exactly."""
     noise = stage(BandedInverse((1.0, -1.0)))
     total = sum(added(noise, step)["linear.weight"] for step in range(1, 21))
     assert isinstance(total, torch.Tensor)

@@ -1,0 +1,271 @@
+"""`Private`: a plan bound to a model, an optimizer and a dataset."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lambdacgd.clipping import Clipper
+from lambdacgd.noise import Layout, NonFiniteSum
+from lambdacgd.planning import Plan
+from lambdacgd.training import schedulers
+from lambdacgd.training.cycle import Cycle, Phase
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.loader import Chunk, Loader
+from lambdacgd.training.run import Run
+from lambdacgd.training.spent import Spent, epsilon_after_epochs
+from lambdacgd.training.stage import NoiseStage, noise_stage
+from lambdacgd.training.trained import Trained, remember
+from lambdacgd.validation import InvalidInput
+
+
+class Private:
+    """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
+
+    Guarantee
+    ---------
+    Under the plan's conditions the weights after any number of steps are (ε, δ)-DP for zero-out of one example: every
+    ``optimizer.step()`` that acts uses Σ_i clip(g_i, ζ) of the plan's own batch plus the plan's noise at ζσ, divided
+    by ``plan.batch_size``, added exactly once; clipping leaves room for its own rounding, so no contribution exceeds
+    ζ. The optimizer only post-processes. Losses, norms and batch sizes seen on the way are not private.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        plan: Plan,
+        *,
+        max_grad_norm: float,
+        clipper: Clipper,
+        run: Run,
+        views: int,
+        max_physical_batch_size: int | None,
+        data_fingerprint: str | None,
+        loader_options: dict[str, Any],
+        undo: list[Callable[[], None]],
+    ) -> None:
+        self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
+        self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
+        self.data_fingerprint = data_fingerprint
+        self.max_physical_batch_size = max_physical_batch_size
+        self.layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
+        self.cycle = Cycle(plan.steps, lambda: clipper.norms.numel())
+        self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
+        self.after_step: list[Callable[[], None]] = []
+        self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views)
+        remember(model, self.trained)
+        self._names = {id(p): name for name, p in clipper.parameters.items()}
+        self._stage: NoiseStage | None = None
+        self._written: dict[str, tuple[Tensor, int]] = {}
+        self._undo = [*undo, run.close]
+        self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
+        self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+        self._attached = True
+
+    # --- where the run stands ----------------------------------------------------------------------------------------
+
+    @property
+    def steps_taken(self) -> int:
+        """Logical steps done, of ``plan.steps``."""
+        return self.cycle.done
+
+    @property
+    def finished(self) -> bool:
+        return self.cycle.done >= self.plan.steps
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``."""
+        self.check_usable()
+        while not self.finished:
+            yield Epoch(self, self.cycle.done // self.plan.steps_per_epoch + 1)
+
+    def spent(self, *, after_epochs: bool = False) -> Spent:
+        """The plan's (ε, δ) with its certificate, and the share of steps taken.
+
+        ``after_epochs=True`` also computes the ε of runs planned over fewer epochs, for information only: stopping
+        early keeps the plan's claim.
+        """
+        plan = self.plan
+        informational = epsilon_after_epochs(plan) if after_epochs else None
+        return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational)
+
+    def attach(self, scheduler: LRScheduler) -> None:
+        """Let a scheduler made inside the loop rest between physical batches; earlier ones are found anyway."""
+        if scheduler.optimizer is not self.optimizer:
+            raise InvalidInput(
+                "scheduler", type(scheduler).__name__, "it must be a scheduler of the privatized optimizer"
+            )
+        self.check_usable()
+        schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
+        schedulers.attach(scheduler)
+
+    def detach(self) -> None:
+        """Give back a plain model and optimizer. A logical batch under way is dropped."""
+        if not self._attached:
+            return
+        self._attached = False
+        self.loader.restart()
+        for undo in reversed(self._undo):
+            undo()
+        schedulers.release(self.optimizer)
+        self._clear_gradients()
+        self._stage = None
+
+    # --- for the loader ----------------------------------------------------------------------------------------------
+
+    def check_usable(self) -> None:
+        if not self._attached:
+            raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
+
+    def check_dataset(self) -> None:
+        if len(self.dataset) != self.plan.examples:
+            raise TrainingError(
+                f"the dataset now has {len(self.dataset)} examples and the plan {self.plan.examples}; it must not "
+                "change mid-run"
+            )
+
+    def begin(self) -> None:
+        """Before the first batch of a loop: schedulers that exist by now are known."""
+        if self.max_physical_batch_size is not None:
+            schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
+
+    def hand_out(self, chunk: Chunk) -> None:
+        self.cycle.batch(chunk.step, len(chunk.indices), last=chunk.last)
+        self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
+
+    def drop_batch(self) -> None:
+        """Forget the logical batch under way. Nothing of it was released."""
+        self.cycle.drop()
+        self.clipper.zero()
+        self.clipper.weigh(None)
+
+    # --- around optimizer.step() -------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
+            raise TrainingError(
+                "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
+                "then optimizer.step() without a closure"
+            )
+        self._check_parameters()
+        try:
+            whole = self.cycle.may_act()
+        except TrainingError:
+            if (
+                self.cycle.phase in (Phase.GATHERING, Phase.WHOLE)
+                and self.clipper.norms.numel() > self.cycle.handed_out
+            ):
+                self.drop_batch()  # too many backward passes: the sums are spoilt, the loader yields the batch again
+            raise
+        if self.cycle.phase is not Phase.NOISED:
+            self._check_gradients()
+            if whole:
+                self._write_gradients()
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.cycle.phase is not Phase.NOISED:
+            return
+        self.cycle.acted()
+        self.trained.steps_taken = self.cycle.done
+        for act in self.after_step:
+            act()
+
+    def _check_parameters(self) -> None:
+        """Nothing but clipped and noised gradients may move a weight."""
+        seen = 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self._names:
+                    seen += 1
+                elif p.requires_grad or p.grad is not None:
+                    raise TrainingError(
+                        f"the optimizer holds a trainable parameter of shape {tuple(p.shape)} that is not clipped: "
+                        "it was added or unfrozen after privatize. The layout is fixed for a run: detach, change the "
+                        "model, privatize anew"
+                    )
+        if seen != len(self._names):
+            raise TrainingError(
+                f"the optimizer now holds {seen} of the {len(self._names)} parameters it was privatized with; they "
+                "are fixed for a run"
+            )
+
+    def _check_gradients(self) -> None:
+        for name, p in self.clipper.parameters.items():
+            if p.grad is None:
+                continue
+            tensor, version = self._written.get(name, (None, 0))
+            if p.grad is tensor and p.grad._version == version:
+                raise TrainingError(
+                    f"{name}.grad still holds the gradient of step {self.cycle.done}: call optimizer.zero_grad() "
+                    "after every step"
+                )
+            if bool(p.grad.any()):
+                raise TrainingError(
+                    f"{name}.grad was written by something other than this library; it would be lost, and it is not "
+                    "private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
+                )
+            p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
+        self._written = {}
+
+    @torch.no_grad()
+    def _write_gradients(self) -> None:
+        sums = self.clipper.take()
+        step = self.cycle.current
+        try:
+            self._add_noise(sums, step)
+        except NonFiniteSum:
+            self.drop_batch()
+            raise
+        torch._foreach_div_(list(sums.values()), self.plan.batch_size)
+        for name, p in self.clipper.parameters.items():
+            p.grad = sums[name] if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
+            self._written[name] = (p.grad, p.grad._version)
+        self.cycle.phase = Phase.NOISED
+
+    def _add_noise(self, sums: dict[str, Tensor], step: int) -> None:
+        if self.plan.sigma == 0:
+            if not all(math.isfinite(float(total.sum())) for total in sums.values()):
+                raise NonFiniteSum(
+                    "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the "
+                    "loss or the model"
+                )
+            return
+        if self._stage is None:
+            self._stage = noise_stage(
+                self.plan, self.run.key, run_id=self.run.id, layout=self.layout, max_grad_norm=self.max_grad_norm
+            )
+        self._stage.add_(sums, step)
+
+    def _clear_gradients(self) -> None:
+        for p in self.clipper.parameters.values():
+            p.grad = None
+        self._written = {}
+
+    def __repr__(self) -> str:
+        return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
+
+
+class Epoch:
+    """What is left of one epoch. ``number`` counts from 1."""
+
+    def __init__(self, private: Private, number: int) -> None:
+        self._private, self.number = private, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._private.loader.until(self.number * self._private.plan.steps_per_epoch)
+
+    def __len__(self) -> int:
+        """Logical steps left in the epoch; physical batches are more where logical ones are split."""
+        if self._private.max_physical_batch_size is not None:
+            raise TypeError(
+                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
+            )
+        return max(0, self.number * self._private.plan.steps_per_epoch - self._private.steps_taken)

@@ -1,0 +1,106 @@
+"""Who a run is: its key, its id, and the ledger that remembers what left the process."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+
+from lambdacgd.keys import Ledger, LedgerError, SecretKey
+from lambdacgd.training.errors import CheckpointError
+from lambdacgd.validation import InvalidInput
+
+# Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
+_ORPHANS_S = 15.0
+
+
+class Run:
+    """A run id under a key, made when it is first needed. With a key file, the id is in the ledger and held by a lock.
+
+    Guarantee
+    ---------
+    Every run has its own 128-bit id, so its own noise and batches. With a key file, one process at a time holds a run.
+    """
+
+    def __init__(self, key: SecretKey | None, **facts: str | int | float) -> None:
+        if key is not None and not isinstance(key, SecretKey):
+            raise InvalidInput(
+                "key", type(key).__name__, "it must be a SecretKey: SecretKey.generate() or SecretKey.load(path)"
+            )
+        self.key = SecretKey.generate() if key is None else key
+        self._facts = facts
+        self._id: str | None = None
+        self._ledger: Ledger | None = None
+        self._held = contextlib.ExitStack()
+
+    @property
+    def id(self) -> str:
+        """The run's id; asking for it starts the run."""
+        if self._id is None:
+            if self.key.path is None:
+                self._id = secrets.token_hex(16)
+            else:
+                self._ledger = self.key.ledger()
+                run_id = self._ledger.new_run(**self._facts)
+                self._held.enter_context(self._ledger.lock(run_id))
+                self._id = run_id
+        return self._id
+
+    @property
+    def started(self) -> bool:
+        return self._id is not None
+
+    def need_ledger(self) -> Ledger:
+        """The ledger, without which no weights may leave the process to be resumed from."""
+        _ = self.id
+        if self._ledger is None:
+            raise CheckpointError(
+                "this run's key lives in memory only, so nothing could ever resume it. Make a key file before "
+                "training: "
+                'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+            )
+        return self._ledger
+
+    def release(self, step: int, *, digest: str, kind: str) -> None:
+        """Enter that weights are about to leave the process (kept by nobody if the key has no file)."""
+        _ = self.id
+        if self._ledger is not None:
+            self._ledger.record(self.id, step, digest=digest, kind=kind)
+
+    def resume(self, run_id: str, step: int, digest: str) -> None:
+        """Become the run of a checkpoint, if the ledger allows it."""
+        if self._id == run_id:
+            self.need_ledger().check_resume(run_id, step, digest)
+            return
+        if self.key.path is None:
+            raise CheckpointError(
+                "a run resumes with the key file it was started with, beside its ledger: pass key=SecretKey.load(path)"
+            )
+        if self._id is not None:
+            raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
+        ledger = self.key.ledger()
+        ledger.check_resume(run_id, step, digest)
+        self._hold(ledger, run_id)
+        try:
+            ledger.check_resume(
+                run_id, step, digest
+            )  # again: the process that held it may have released more meanwhile
+        except LedgerError:
+            self.close()
+            raise
+        self._ledger, self._id = ledger, run_id
+
+    def _hold(self, ledger: Ledger, run_id: str) -> None:
+        deadline = time.monotonic() + _ORPHANS_S
+        while True:
+            try:
+                self._held.enter_context(ledger.lock(run_id))
+                return
+            except LedgerError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        self._held.close()

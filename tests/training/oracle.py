@@ -1,0 +1,151 @@
+"""The slow twin of private training: one example at a time, noise as a matrix. And small things to train."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lambdacgd as lc
+from lambdacgd.accounting import Certificate
+from lambdacgd.noise import Layout, NoiseField
+from lambdacgd.planning import Plan
+from lambdacgd.sampling import BallsInBins
+
+KEY = bytes(range(32))
+
+
+def key() -> lc.SecretKey:
+    return lc.SecretKey.from_bytes(KEY)
+
+
+def data(examples: int = 48, features: int = 5, classes: int = 3, seed: int = 7) -> TensorDataset:
+    g = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(examples, features, generator=g), torch.randint(classes, (examples,), generator=g))
+
+
+def model(features: int = 5, classes: int = 3, seed: int = 1, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 6), nn.Tanh(), nn.Linear(6, classes)).to(dtype)
+
+
+def plan(
+    examples: int = 48,
+    batch_size: int = 12,
+    epochs: int = 2,
+    epsilon: float = 4.0,
+    mechanism: lc.Mechanism | None = None,
+) -> Plan:
+    """A plan without amplification, which needs no accountant but the closed form."""
+    return lc.plan(
+        examples,
+        batch_size,
+        epochs=epochs,
+        epsilon=epsilon,
+        delta=1e-5,
+        mechanism=mechanism or lc.LambdaCGD(0.6),
+        sampling="cyclic",
+    )
+
+
+def binned_plan(
+    examples: int, batch_size: int, epochs: int, sigma: float = 0.5, mechanism: lc.Mechanism | None = None
+) -> Plan:
+    """A Balls-in-Bins plan with a made-up σ: its certificate claims nothing."""
+    return Plan(
+        mechanism=mechanism or lc.LambdaCGD(0.6),
+        sampling=BallsInBins(examples, examples // batch_size, epochs),
+        epsilon=1.0,
+        delta=1e-5,
+        batch_size=batch_size,
+        sensitivity=1.0,
+        sigma=sigma,
+        rmse=1.0,
+        maxse=1.0,
+        certificate=Certificate("test", "both", 0.0, 1.0, 1e-5, kind="estimate"),
+    )
+
+
+def per_example(module: nn.Module, x: torch.Tensor, y: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    """Gradients of one example at a time."""
+    found = []
+    named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+    for i in range(len(x)):
+        grads = torch.autograd.grad(F.cross_entropy(module(x[i : i + 1]), y[i : i + 1]), list(named.values()))
+        found.append(dict(zip(named, grads, strict=True)))
+    return found
+
+
+def clipped_sum(grads: list[dict[str, torch.Tensor]], zeta: float) -> dict[str, torch.Tensor]:
+    total: dict[str, torch.Tensor] = {}
+    for g in grads:
+        norm = math.sqrt(sum(float(v.double().square().sum()) for v in g.values()))
+        factor = min(1.0, zeta / norm) if norm else 1.0
+        for name, v in g.items():
+            total[name] = total.get(name, torch.zeros_like(v)) + factor * v
+    return total
+
+
+def correlated_noise(
+    p: Plan, secret: lc.SecretKey, run: str, module: nn.Module, zeta: float
+) -> list[dict[str, torch.Tensor]]:
+    """ζσ·D·T⁻¹Z by a dense matrix over all steps."""
+    layout = Layout.of_parameters(module.named_parameters())
+    field = NoiseField(secret, layout, run_id=run)
+    n = p.steps
+    column = np.zeros(n)
+    coefficients = p.mechanism.noising(n)
+    column[: len(coefficients)] = coefficients
+    scales = p.mechanism.column_scales(n)
+    scales = np.ones(n) if scales is None else scales
+    z = []
+    for step in range(1, n + 1):
+        tensors = {name: torch.zeros(q.shape) for name, q in module.named_parameters()}
+        field.fill_(tensors, step)
+        z.append(tensors)
+    return [
+        {
+            name: sum(zeta * p.sigma * scales[t] * column[t - s] * z[s][name].double() for s in range(t + 1))
+            for name in z[0]
+        }
+        for t in range(n)
+    ]
+
+
+def train_slowly(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    dataset: TensorDataset,
+    p: Plan,
+    secret: lc.SecretKey,
+    run: str,
+    zeta: float,
+) -> None:
+    """The whole run, by definition."""
+    noise = correlated_noise(p, secret, run, module, zeta) if p.sigma else None
+    for t, indices in enumerate(p.sampling.batches(secret, run=run)):
+        x, y = dataset.tensors[0][indices], dataset.tensors[1][indices]
+        total = clipped_sum(per_example(module, x, y), zeta) if len(indices) else {}
+        for name, q in module.named_parameters():
+            g = total.get(name, torch.zeros_like(q)).double()
+            if noise is not None:
+                g = g + noise[t][name]
+            q.grad = (g / p.batch_size).to(q.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def loop(private: object, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The user's loop."""
+    for x, y in private.loader:  # type: ignore[attr-defined]
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def weights(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {n: p.detach().clone() for n, p in module.named_parameters()}

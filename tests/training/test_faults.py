@@ -1,0 +1,410 @@
+"""What goes wrong in a loop: a clear error each, nothing lost, nothing noised twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+from tests.training import oracle
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+import lambdacgd as lc
+from lambdacgd.clipping import ClippingError
+from lambdacgd.noise import NonFiniteSum
+from lambdacgd.training import TrainingError, privatize
+
+
+def start(module=None, *, p=None, lr=0.5, optimizer=None, dataset=None, run="one", **options):
+    module = module if module is not None else oracle.model()
+    p = p or oracle.plan()
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=lr)
+    private = privatize(module, optimizer, dataset or oracle.data(), p, max_grad_norm=0.7, key=oracle.key(), **options)
+    private.run._id = run
+    return private, module, optimizer
+
+
+def backward(module, batch):
+    x, y = batch
+    F.cross_entropy(module(x), y).backward()
+
+
+def undisturbed(**options):
+    private, module, optimizer = start(**options)
+    oracle.loop(private, module, optimizer)
+    return oracle.weights(module)
+
+
+def check_same_end(private, module, optimizer, **options):
+    """Whatever happened, the run goes on and ends where an undisturbed one ends."""
+    oracle.loop(private, module, optimizer)
+    assert private.finished
+    expected = undisturbed(**options)
+    for name, value in oracle.weights(module).items():
+        assert torch.equal(value, expected[name]), name
+
+
+# --- at the door ---
+
+
+def refused(match, *, module=None, optimizer=None, dataset=None, p=None, error=lc.InvalidInput, **options):
+    module = module if module is not None else oracle.model()
+    optimizer = optimizer if optimizer is not None else torch.optim.SGD(module.parameters(), lr=0.1)
+    options = {"max_grad_norm": 1.0} | options
+    with pytest.raises(error, match=match):
+        privatize(module, optimizer, dataset if dataset is not None else oracle.data(), p or oracle.plan(), **options)
+    assert not module._forward_pre_hooks, "a refused model is left as it was"
+    assert not isinstance(optimizer, torch.optim.Optimizer) or not optimizer._optimizer_step_pre_hooks
+
+
+def test_a_dataset_of_another_length():
+    refused("plan is for 48", dataset=oracle.data(47))
+
+
+def test_an_iterable_dataset():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    refused("map-style", dataset=Stream())
+
+
+def test_a_loader_instead_of_a_dataset():
+    refused("pass its dataset", dataset=DataLoader(oracle.data(), batch_size=4))
+
+
+def test_batch_norm():
+    module = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    refused("GroupNorm", module=module, error=ClippingError)
+
+
+def test_an_optimizer_with_parameters_outside_the_model():
+    module, other = oracle.model(), nn.Linear(2, 2)
+    optimizer = torch.optim.SGD([*module.parameters(), *other.parameters()], lr=0.1)
+    refused("outside the model", module=module, optimizer=optimizer)
+
+
+def test_an_optimizer_that_lacks_a_parameter():
+    module = oracle.model()
+    refused(
+        "without '0.bias'",
+        module=module,
+        optimizer=torch.optim.SGD([module[0].weight, *module[2].parameters()], lr=0.1),
+    )
+
+
+def test_lbfgs():
+    module = oracle.model()
+    refused("closure", module=module, optimizer=torch.optim.LBFGS(module.parameters()))
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "1"])
+def test_a_clipping_norm_that_is_none(value):
+    refused("max_grad_norm", max_grad_norm=value)
+
+
+@pytest.mark.parametrize("value", [0, -2, 1.5])
+def test_a_physical_batch_size_that_is_none(value):
+    refused("max_physical_batch_size", max_physical_batch_size=value)
+
+
+def test_things_of_the_wrong_kind():
+    refused("SecretKey", key=b"0" * 32)
+    refused("takes a Plan", p={"sigma": 1})
+    refused("torch.optim", optimizer=object())
+
+
+def test_leftover_gradients():
+    module = oracle.model()
+    F.cross_entropy(module(torch.randn(2, 5)), torch.tensor([0, 1])).backward()
+    refused("zero_grad", module=module)
+
+
+# --- in the loop ---
+
+
+def test_a_step_twice():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    optimizer.step()
+    before = oracle.weights(module)
+    with pytest.raises(TrainingError, match="same gradients are never used twice"):
+        optimizer.step()
+    assert all(torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+    assert private.steps_taken == 1
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_step_before_any_batch():
+    _, _, optimizer = start()
+    with pytest.raises(TrainingError, match="no batch was taken"):
+        optimizer.step()
+
+
+def test_a_batch_taken_without_stepping():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    with pytest.raises(TrainingError, match="step\\(\\) was not called"):
+        next(batches)
+    check_same_end(private, module, optimizer)
+
+
+def test_zero_grad_forgotten():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    backward(module, next(batches))
+    with pytest.raises(TrainingError, match="still holds the gradient of step 1"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert private.steps_taken == 2
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_zero_grad_to_zeros_is_as_good():
+    ends = []
+    for to_none in (True, False):
+        module = oracle.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+        private, module, optimizer = start(module, max_physical_batch_size=5, optimizer=optimizer)
+        for batch in private.loader:
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+        ends.append(oracle.weights(module))
+    assert all(torch.equal(v, ends[1][n]) for n, v in ends[0].items())
+
+
+def test_gradients_written_by_hand():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    module[0].weight.grad = torch.ones_like(module[0].weight)
+    with pytest.raises(TrainingError, match="written by something other"):
+        optimizer.step()
+
+
+def test_a_second_backward_through_the_same_forward():
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    loss = F.cross_entropy(module(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ClippingError, match="second backward"):
+        loss.backward()
+    check_same_end(private, module, optimizer)
+
+
+def test_two_forward_and_backward_passes_on_one_batch():
+    private, module, optimizer = start()
+    batch = next(iter(private.loader))
+    backward(module, batch)
+    backward(module, batch)
+    with pytest.raises(TrainingError, match="called 2 times on one physical batch"):
+        optimizer.step()
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer)
+
+
+def test_a_backward_pass_left_out():
+    private, module, optimizer = start(max_physical_batch_size=5)
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    next(batches)
+    with pytest.raises(TrainingError, match="backward\\(\\) was not called"):
+        optimizer.step()
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
+def test_other_data_in_the_backward_pass():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    backward(module, (torch.randn(5, 5), torch.zeros(5, dtype=torch.long)))
+    with pytest.raises(TrainingError, match="covered 17 rows for a batch of 12"):
+        optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
+def test_an_item_that_is_not_one_row():
+    private, module, optimizer = start(
+        collate_fn=lambda items: (
+            torch.stack([x for x, _ in items for _ in (0, 1)]),
+            torch.tensor([int(y) for _, y in items for _ in (0, 1)]),
+        )
+    )
+    backward(module, next(iter(private.loader)))
+    with pytest.raises(TrainingError, match=r"2 times"):
+        optimizer.step()
+
+
+def test_a_closure():
+    private, module, optimizer = start()
+    batch = next(iter(private.loader))
+    backward(module, batch)
+    for call in (lambda c: optimizer.step(c), lambda c: optimizer.step(closure=c)):
+        with pytest.raises(TrainingError, match="closure"):
+            call(lambda: F.cross_entropy(module(batch[0]), batch[1]))
+    optimizer.step()
+    assert private.steps_taken == 1
+
+
+def test_a_parameter_frozen_mid_run():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    optimizer.zero_grad()
+    module[0].weight.requires_grad_(False)
+    with pytest.raises(ClippingError, match="was frozen"):
+        backward(module, next(batches))
+    module[0].weight.requires_grad_(True)
+    check_same_end(private, module, optimizer)
+
+
+def test_a_parameter_unfrozen_mid_run():
+    module = oracle.model()
+    module[0].bias.requires_grad_(False)
+    private, module, optimizer = start(module)
+    x, y = next(iter(private.loader))
+    module[0].bias.requires_grad_(True)
+    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(TrainingError, match="unfrozen after privatize"):
+        optimizer.step()
+    assert private.steps_taken == 0
+
+
+def test_a_shape_changed_mid_run():
+    private, module, _ = start()
+    x, _ = next(iter(private.loader))
+    module[2].weight.data = torch.zeros(4, 6)
+    module[2].bias.data = torch.zeros(4)
+    with pytest.raises(ClippingError, match="changed its shape"):
+        module(x)
+
+
+def test_a_parameter_group_added_mid_run():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(TrainingError, match="added or unfrozen"):
+        optimizer.step()
+
+
+def test_a_dataset_that_grows_mid_run():
+    class Growing(list):
+        pass
+
+    items = Growing(tuple(oracle.data()[i]) for i in range(48))
+    private, _, _ = start(dataset=items)
+    items.append(items[0])
+    with pytest.raises(TrainingError, match="now has 49 examples"):
+        next(iter(private.loader))
+
+
+def test_a_sum_that_is_not_finite():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    private.clipper.sums["0.weight"][0, 0] = float("inf")
+    before = oracle.weights(module)
+    with pytest.raises(NonFiniteSum):
+        optimizer.step()
+    assert private.steps_taken == 0
+    assert all(q.grad is None for q in module.parameters())
+    assert all(torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+    backward(module, next(batches))  # the same loop yields the batch of step 1 again
+    optimizer.step()
+    assert private.steps_taken == 1
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_sum_that_is_not_finite_without_noise():
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        private, module, optimizer = start(p=oracle.plan(epsilon=float("inf")))
+    backward(module, next(iter(private.loader)))
+    private.clipper.sums["0.weight"][0, 0] = float("nan")
+    with pytest.raises(NonFiniteSum):
+        optimizer.step()
+
+
+def test_an_optimizer_that_fails_halfway():
+    class Fails(torch.optim.SGD):
+        broken = True
+
+        def step(self, closure=None):
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    module = oracle.model()
+    private, module, optimizer = start(module, optimizer=Fails(module.parameters(), lr=0.5))
+    backward(module, next(iter(private.loader)))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    with pytest.raises(TrainingError, match="half updated"):
+        next(iter(private.loader))
+    optimizer.broken = False
+    optimizer.step()  # the same noised gradients, used once
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_the_horizon_is_fixed():
+    private, module, optimizer = start()
+    oracle.loop(private, module, optimizer)
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        next(iter(private.loader))
+    with pytest.raises(TrainingError, match="more steps need a new plan"):
+        optimizer.step()
+
+
+def test_two_iterations_at_once():
+    private, module, _ = start()
+    one, two = iter(private.loader), iter(private.loader)
+    backward(module, next(two))
+    with pytest.raises(TrainingError, match="another iteration"):
+        next(one)
+
+
+def test_a_loop_left_in_the_middle_of_a_logical_batch():
+    private, module, optimizer = start(max_physical_batch_size=5)
+    for i, batch in enumerate(private.loader):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 1:
+            break
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
+class Dies(TensorDataset):
+    """Kills the worker that reads example 7 while ``armed``, a file, exists."""
+
+    armed: str
+
+    def __getitem__(self, i):
+        if i == 7 and os.path.exists(self.armed):
+            os.unlink(self.armed)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(i)
+
+
+def test_a_worker_that_dies(tmp_path):
+    armed = tmp_path / "armed"
+    armed.touch()
+    dataset = Dies(*oracle.data().tensors)
+    dataset.armed = str(armed)
+    private, module, optimizer = start(dataset=dataset, num_workers=1, max_physical_batch_size=5)
+    with pytest.raises(RuntimeError, match="DataLoader worker"):
+        oracle.loop(private, module, optimizer)
+    assert not private.finished
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)

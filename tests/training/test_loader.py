@@ -1,0 +1,176 @@
+"""Batches are the plan's; random augmentation depends on the run and the step alone; schedulers count logical steps."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from tests.training import oracle
+from torch.nn import functional as F
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CosineAnnealingLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+    StepLR,
+)
+
+from lambdacgd.training import privatize
+
+
+class Indices(torch.utils.data.Dataset):
+    """Example i is i itself and three random numbers."""
+
+    def __len__(self):
+        return 30
+
+    def __getitem__(self, i):
+        return i, torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
+
+
+def read(run="one", **options):
+    module = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    p = oracle.binned_plan(30, 5, 2)
+    private = privatize(module, optimizer, Indices(), p, max_grad_norm=1.0, key=oracle.key(), **options)
+    private.run._id = run
+    found: list[list[tuple]] = [[] for _ in range(p.steps)]
+    for batch in private.loader:
+        found[private.steps_taken].extend(zip(*(column.tolist() for column in batch), strict=True))
+        module(batch[0].float().view(-1, 1)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return p, found
+
+
+def test_batches_are_the_samplings():
+    p, found = read()
+    for step, indices in zip(found, p.sampling.batches(oracle.key(), run="one"), strict=True):
+        assert [item[0] for item in step] == (indices.tolist() or [0])
+    assert [[i[0] for i in step] for step in read(run="two")[1]] != [[i[0] for i in step] for step in found]
+
+
+def test_workers_and_the_generators_of_the_process_change_nothing():
+    torch.manual_seed(1)
+    one = read(max_physical_batch_size=4)[1]
+    torch.manual_seed(2)
+    random.seed(3)
+    two = read(max_physical_batch_size=4, num_workers=2)[1]
+    assert one == two
+    values = [item[1:] for step in one for item in step]
+    assert len(set(values)) == len(values), "no random number comes twice"
+
+
+def test_reading_leaves_the_generators_of_the_process_alone():
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    expected = torch.rand(1), random.random(), np.random.rand()  # noqa: NPY002
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002
+    module = torch.nn.Linear(1, 1, bias=False)
+    torch.manual_seed(5)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, Indices(), oracle.binned_plan(30, 5, 2), max_grad_norm=1.0)
+    next(iter(private.loader))
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected  # noqa: NPY002
+
+
+def test_length():
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0)
+    assert len(private.loader) == 8
+    private.detach()
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=4)
+    with pytest.raises(TypeError, match="physical batches"):
+        len(private.loader)
+
+
+SCHEDULERS = {
+    "step": lambda o: StepLR(o, 2, gamma=0.5),
+    "cosine": lambda o: CosineAnnealingLR(o, 8),
+    "one-cycle": lambda o: OneCycleLR(o, max_lr=1.0, total_steps=10),
+    "chained": lambda o: ChainedScheduler([StepLR(o, 2), LambdaLR(o, lambda t: 1 / (1 + t))]),
+    "sequential": lambda o: SequentialLR(o, [StepLR(o, 1), CosineAnnealingLR(o, 8)], [3]),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_count_logical_steps(name):
+    trails = []
+    for physical in (None, 5):
+        module = oracle.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        scheduler = SCHEDULERS[name](optimizer)
+        kind = type(scheduler)
+        private = privatize(
+            module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=physical
+        )
+        trail = {}
+        for x, y in private.loader:
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            trail[private.steps_taken] = optimizer.param_groups[0]["lr"]
+        trail.pop(0, None)  # the first physical batches, before step 1 was whole
+        trails.append([trail[t] for t in range(1, 9)])
+        state = scheduler.state_dict()
+        assert "step" not in state
+        private.detach()
+        assert type(scheduler) is kind
+    assert trails[0] == trails[1]
+    assert len(set(trails[0])) > 2
+
+
+def test_a_scheduler_made_inside_the_loop_and_one_that_takes_a_metric():
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=5)
+    scheduler = None
+    calls = 0
+    for x, y in private.loader:
+        if scheduler is None:
+            scheduler = ReduceLROnPlateau(optimizer, patience=100)
+            private.attach(scheduler)
+        F.cross_entropy(module(x), y).backward()
+        optimizer.step()
+        scheduler.step(1.0)
+        optimizer.zero_grad()
+        calls += 1
+    assert (calls, scheduler.last_epoch) == (24, 8)
+
+
+def test_an_epoch_scheduler_acts_between_epochs():
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    scheduler = StepLR(optimizer, 1, gamma=0.1)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=5)
+    for epoch in private.epochs():
+        for x, y in epoch:
+            F.cross_entropy(module(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scheduler.step()
+    assert scheduler.last_epoch == 2
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_between_physical_batches_gradients_are_none_and_weights_rest():
+    module = oracle.model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.5)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=5)
+    for x, y in private.loader:
+        before, done = oracle.weights(module), private.steps_taken
+        F.cross_entropy(module(x), y).backward()
+        assert all(p.grad is None for p in module.parameters())
+        optimizer.step()
+        moved = any(not torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+        assert moved == (private.steps_taken > done)
+        optimizer.zero_grad()

@@ -80,6 +80,9 @@ class Call:
                 "torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self.spent = True
+        _without_autocast(self._deliver, gradient, *saved)
+
+    def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         self.clipper._receive(self, self.recorder(gradient, *saved))
 
 
@@ -132,26 +135,57 @@ class LinearTap(torch.autograd.Function):
         if low is not None:
             x, weight = x.to(low), weight.to(low)
             bias = None if bias is None else bias.to(low)
-        if x.dim() > 2 and bias is not None:
-            flat = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t())
-            y = torch.ops.aten._unsafe_view(flat, (*x.shape[:-1], weight.shape[0]))  # not a view: see Tap
+        if x.dim() > 2 and bias is not None:  # F.linear would return a view here: see Tap
+            y = x.new_empty(*x.shape[:-1], weight.shape[0])
+            torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
         else:
             y = F.linear(x, weight, bias)
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        ctx.call.deliver(gradient, x)
         below = None
         if weight is not None:
-            with uncast(gradient):
-                below = torch.matmul(gradient, weight).to(ctx.dtype)
+            below = _without_autocast(torch.matmul, gradient, weight)
+            if below.dtype != ctx.dtype:
+                below = below.to(ctx.dtype)
+        ctx.call.deliver(gradient, x)
         return None, below, None, None, None
+
+
+class LayerNormTap(torch.autograd.Function):
+    """Layer normalisation that delivers (input, mean, 1/deviation) with the output gradient; float32 and float64 only."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, call: Call) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.call, ctx.shape = call, shape
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        below = None
+        if ctx.needs_input_grad[1]:
+            mask = (True, False, False)
+            below = torch.ops.aten.native_layer_norm_backward.default(gradient, x, ctx.shape, mean, rstd, weight, bias, mask)[0]
+        ctx.call.deliver(gradient, x, mean, rstd)
+        return None, below, None, None, None, None, None
 
 
 def uncast(x: Tensor) -> torch.autocast:
     """No autocast, also where backward() was called inside it: norms and sums choose their own precision."""
     return torch.autocast(x.device.type, enabled=False)
+
+
+def _without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
+    """Entering autocast contexts costs microseconds a layer, so only where backward() was called inside one."""
+    if not torch.is_autocast_enabled(args[0].device.type):
+        return function(*args)
+    with uncast(args[0]):
+        return function(*args)

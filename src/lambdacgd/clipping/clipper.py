@@ -13,15 +13,13 @@ from lambdacgd.clipping import layers, precision, sites
 from lambdacgd.clipping.capture import Call, Site, uncast
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
-from lambdacgd.clipping.records import Norm, Record, Stored
+from lambdacgd.clipping.passes import merge, norms, pack_small, resolve_sums
+from lambdacgd.clipping.records import Norm, Record
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
 LossReduction = Literal["mean", "sum", "none"]
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
-
-# Stored per-example gradients up to this many elements are put side by side and summed in one product.
-_SMALL = 1 << 16
 
 
 def attach(
@@ -82,10 +80,9 @@ class Clipper:
         self._norms: list[Tensor] = []
         self._dropped: Tensor | None = None
         self._weights: Tensor | None = None
-        self._pending: dict[str, list[tuple[Record, Norm | None]]] = {}
+        self._pending: dict[str, list[Record]] = {}
         self._task, self._batch, self._seen = -1, 0, set[int]()
         self._consumed: set[int] = set()
-        self._shared: set[str] = set()
         self._attached = False
         self.parameters = sites.trainable(model)
         if not self.parameters:
@@ -204,13 +201,12 @@ class Clipper:
                 f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; examples cannot be matched."
             )
         self._seen.add(call.generation)
-        with torch.no_grad(), uncast(self.anchor):
-            for record in records:
-                if record.examples != call.batch:
-                    raise call.site.refuse(f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension.")  # fmt: skip
-                known = self._pending.setdefault(record.name, [])
-                later = known or record.stored or record.name in self._shared
-                known.append((record, None if later else record.norm()))
+        for record in records:
+            if record.examples != call.batch:
+                raise call.site.refuse(
+                    f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension."
+                )
+            self._pending.setdefault(record.name, []).append(record)
 
     def _finish(self) -> None:
         pending, self._pending, self._task = self._pending, {}, -1
@@ -223,26 +219,27 @@ class Clipper:
         with torch.no_grad(), uncast(self.anchor):
             self._clip_and_add(pending, weights)
 
-    def _clip_and_add(self, pending: dict[str, list[tuple[Record, Norm | None]]], weights: Tensor | None) -> None:
+    def _clip_and_add(self, pending: dict[str, list[Record]], weights: Tensor | None) -> None:
         if weights is not None and weights.shape[0] != self._batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {self._batch} examples.")
-        self._shared |= {name for name, found in pending.items() if len(found) > 1}
-        merged = {name: merge(found) for name, found in pending.items()}
-        packs, alone = _pack(merged, apart=self.mode == "per-layer")
+        merged = resolve_sums({name: merge(found) for name, found in pending.items()})
+        packs, alone = pack_small(merged, apart=self.mode == "per-layer")
         groups: dict[str, list[Norm]] = {}
-        for name, (record, norm) in alone.items():
-            group = name.rpartition(".")[0] if self.mode == "per-layer" else ""
-            groups.setdefault(group, []).append(norm if norm is not None else record.norm())
+        for record, norm in zip(alone, norms(alone), strict=True):
+            groups.setdefault(self._group(record.name), []).append(norm)
         for pack in packs:
             groups.setdefault("", []).append(Norm(torch.linalg.vector_norm(pack.flat, dim=1).square()))
         factors = self._factors(groups, weights)
         keep = self._keep(factors)
         order = {group: i for i, group in enumerate(groups)}
-        for name, (record, _) in alone.items():
-            group = name.rpartition(".")[0] if self.mode == "per-layer" else ""
-            self.sums[name] = record.add(self.sums.get(name), factors.weight[order[group]], keep)
+        for record in alone:
+            factor = factors.weight[order[self._group(record.name)]]
+            self.sums[record.name] = record.add(self.sums.get(record.name), factor, keep)
         for pack in packs:
             pack.add(self.sums, factors.weight[order[""]], keep)
+
+    def _group(self, name: str) -> str:
+        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
 
     def _factors(self, groups: dict[str, list[Norm]], weights: Tensor | None) -> Factors:
         scale = 1.0 / self.loss_scale * (self._batch if self.loss_reduction == "mean" else 1)
@@ -269,53 +266,6 @@ class Clipper:
         if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
             return factors.keep
         return None if bool(factors.keep.all()) else factors.keep
-
-
-class _Pack:
-    """Small per-example gradients side by side: one norm and one product for all biases and scales of a model."""
-
-    def __init__(self, records: list[Stored]) -> None:
-        self.records = records
-        self.flat = torch.cat([r.gradients.flatten(1) for r in records], 1)
-
-    def add(self, sums: dict[str, Tensor], factor: Tensor, keep: Tensor | None) -> None:
-        whole = Stored("", self.flat).add(None, factor, keep)
-        parts = whole.split([r.gradients[0].numel() for r in self.records])
-        known = [(sums[r.name], p.view(sums[r.name].shape)) for r, p in zip(self.records, parts, strict=True) if r.name in sums]
-        if known:
-            torch._foreach_add_([k for k, _ in known], [p for _, p in known])
-        for record, part in zip(self.records, parts, strict=True):
-            if record.name not in sums:
-                sums[record.name] = part.view(record.gradients.shape[1:])
-
-
-def _pack(
-    merged: dict[str, tuple[Record, Norm | None]], *, apart: bool
-) -> tuple[list[_Pack], dict[str, tuple[Record, Norm | None]]]:
-    """Split records into packs of small stored ones, by type, and the rest. Odd sizes go last, to keep the others aligned."""
-    kinds: dict[torch.dtype, list[Stored]] = {}
-    alone: dict[str, tuple[Record, Norm | None]] = {}
-    for name, (record, norm) in merged.items():
-        if not apart and isinstance(record, Stored) and record.gradients[0].numel() <= _SMALL:
-            kinds.setdefault(record.gradients.dtype, []).append(record)
-        else:
-            alone[name] = (record, norm)
-    packs = [_Pack(sorted(rs, key=lambda r: r.gradients[0].numel() % 64 != 0)) for rs in kinds.values()]
-    return packs, alone
-
-
-def merge(found: list[tuple[Record, Norm | None]]) -> tuple[Record, Norm | None]:
-    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way exists."""
-    if len(found) == 1:
-        return found[0]
-    whole = found[0][0]
-    for record, _ in found[1:]:
-        joined = whole.merge(record) or record.merge(whole)
-        if joined is None:
-            every = slice(0, whole.examples)
-            joined = Stored(whole.name, whole.materialise(every) + record.materialise(every))
-        whole = joined
-    return whole, None
 
 
 def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:

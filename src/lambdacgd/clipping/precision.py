@@ -4,7 +4,8 @@ The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ`
 same ``a`` and ``b``. Two things differ between them:
 
 * *Folding*: the factor ``c_i`` is multiplied into one operand, which is then rounded to the precision of the product
-  (nothing to speak of in float32, 2⁻⁹ in TF32 where the low bits are cut off twice, 2⁻⁹ in bfloat16). The
+  (nothing to speak of in float32; 2⁻⁸ in TF32, where either operand may be cut off or rounded in either product; 2⁻⁹ in
+  bfloat16, which the norms use as it is). The
   contribution moves by at most ``κ ‖folded operand‖_F ‖other operand‖₂``.
 * *Accumulation*: an inner product of length n in float32 carries an error of at most γ(n) times the sum of the absolute
   terms. γ(n) = max(8√n, n/8)·2⁻²³: the first part is the probabilistic bound of Higham and Mary (2019) with λ = 16, the
@@ -54,7 +55,7 @@ def folding_unit(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.bfloat16:
         return 2.0**-9 * (1 + 2.0**-6)
     if tf32_in_use(device):
-        return 2.0**-7 if cpu_float32_is_bfloat16() else 2.0**-9
+        return 2.0**-7 if cpu_float32_is_bfloat16() else 2.0**-8
     return 2.0**-22
 
 

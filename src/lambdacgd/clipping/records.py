@@ -118,6 +118,24 @@ class Stored(Record):
         return True
 
 
+@dataclass
+class ColumnSum(Record):
+    """Per-example gradients Σ_t b_it of a bias, not formed yet: the norm pass forms those of all layers together."""
+
+    name: str
+    b: Tensor  # [B, T, d]
+
+    def formed(self) -> Stored:
+        return Stored(self.name, self.b.sum(1, dtype=precision.accumulator(self.b.dtype)))
+
+    def materialise(self, rows: slice) -> Tensor:
+        return self.formed().gradients[rows]
+
+    @property
+    def examples(self) -> int:
+        return self.b.shape[0]
+
+
 Tokens = Tensor | Callable[[slice], Tensor]
 
 

@@ -8,9 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping import precision
 from lambdacgd.clipping.capture import Call, LinearTap, Site
-from lambdacgd.clipping.records import Record, Stored, outer
+from lambdacgd.clipping.records import ColumnSum, Outer, Record, outer
 from lambdacgd.clipping.registry import register
 
 
@@ -24,10 +23,13 @@ def linear_records(
 ) -> Iterator[Record]:
     """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
     b = tokens(gradient)
+    kept: Record | None = None
     if weight is not None:
-        yield outer(weight, tokens(x), b, shape, transposed=transposed).resolve()
+        kept = outer(weight, tokens(x), b, shape, transposed=transposed).resolve()
+        yield kept
     if bias is not None:
-        yield Stored(bias, b.sum(1, dtype=precision.accumulator(b.dtype)))
+        later = ColumnSum(bias, b)
+        yield later if isinstance(kept, Outer) and b.shape[1] > 1 else later.formed()
 
 
 def tapped_linear(

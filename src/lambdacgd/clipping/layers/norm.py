@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Site, tap
+from lambdacgd.clipping import grouped, precision
+from lambdacgd.clipping.capture import Call, LayerNormTap, Site, autocast_dtype, tap
 from lambdacgd.clipping.records import Record, Stored
 from lambdacgd.clipping.registry import register
 
@@ -35,9 +36,27 @@ def _trailing(module: nn.Module) -> slice:
 @register(nn.LayerNorm)
 def layer_norm(site: Site, input: Tensor) -> Tensor:
     m: nn.LayerNorm = site.module  # type: ignore[assignment]
-    normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
-    recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
-    return tap(site, site.hidden(input), recorder, input)
+    x = input.float() if autocast_dtype(input) is not None else input
+    if x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype:
+        normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
+        recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
+        return tap(site, site.hidden(input), recorder, input)
+    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
+    recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=site.names)
+    return LayerNormTap.apply(site.clipper.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, recorder))  # type: ignore[no-any-return]
+
+
+def layer_norm_records(
+    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, shape: torch.Size, over: slice, names: dict[str, str]
+) -> Iterator[Record]:
+    """As `affine_records`, from the statistics of the forward pass; one launch on CUDA."""
+    sums = grouped.layer_norm_sums(x, gradient, mean, rstd, shape.numel())
+    if sums is None:
+        yield from affine_records(gradient, x, normalise=lambda v: (v - mean) * rstd, over=over, names=names)
+        return
+    for local, total in zip(("weight", "bias"), sums, strict=True):
+        if local in names:
+            yield Stored(names[local], total.view(-1, *shape))
 
 
 @register(nn.RMSNorm)

@@ -1,0 +1,93 @@
+"""Triton kernels of the norm pass on CUDA: many layers in one launch, Gram matrices that never reach memory.
+
+Imported only where there is a CUDA device (`grouped`). Tensors come as tables of addresses.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def gram_kernel(
+    table, out, examples, tokens, inner, outer, a_batch, a_token, b_batch, b_token, pairs,
+    LOW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Partial sums over one pair of token tiles: ⟨G_a, G_b⟩, tr G_a, tr G_b, ‖G_a‖², ‖G_b‖² (pairs counted twice)."""
+    pair = tl.program_id(0)
+    example = tl.program_id(1)
+    layer = tl.program_id(2)
+    kind = tl.bfloat16 if LOW else tl.float32
+    a = tl.multiple_of(tl.load(table + 2 * layer).to(tl.pointer_type(kind)), 16) + example.to(tl.int64) * a_batch
+    b = tl.multiple_of(tl.load(table + 2 * layer + 1).to(tl.pointer_type(kind)), 16) + example.to(tl.int64) * b_batch
+    i = ((tl.sqrt(8.0 * pair.to(tl.float32) + 1.0) - 1.0) * 0.5 + 1e-3).to(tl.int32)
+    j = pair - i * (i + 1) // 2
+    rows = i * TILE + tl.arange(0, TILE)
+    columns = j * TILE + tl.arange(0, TILE)
+    here = tl.arange(0, DEPTH)
+    gram_a = tl.zeros([TILE, TILE], tl.float32)
+    for k in range(0, inner, DEPTH):
+        inside = (k + here) < inner
+        x = tl.load(a + rows[:, None] * a_token + (k + here)[None, :], (rows < tokens)[:, None] & inside[None, :], 0.0)
+        y = tl.load(a + columns[None, :] * a_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0)
+        gram_a = tl.dot(x, y, gram_a, input_precision="ieee" if EXACT else "tf32")
+    gram_b = tl.zeros([TILE, TILE], tl.float32)
+    for k in range(0, outer, DEPTH):
+        inside = (k + here) < outer
+        x = tl.load(b + rows[:, None] * b_token + (k + here)[None, :], (rows < tokens)[:, None] & inside[None, :], 0.0)
+        y = tl.load(b + columns[None, :] * b_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0)
+        gram_b = tl.dot(x, y, gram_b, input_precision="ieee" if EXACT else "tf32")
+    twice = tl.where(i == j, 1.0, 2.0)
+    diagonal = rows[:, None] == columns[None, :]
+    place = out + ((layer * examples + example) * pairs + pair).to(tl.int64) * 5
+    tl.store(place, tl.sum(gram_a * gram_b) * twice)
+    tl.store(place + 1, tl.sum(tl.where(diagonal, gram_a, 0.0)))
+    tl.store(place + 2, tl.sum(tl.where(diagonal, gram_b, 0.0)))
+    tl.store(place + 3, tl.sum(gram_a * gram_a) * twice)
+    tl.store(place + 4, tl.sum(gram_b * gram_b) * twice)
+
+
+@triton.jit
+def column_sum_kernel(table, out, width, LOW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """out[example, offset + j] = Σ_t b[example, t, j] for every layer of the table."""
+    block = tl.program_id(0)
+    example = tl.program_id(1)
+    row = table + tl.program_id(2) * 6
+    kind = tl.bfloat16 if LOW else tl.float32
+    size = tl.load(row + 4).to(tl.int32)
+    if block * BLOCK < size:
+        base = tl.load(row).to(tl.pointer_type(kind)) + example.to(tl.int64) * tl.load(row + 1)
+        step = tl.load(row + 2)
+        tokens = tl.load(row + 3).to(tl.int32)
+        j = block * BLOCK + tl.arange(0, BLOCK)
+        t = tl.arange(0, ROWS)
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+        for start in range(0, tokens, ROWS):
+            mask = ((start + t) < tokens)[:, None] & (j < size)[None, :]
+            total += tl.load(base + (start + t)[:, None] * step + j[None, :], mask, 0.0).to(tl.float32)
+        tl.store(out + example.to(tl.int64) * width + tl.load(row + 5) + j, tl.sum(total, 0), j < size)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x, gradient, mean, rstd, scale, shift, tokens, size,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """scale[example, j] = Σ_t b x̂ and shift[example, j] = Σ_t b for contiguous x and b [examples, tokens, size]."""
+    example = tl.program_id(1).to(tl.int64)
+    j = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    t = tl.arange(0, ROWS)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    plain = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, tokens, ROWS):
+        inside = (start + t) < tokens
+        mask = inside[:, None] & (j < size)[None, :]
+        row = example * tokens + start + t
+        place = row[:, None] * size + j[None, :]
+        b = tl.load(gradient + place, mask, 0.0).to(tl.float32)
+        value = tl.load(x + place, mask, 0.0).to(tl.float32)
+        centre = tl.load(mean + row, inside, 0.0)[:, None]
+        width = tl.load(rstd + row, inside, 0.0)[:, None]
+        total += b * ((value - centre) * width)
+        plain += b
+    tl.store(scale + example * size + j, tl.sum(total, 0), j < size)
+    tl.store(shift + example * size + j, tl.sum(plain, 0), j < size)

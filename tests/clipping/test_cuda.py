@@ -1,0 +1,99 @@
+"""CUDA kernels against their slow twins, and the clip factor's safety in TF32 and bfloat16 on the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lambdacgd.clipping import attach, grouped
+from lambdacgd.clipping.benchmark_models import ViT
+from lambdacgd.clipping.records import outer
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+SEED = 20
+
+
+@pytest.fixture(autouse=True)
+def _tf32() -> object:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    torch.manual_seed(SEED)
+    yield None
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("tokens", "inner", "outward"), [(197, 768, 2304), (64, 96, 32), (5, 24, 40), (256, 128, 128)])
+def test_gram_kernel_agrees_with_its_twin(dtype: torch.dtype, tokens: int, inner: int, outward: int) -> None:
+    records = []
+    for _ in range(3):
+        a = torch.randn(4, tokens, inner, device="cuda").to(dtype)
+        b = torch.randn(4, tokens, outward, device="cuda").to(dtype)
+        records.append(outer("w", a, b, torch.Size((outward, inner))))
+    fast = grouped.gram_norms(records)
+    assert len(fast) == 3
+    for k, record in enumerate(records):
+        slow = record.norm()
+        truth = torch.einsum("bti,bto->boi", record.a.double(), record.b.double()).flatten(1).norm(dim=1).square()
+        size = slow.trace_a * slow.trace_b / tokens
+        for name in ("square", "trace_a", "trace_b", "gram_a", "gram_b"):
+            torch.testing.assert_close(getattr(fast[k], name), getattr(slow, name), rtol=4e-3, atol=float(size.max()) * 4e-3)
+        assert ((fast[k].square - truth).abs() <= 4e-3 * size).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_column_sums_agree(dtype: torch.dtype) -> None:
+    gradients = [torch.randn(3, t, d, device="cuda").to(dtype) for t, d in ((7, 130), (33, 64), (1, 10), (40, 1))]
+    sums = grouped.column_sums(gradients)
+    assert sums is not None
+    for g, s in zip(gradients, sums, strict=True):
+        torch.testing.assert_close(s, g.float().sum(1), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(3, 17, 200), (2, 4, 5, 768), (5, 33)])
+def test_layer_norm_sums_agree(shape: tuple[int, ...]) -> None:
+    x, b = torch.randn(shape, device="cuda") * 3 + 1, torch.randn(shape, device="cuda")
+    _, mean, rstd = torch.native_layer_norm(x, shape[-1:], None, None, 1e-5)
+    found = grouped.layer_norm_sums(x, b, mean, rstd, shape[-1])
+    assert found is not None
+    product = (b * F.layer_norm(x, shape[-1:])).reshape(shape[0], -1, shape[-1]).sum(1)
+    torch.testing.assert_close(found[0], product, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], b.reshape(shape[0], -1, shape[-1]).sum(1), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_no_contribution_exceeds_the_clipping_norm(low: bool) -> None:
+    """Every example alone (weights 0 and 1): what is really added has norm at most ζ(1 + tol), and nearly reaches it."""
+    model = ViT(128, 3, 4, patch=4, image=32).cuda()
+    x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
+    clipper = attach(model, 1e-3)
+    for i in range(8):
+        weights = torch.zeros(8, device="cuda")
+        weights[i] = 1
+        clipper.weigh(weights)
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            loss = F.cross_entropy(model(x).float(), y)
+        loss.backward()
+        sums = clipper.take()
+        norm = sum(s.double().square().sum() for s in sums.values()) ** 0.5
+        assert norm <= 1e-3 * (1 + clipper.sensitivity_tolerance)
+        assert norm >= 0.95e-3
+
+
+@pytest.mark.parametrize("low", [False, True])
+def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
+    model = ViT(64, 2, 4, patch=4, image=16)
+    x, y = torch.randn(6, 3, 16, 16), torch.randint(0, 10, (6,))
+    results = []
+    for device in ("cpu", "cuda"):
+        model.to(device)
+        clipper = attach(model, 0.5)
+        with torch.autocast("cuda", torch.bfloat16, enabled=low and device == "cuda"):
+            loss = F.cross_entropy(model(x.to(device)).float(), y.to(device))
+        loss.backward()
+        results.append({k: v.cpu() for k, v in clipper.take().items()})
+        clipper.detach()
+    close = sum((results[0][k] - results[1][k]).square().sum() for k in results[0]) ** 0.5
+    size = sum(v.square().sum() for v in results[0].values()) ** 0.5
+    assert close <= (0.05 if low else 0.01) * size

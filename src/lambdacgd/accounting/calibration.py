@@ -53,3 +53,13 @@ def calibrate_noise(
 
         return balls_in_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
     raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
+
+
+def cross_check(mechanism: Mechanism, sampling: Sampling, *, sigma: float, epsilon: float) -> dict[str, float]:
+    """δ(ε) at this σ by Monte Carlo, which shares no code with the exact accountant: for ``plan --cross-check``."""
+    if not isinstance(sampling, BallsInBins):
+        raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
+    from lambdacgd.accounting.monte_carlo import MonteCarlo
+
+    found = MonteCarlo(mechanism, sampling.horizon).estimate_delta(epsilon, sigma, samples=262_144)
+    return {"delta": found.value, "standard_error": found.standard_error}

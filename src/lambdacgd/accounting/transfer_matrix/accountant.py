@@ -1,0 +1,258 @@
+"""The transfer-matrix accountant: δ(σ, ε), ε(σ, δ) and σ(ε, δ) of DP-λCGD under Balls-in-Bins, computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from lambdacgd.accounting.base import AccountingError, Certificate, Direction
+from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
+from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
+from lambdacgd.accounting.transfer_matrix.measure import (
+    COARSE,
+    FINE,
+    LARGEST_LOSS_VARIANCE,
+    Precision,
+    Scale,
+    measure,
+)
+from lambdacgd.accounting.transfer_matrix.selection import select
+
+METHOD = "transfer-matrix"
+LARGEST_LAMBDA = 0.9999
+ROUNDING_SHARE = 0.01
+"""a rounding margin above this share of δ is refused"""
+SLACK_SHARE = 0.05
+"""an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """δ(ε) ≤ ``delta`` at noise multiplier ``sigma``; ``budget`` says what each inequality can have added to it."""
+
+    sigma: float
+    epsilon: float
+    delta_remove: float
+    delta_add: float
+    slope: float
+    budget: dict[str, float] = field(default_factory=dict)
+    details: dict[str, str | float] = field(default_factory=dict)
+
+    @property
+    def delta(self) -> float:
+        return max(self.delta_remove, self.delta_add)
+
+    @property
+    def direction(self) -> Direction:
+        """The direction that governs."""
+        return "remove" if self.delta_remove >= self.delta_add else "add"
+
+    def certificate(self, delta: float | None = None) -> Certificate:
+        """This bound as a Certificate, of ``delta`` if that is asked for and not smaller than the bound."""
+        claimed = self.delta if delta is None else delta
+        if not self.delta <= claimed < 1:
+            raise AccountingError(
+                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
+            )
+        details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
+        return Certificate(METHOD, "both", 1.0, self.epsilon, claimed, "bound", details)
+
+
+@dataclass(frozen=True)
+class TransferMatrix:
+    """Accountant of ``C_λ`` (or its column-normalised form) under Balls-in-Bins with bins kept for all epochs.
+
+    Guarantee
+    ---------
+    Every δ returned is an upper bound on max(δ_remove, δ_add) of the dominating pair of Balls-in-Bins,
+    P = (1/b) Σ_j N(m_j, σ²I) and Q = N(0, σ²I), under zero-out adjacency of one example. The bound is proven
+    (docs/exact-accountant.md); the float64 rounding of its evaluation is covered by an explicit margin. That this pair
+    dominates adaptive training is the Balls-in-Bins paper's lemma (arXiv 2410.06266).
+    """
+
+    lam: float
+    steps_per_epoch: int
+    epochs: int
+    normalized: bool = False
+    device: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lam <= LARGEST_LAMBDA:
+            raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
+        for name in ("steps_per_epoch", "epochs"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or value != int(value) or value < 1:
+                raise AccountingError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+    # What to compute with
+
+    def chain(self, sigma: float) -> Chain:
+        """The exact chain at this σ (for the normalised form, the one that dominates it)."""
+        make = normalized_chain if self.normalized else plain_chain
+        if self.lam == 0:
+            return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
+        return make(self.lam, self.steps_per_epoch, self.epochs, sigma)
+
+    @property
+    def smallest_sigma(self) -> float:
+        """Below this e^X comes near overflow."""
+        one = self.chain(1.0)
+        return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
+
+    def _device(self) -> str:
+        if self.device != "auto":
+            return self.device
+        import torch
+
+        return "cuda" if torch.cuda.is_available() else "cpu"
+
+    def _working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
+        exact = self.chain(sigma)
+        if self.lam == 0 or self.steps_per_epoch == 1:
+            return exact, 0.0
+        chosen, expected_loss = select(exact, slope)
+        if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
+            return replace(chosen, tail=0.0), expected_loss
+        return chosen, expected_loss
+
+    # One evaluation
+
+    def evaluate(
+        self, sigma: float, epsilon: float, scale: Scale, precision: Precision, *, tight_add: bool = False
+    ) -> Bound:
+        """Both directions at one (σ, ε), tuned to ``scale``. Valid whatever the tuning; tight only if it fits."""
+        if self.steps_per_epoch == 1:
+            exact = self.chain(sigma)
+            value = gaussian_delta(math.sqrt(exact.gain * exact.peak_variance), epsilon) * (1 + 1e-9)
+            return Bound(sigma, epsilon, value, value, scale.slope, {}, {"remove": "gaussian", "add": "gaussian"})
+        chain, expected_loss = self._working_chain(sigma, scale.slope, coarse=precision is COARSE)
+        law = measure(chain, scale, precision, direction="remove", device=self._device())
+        remove = evaluate_remove(law, epsilon, scale, precision)
+        add = self._add(chain, epsilon, remove, precision, tight=tight_add)
+        details: dict[str, str | float] = {
+            "remove": remove.method,
+            "add": add.method,
+            "bins": float(chain.bins),
+            "tail": chain.tail,
+            "dominating_chain_sigma_loss": expected_loss,
+        }
+        governing = remove if remove.delta >= add.delta else add
+        return Bound(sigma, epsilon, remove.delta, add.delta, remove.slope, governing.budget, details)
+
+    def _add(
+        self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision, *, tight: bool
+    ) -> Evaluation:
+        """The cheapest bound on δ_add that does not govern; the finest one where add does govern (or if ``tight``)."""
+        best = jensen(chain, epsilon)
+        slope, size = max(remove.slope, 1.0), min(remove.delta, best.delta)
+        for step in (COARSE, COARSE, COARSE, precision, precision):
+            if best.delta <= (1e-3 * remove.delta if tight else remove.delta):
+                break
+            scale = Scale(math.exp(-epsilon), size, slope)
+            law = measure(chain, scale, step, direction="add", device=self._device())
+            fourier = evaluate_add(law, epsilon, scale, step)
+            size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
+            slope = max(fourier.slope, 1.0)
+            best = min(best, fourier, key=lambda item: item.delta)
+        return best
+
+    def delta(self, sigma: float, epsilon: float) -> Bound:
+        """Upper bounds on δ_remove(ε) and δ_add(ε) at noise multiplier σ, refined until their slack is small."""
+        self._validate(sigma=sigma, epsilon=epsilon)
+        scale = Scale(math.exp(epsilon), 1e-5, first_slope(epsilon, 1e-5))
+        scale = self._settle(sigma, epsilon, scale)
+        for _ in range(4):
+            bound = self.evaluate(sigma, epsilon, scale, FINE)
+            if sum(bound.budget.values()) <= SLACK_SHARE * bound.delta:
+                break
+            scale = next_scale(scale, bound)
+        return self.checked(bound)
+
+    def _settle(self, sigma: float, epsilon: float, scale: Scale) -> Scale:
+        """Learn how large and how steep δ is from coarse evaluations."""
+        for _ in range(12):
+            found = next_scale(scale, self.evaluate(sigma, epsilon, scale, COARSE))
+            settled = abs(math.log(found.delta / scale.delta)) < 1 and abs(math.log(found.slope / scale.slope)) < 0.3
+            scale = found
+            if settled or scale.delta < 1e-18:
+                break
+        return scale
+
+    def checked(self, bound: Bound) -> Bound:
+        """The bound, if its slack is within limits; otherwise an error that says what can be reached."""
+        rounding = bound.budget.get("rounding", 0.0)
+        if rounding > ROUNDING_SHARE * bound.delta:
+            raise AccountingError(
+                f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g}: the rounding margin is {rounding:.2g}; "
+                f"the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
+            )
+        if sum(bound.budget.values()) <= SLACK_SHARE * bound.delta:
+            return bound
+        raise AccountingError(
+            f"the bound at σ = {bound.sigma:g}, ε = {bound.epsilon:g} stayed loose: δ ≤ {bound.delta:.3g} "
+            f"of which {sum(bound.budget.values()):.2g} may be slack {bound.budget}; use the Monte Carlo accountant"
+        )
+
+    # Calibration
+
+    def sigma(
+        self, epsilon: float, delta: float, *, rtol: float = 2e-4, start: float | None = None
+    ) -> tuple[float, Bound]:
+        """The smallest σ (to relative accuracy about ``rtol``) whose certified δ(ε) is at most ``delta``.
+
+        ``start`` is a guess that saves time; a larger ``rtol`` makes the last evaluations coarser too. The σ returned
+        was itself evaluated and passed.
+        """
+        from lambdacgd.accounting.transfer_matrix.calibration import calibrate_sigma
+
+        self._validate(epsilon=epsilon, delta=delta)
+        return calibrate_sigma(self, epsilon, delta, rtol=rtol, start=start)
+
+    def epsilon(self, sigma: float, delta: float, *, rtol: float = 2e-4) -> tuple[float, Bound]:
+        """The smallest ε (to relative accuracy about ``rtol``) whose certified δ(ε) at this σ is at most ``delta``."""
+        from lambdacgd.accounting.transfer_matrix.calibration import calibrate_epsilon
+
+        self._validate(sigma=sigma, delta=delta)
+        return calibrate_epsilon(self, sigma, delta, rtol=rtol)
+
+    def curve(self, sigma: float, epsilons: Sequence[float], *, tight_add: bool = True) -> list[Bound]:
+        """Bounds at many ε for one σ, in both directions.
+
+        ``tight_add=False`` bounds δ_add only as far as it takes to see that remove governs, which is quicker.
+        Together the two directions give δ_remove at negative ε: δ_remove(−ε) = 1 − e^{−ε} + e^{−ε} δ_add(ε).
+        """
+        from lambdacgd.accounting.transfer_matrix.curve import evaluate_curve
+
+        for epsilon in epsilons:
+            self._validate(sigma=sigma, epsilon=epsilon)
+        return evaluate_curve(self, sigma, list(epsilons), tight_add=tight_add)
+
+    def _validate(
+        self, *, sigma: float | None = None, epsilon: float | None = None, delta: float | None = None
+    ) -> None:
+        if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
+            raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
+        if sigma is not None and sigma < self.smallest_sigma:
+            raise AccountingError(
+                f"σ = {sigma:g} is too small to compute with; the smallest is {self.smallest_sigma:.3g}"
+            )
+        if epsilon is not None and not 0 < epsilon <= 20:
+            raise AccountingError(f"ε is {epsilon!r}; this accountant takes 0 < ε ≤ 20")
+        if delta is not None and not 1e-12 <= delta < 1:
+            raise AccountingError(
+                f"δ is {delta!r}; this accountant takes 1e-12 ≤ δ < 1, nearest {min(max(delta, 1e-12), 0.999)}"
+            )
+
+
+def first_slope(epsilon: float, delta: float) -> float:
+    """A guess of −d log δ/dε before anything was computed."""
+    return max(1.4 * math.log(1 / min(delta, 0.1)) / epsilon, 1.5)
+
+
+def next_scale(scale: Scale, bound: Bound) -> Scale:
+    """What the last evaluation says about δ's size and steepness."""
+    core = bound.delta - sum(bound.budget.values())
+    size = min(max(core, bound.delta * 1e-3), 1.0)
+    slope = min(max(bound.slope, scale.slope / 3, 0.3), scale.slope * 3)
+    return Scale(scale.strike, size, slope)

@@ -1,0 +1,148 @@
+"""σ(ε, δ) and ε(σ, δ): coarse evaluations bracket the answer, and only the last few are fine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lambdacgd.accounting.base import AccountingError, calibrate
+from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
+from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, Precision, Scale
+
+if TYPE_CHECKING:
+    from lambdacgd.accounting.transfer_matrix.accountant import Bound, TransferMatrix
+
+
+def final_precision(rtol: float) -> Precision:
+    """FINE at the default accuracy, proportionally coarser where a coarser answer is asked for."""
+    if rtol <= 2e-4:
+        return FINE
+    factor = min(rtol / 2e-4, 8.0)
+    return Precision(
+        smoothing=min(FINE.smoothing * math.sqrt(factor), 0.4),
+        lattice=FINE.lattice * factor,
+        scales=FINE.scales * factor,
+        negligible=FINE.negligible * factor,
+        wrap=FINE.wrap * factor,
+    )
+
+
+class _Search:
+    """Root of f(x) = log(δ(x)/target), which decreases in x, by a secant kept inside its bracket."""
+
+    def __init__(
+        self,
+        evaluate: Callable[[float, Scale, Precision], Bound],
+        target: float,
+        scale: Scale,
+        *,
+        slope: float,
+        limits: tuple[float, float],
+    ) -> None:
+        self.evaluate, self.target, self.scale, self.slope, self.limits = evaluate, target, scale, slope, limits
+        self.points: list[tuple[float, float]] = []
+        self.passed: tuple[float, Bound] | None = None
+
+    def at(self, x: float, precision: Precision) -> float:
+        bound = self.evaluate(x, self.scale, precision)
+        value = math.log(bound.delta / self.target)
+        if abs(value) < 4:
+            self.scale = replace(self.scale, slope=min(max(bound.slope, 0.3), 3 * self.scale.slope))
+        self.points.append((x, value))
+        if value <= 0 and (self.passed is None or x < self.passed[0]):
+            self.passed = (x, bound)
+        return value
+
+    def restart(self) -> None:
+        """Forget the points of the coarse search, keep its slope and scale."""
+        self.points, self.passed = [], None
+
+    def next(self, aim: float, largest: float) -> float:
+        """Where f should be close to −aim, from the two points nearest to the root; at most ``largest`` further out."""
+        above = max((p for p in self.points if p[1] > 0), default=None)
+        below = min((p for p in self.points if p[1] <= 0), default=None)
+        nearest = sorted(self.points, key=lambda p: abs(p[1]))[:2]
+        x, value = nearest[0]
+        if abs(value) > 3:
+            # Far away a bound says little more than its sign (it is tuned to the target): move by a fixed step.
+            x += largest if value > 0 else -largest
+        else:
+            if len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < 3:
+                slope = (value - nearest[1][1]) / (x - nearest[1][0])
+                self.slope = slope if slope < 0 else self.slope
+            x += min(max(-(value + aim) / self.slope, -largest), largest)
+        if above and below:
+            width = below[0] - above[0]
+            x = min(max(x, above[0] + 0.02 * width), below[0] - 0.02 * width)
+        return min(max(x, self.limits[0]), self.limits[1])
+
+    def bracketed(self, width: float) -> bool:
+        above = max((p[0] for p in self.points if p[1] > 0), default=-math.inf)
+        return self.passed is not None and self.passed[0] - above <= width
+
+
+def _solve(search: _Search, x: float, rtol: float, largest: float) -> tuple[float, Bound]:
+    """Coarse evaluations until f is near zero, then fine ones until the answer is certified and close."""
+    for _ in range(40):
+        value = search.at(x, COARSE)
+        before, x = x, search.next(0.0, largest)
+        if abs(value) < 0.25 or x == before:
+            break
+    search.restart()
+    precision = final_precision(rtol)
+    for _ in range(25):
+        value = search.at(x, precision)
+        tolerance = rtol * abs(search.slope)
+        if -tolerance <= value <= 0 or search.bracketed(rtol):
+            break
+        before, x = x, search.next(0.4 * tolerance, largest)
+        if x == before:
+            break
+    if search.passed is None:
+        raise AccountingError(
+            f"δ = {search.target:g} is out of reach: the last bound was {math.exp(value) * search.target:.3g}"
+        )
+    return search.passed
+
+
+def calibrate_sigma(
+    accountant: TransferMatrix, epsilon: float, delta: float, *, rtol: float, start: float | None
+) -> tuple[float, Bound]:
+    """The search over log σ."""
+    from lambdacgd.accounting.transfer_matrix.accountant import first_slope
+
+    smallest = math.log(accountant.smallest_sigma * 1.001)
+    one = accountant.chain(1.0)
+    # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
+    alone = math.sqrt(one.gain * one.peak_variance)
+    most = calibrate(lambda sigma: gaussian_delta(alone / sigma, epsilon), delta, start=alone, rtol=1e-3)
+    guess = start or 0.35 * most
+    search = _Search(
+        lambda x, scale, precision: accountant.evaluate(math.exp(x), epsilon, scale, precision),
+        delta,
+        Scale(math.exp(epsilon), delta, first_slope(epsilon, delta)),
+        slope=-10.0,
+        limits=(smallest, math.log(most * 1.01)),
+    )
+    _, bound = _solve(search, min(max(math.log(guess), smallest), math.log(most)), rtol, 0.35)
+    return bound.sigma, accountant.checked(bound)
+
+
+def calibrate_epsilon(accountant: TransferMatrix, sigma: float, delta: float, *, rtol: float) -> tuple[float, Bound]:
+    """The search over log ε."""
+    from lambdacgd.accounting.transfer_matrix.accountant import first_slope
+
+    def evaluate(x: float, scale: Scale, precision: Precision) -> Bound:
+        return accountant.evaluate(sigma, math.exp(x), replace(scale, strike=math.exp(math.exp(x))), precision)
+
+    search = _Search(
+        evaluate,
+        delta,
+        Scale(math.e, delta, first_slope(1.0, delta)),
+        slope=-1.4 * math.log(1 / min(delta, 0.1)),
+        limits=(math.log(1e-3), math.log(20.0)),
+    )
+    _, bound = _solve(search, 0.0, rtol, 0.7)
+    return bound.epsilon, accountant.checked(bound)

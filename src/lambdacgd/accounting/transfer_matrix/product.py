@@ -1,0 +1,208 @@
+"""E e^{zW} over the truncated lattice, for many z at once: the trace of a product of transfer matrices (Lemma 5).
+
+Bins whose scale c_j is (rounded to be) equal share one matrix, and a stretch of n equal matrices costs log n products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.transfer_matrix.chain import Chain
+from lambdacgd.accounting.transfer_matrix.emission import round_lognormal
+from lambdacgd.accounting.transfer_matrix.lattice import Lattice, Site
+from lambdacgd.mechanisms.base import Array
+
+if TYPE_CHECKING:
+    import torch
+
+Rounding = Literal["up", "down"]
+MEMORY = 384 * 2**20
+"""bytes the batched products may use at once"""
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """``count`` neighbouring bins that share one scale: log c rounded up (remove) or down (add) by monotonicity."""
+
+    count: int
+    up: float
+    down: float
+
+    def log_scale(self, rounding: Rounding) -> float:
+        return self.up if rounding == "up" else self.down
+
+
+def stretches(log_scales: Array, allowed: float) -> list[Stretch]:
+    """Cut the interior bins 1 … b−2 into stretches, from the end of the cycle to its start.
+
+    log c_j falls geometrically away from the end, so far bins are all alike: one long stretch; then groups as long as
+    they fit; then single bins. ``allowed`` bounds Σ_j (log c rounded up − log c_j).
+    """
+    interior = log_scales[1:-1]
+    n = len(interior)
+    if n == 0:
+        return []
+    total = np.concatenate([[0.0], np.cumsum(interior)])
+
+    def longest(start: int, budget: float) -> int:
+        """How many bins from ``start`` on fit into one stretch (its cost grows with its length)."""
+        low, high = 1, n - start
+        while low < high:
+            middle = (low + high + 1) // 2
+            cost = middle * interior[start + middle - 1] - (total[start + middle] - total[start])
+            low, high = (middle, high) if cost <= budget else (low, middle - 1)
+        return low
+
+    cuts, start = [], 0
+    budget = allowed / 2
+    while start < n:
+        length = longest(start, budget)
+        if length < 4:  # too short to pay: the remaining bins one by one, exactly
+            cuts += [(j, 1) for j in range(start, n)]
+            break
+        cuts.append((start, length))
+        start += length
+        budget = allowed / 8 if len(cuts) <= 4 else 0.0
+    return [Stretch(m, float(interior[j + m - 1]), float(interior[j])) for j, m in reversed(cuts)]
+
+
+def squarings(count: int, size: int, columns: int) -> int:
+    """How many squarings to spend on M^count R before multiplying one by one (M size×size, R size×columns)."""
+    best, best_cost = 0, float(count * columns)
+    for s in range(1, count.bit_length()):
+        cost = s * size + ((count >> s) + bin(count & ((1 << s) - 1)).count("1")) * columns
+        if cost < best_cost:
+            best, best_cost = s, float(cost)
+    return best
+
+
+class TransferProduct:
+    """E e^{zW'} on the lattice, W' the sum of the rounded emissions, bins scaled up or down."""
+
+    def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch], device: str) -> None:
+        import torch
+
+        self.lattice, self.plan, self.device = lattice, plan, device
+        self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
+        shift = chain.gain**0.5
+        base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
+        self.grid = grid
+        self._grid = torch.as_tensor(grid, device=device)
+        self.interior, self.left, self.right = (
+            _OnDevice(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid), device)
+            for site in (lattice.interior, lattice.left, lattice.right)
+        )
+
+    def flops(self) -> float:
+        """Real operations for one complex z."""
+        size, columns = self.lattice.states, self.lattice.closing_states
+        matrix, strip = 8.0 * size**3, 8.0 * size**2 * columns
+        cost = 0.0
+        for stretch in self.plan:
+            s = squarings(stretch.count, size, columns)
+            cost += s * matrix + ((stretch.count >> s) + bin(stretch.count & ((1 << s) - 1)).count("1")) * strip
+        return cost + 4.0 * len(self._grid) * self.interior.table.shape[1] * (1 + len(self.plan))
+
+    def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
+        """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""
+        import torch
+
+        values = np.empty(len(z), dtype=np.complex128 if np.iscomplexobj(z) else np.float64)
+        for part in self._batches(len(z), values.itemsize):
+            values[part] = self._evaluate(torch.as_tensor(z[part], device=self.device), rounding).cpu().numpy()
+        if not np.all(np.isfinite(values)):
+            raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
+        return values
+
+    def _batches(self, count: int, itemsize: int) -> Iterator[slice]:
+        size = max(self.lattice.states, self.lattice.closing_states)
+        each = 5 * itemsize * size * self.lattice.states + 4 * itemsize * len(self._grid)
+        if each > MEMORY:
+            raise AccountingError(
+                f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
+                "lump bins or ask for a smaller λ"
+            )
+        batch = int(min(MEMORY // each, 64 if self.device == "cpu" else 512))
+        return (slice(i, min(i + batch, count)) for i in range(0, count, batch))
+
+    def _evaluate(self, z: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+        first, last = self.ends
+        strip = self.right.matrices(self._wave(z, last), z.is_complex())
+        scale, waves = None, None
+        for stretch in self.plan:
+            if waves is None or stretch.log_scale(rounding) != scale:
+                scale = stretch.log_scale(rounding)
+                waves = self.interior.matrices(self._wave(z, scale), z.is_complex())
+            strip = apply_power(waves, stretch.count, strip)
+        left = self.left.matrices(self._wave(z, first), z.is_complex())
+        return (left.transpose(1, 2) * strip).sum((1, 2))
+
+    def _wave(self, z: torch.Tensor, log_scale: float) -> torch.Tensor:
+        """e^{z c y} on the grid, one row a z (complex z: real parts, then imaginary parts)."""
+        import torch
+
+        values = self._grid * float(np.exp(log_scale))
+        if not z.is_complex():
+            return torch.exp(torch.outer(z, values))
+        size, angle = torch.exp(torch.outer(z.real, values)), torch.outer(z.imag, values)
+        return torch.cat([size * torch.cos(angle), size * torch.sin(angle)])
+
+
+class _OnDevice:
+    """A Site with its emission table, as tensors."""
+
+    def __init__(self, site: Site, table: Array, device: str) -> None:
+        import torch
+
+        self.kernel = torch.as_tensor(site.kernel, device=device)
+        self.strides = site.strides
+        self.table = torch.as_tensor(table.T.copy(), device=device)
+
+    def matrices(self, wave: torch.Tensor, is_complex: bool) -> torch.Tensor:
+        """One transfer matrix a z: kernel(v, v')·E[e^{zY} | v, v']."""
+        import torch
+
+        transform = wave @ self.table
+        if is_complex:
+            transform = torch.complex(*transform.chunk(2))
+        # The mean depends on an integer combination of row and column only: a strided view, not a gather.
+        spread = transform.as_strided((transform.shape[0], *self.kernel.shape), (transform.shape[1], *self.strides))
+        return self.kernel * spread
+
+
+def apply_power(matrix: torch.Tensor, count: int, strip: torch.Tensor) -> torch.Tensor:
+    """matrix^count · strip, batched."""
+    s = squarings(count, matrix.shape[-1], strip.shape[-1])
+    for bit in range(s):
+        if count >> bit & 1:
+            strip = matrix @ strip
+        matrix = matrix @ matrix
+    for _ in range(count >> s):
+        strip = matrix @ strip
+    return strip
+
+
+class IndependentProduct:
+    """λ = 0: the bins are independent, so E e^{zW'} is a power of one bin's transform."""
+
+    def __init__(self, bins: int, gain: float, grid: Array) -> None:
+        self.bins, self.grid = bins, grid
+        deviation = gain**0.5
+        self.table = round_lognormal(np.array([-gain / 2 - np.log(bins)]), deviation, grid)[0]
+
+    def flops(self) -> float:
+        return 8.0 * len(self.grid)
+
+    def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
+        # Through expm1 and log1p: b − 1 factors of 1 + s would otherwise multiply the rounding of the 1 by b.
+        departures = np.expm1(np.outer(z, self.grid)) @ self.table
+        values = np.exp(self.bins * np.log1p(departures))
+        if not np.all(np.isfinite(values)):
+            raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
+        return np.asarray(values)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.accounting.monte_carlo.engine import ROUND, rounds
+from lambdacgd.accounting.monte_carlo.engine import rounds
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
 from lambdacgd.accounting.monte_carlo.proposal import Proposal
@@ -58,7 +58,7 @@ def prepare(
     safe = epsilon - _ROUNDING
     for share in (0.3, 0.6, 0.9):
         proposal = estimator.pilot.proposal(safe, sigma, direction, envelope_share=share)
-        draws = proposal.draw(np.random.default_rng(0), ROUND)
+        draws = proposal.draw(np.random.default_rng(0), proposal.round)
         weights = proposal.weights(draws) * (1.0 + _ROUNDING)
         top = proposal.largest_weight * (1.0 + 2 * _ROUNDING)
         largest = 1.0 / max(top - limit, limit)
@@ -83,7 +83,7 @@ def run(
     seeds = np.random.SeedSequence(secrets.randbits(256) if entropy is None else entropy)
     target = math.log(1.0 / failure)
     capital, drawn = 0.0, 0
-    for weights in rounds(wager.proposal, seeds, max(1, max_samples // ROUND)):
+    for weights in rounds(wager.proposal, seeds, max(1, max_samples // wager.proposal.round)):
         weights = np.minimum(weights * (1.0 + _ROUNDING), wager.proposal.largest_weight * (1.0 + 2 * _ROUNDING))
         capital += float(np.log1p(wager.stake * (wager.limit - weights)).sum())
         drawn += len(weights)
@@ -101,14 +101,14 @@ def upper_bound(
 
     For the true δ the product reaches 1/β with probability at most β, and the product increases with m.
     """
-    guess = estimator.one_way(epsilon, sigma, direction, samples=ROUND)
+    guess = estimator.one_way(epsilon, sigma, direction, samples=estimator.pilot.round)
     limit = max(2.0 * guess.value, 1e-12 * math.exp(-epsilon))
     wager = prepare(estimator, epsilon, sigma, direction, limit=limit, failure=failure)
     top = wager.proposal.largest_weight * (1.0 + 2 * _ROUNDING)
     stake = min(wager.stake, 0.999 / top)  # 1 + c(m − x) ≥ 0 for every m ≥ 0
     target = math.log(1.0 / failure) * (1.0 + 1e-9)
     seeds = np.random.SeedSequence(secrets.randbits(256))
-    weights = np.concatenate(list(rounds(wager.proposal, seeds, max(1, samples // ROUND))))
+    weights = np.concatenate(list(rounds(wager.proposal, seeds, max(1, samples // wager.proposal.round))))
     weights = np.minimum(weights * (1.0 + _ROUNDING), top)
 
     def capital(m: float) -> float:

@@ -17,19 +17,19 @@ from lambdacgd.accounting.monte_carlo.proposal import Level, Proposal, learned, 
 
 Array = NDArray[np.float64]
 
-ROUND = 4096  # samples; each component of the mixture gets a fixed number of every round
 _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
 
 
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
-    """``count`` rounds of weights. ``proposal`` must be ``rounded(ROUND)``."""
+    """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
-    slab = max(1, min(ROUND, _SLAB // size))
-    cuts = [(first, min(first + slab, ROUND)) for first in range(0, ROUND, slab)]
+    whole = proposal.round
+    slab = max(1, min(whole, _SLAB // size))
+    cuts = [(first, min(first + slab, whole)) for first in range(0, whole, slab)]
 
     def work(job: tuple[np.random.SeedSequence, tuple[int, int]]) -> Array:
         seed, (first, stop) = job
-        samples = proposal.draw(np.random.default_rng(seed), ROUND, first=first, stop=stop)
+        samples = proposal.draw(np.random.default_rng(seed), whole, first=first, stop=stop)
         return proposal.weights(samples)
 
     workers = max(1, min(os.cpu_count() or 1, 16))
@@ -51,23 +51,24 @@ class Pilot:
         size = len(gram.diagonal)
         self._seed = seed
         self._draws = gram.sample(np.random.default_rng(seed), int(np.clip(400_000 // size, 16, 256)))
-        self.samples = int(np.clip((1 << 22) // size, 512, 4096))
+        self.round = int(np.clip((1 << 22) // size, 512, 4096))
 
     def proposal(self, epsilon: float, sigma: float, direction: OneWay, *, envelope_share: float) -> Proposal:
         equal = tilted(self.gram, self.levels, epsilon, sigma, direction, pilot=self._draws)
-        draws = equal.draw(np.random.default_rng(self._seed + 1), self.samples)
-        return learned(equal, draws, envelope_share=envelope_share).rounded(ROUND)
+        equal = equal.rounded(self.round)
+        draws = equal.draw(np.random.default_rng(self._seed + 1), self.round)
+        return learned(equal, draws, envelope_share=envelope_share).rounded(self.round)
 
 
 def stratified(weights: Array, proposal: Proposal) -> tuple[float, float]:
     """Mean and its standard error, from whole rounds (a row each): components are strata."""
-    edges = np.concatenate([[0], np.cumsum(proposal.counts(ROUND))])
+    edges = np.concatenate([[0], np.cumsum(proposal.counts(proposal.round))])
     variance = 0.0
     for first, stop in itertools.pairwise(edges):
         if stop > first:
             part = weights[:, first:stop]
             spread = float(part.var(ddof=1)) if part.size > 1 else float(part.sum()) ** 2
-            variance += ((stop - first) / ROUND) ** 2 * spread / part.size
+            variance += ((stop - first) / proposal.round) ** 2 * spread / part.size
     return float(weights.mean()), math.sqrt(variance)
 
 

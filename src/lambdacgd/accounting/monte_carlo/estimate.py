@@ -11,7 +11,7 @@ import numpy as np
 
 from lambdacgd.accounting.base import AccountingError, Direction
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from lambdacgd.accounting.monte_carlo.engine import ROUND, Pilot, stratified, weights_of
+from lambdacgd.accounting.monte_carlo.engine import Pilot, stratified, weights_of
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.gram import Gram
 from lambdacgd.accounting.monte_carlo.proposal import levels_of
@@ -73,10 +73,10 @@ class Estimator:
 
     def one_way(self, epsilon: float, sigma: float, direction: OneWay, *, samples: int) -> Estimate:
         proposal = self.pilot.proposal(epsilon, sigma, direction, envelope_share=_ENVELOPE_SHARE)
-        count = max(1, math.ceil(samples / ROUND))
+        count = max(1, math.ceil(samples / proposal.round))
         weights = weights_of(proposal, np.random.SeedSequence([self._seed, 7]), count)
         value, error = stratified(weights, proposal)
-        return Estimate(value, error, direction, epsilon, sigma, count * ROUND)
+        return Estimate(value, error, direction, epsilon, sigma, weights.size)
 
     def delta(self, epsilon: float, sigma: float, *, samples: int, direction: Direction) -> Estimate:
         if direction != "both":
@@ -106,10 +106,11 @@ class Estimator:
                 return -math.log(delta), None
             return math.log(max(found.value, 1e-300) / delta), found
 
-        at = find_root(lambda s: gap(s, ROUND)[0], math.log(widest), step=-0.35, tolerance=0.05)
-        below, above = gap(at - 0.03, ROUND)[0], gap(at + 0.03, ROUND)[0]
+        few = self.pilot.round
+        at = find_root(lambda s: gap(s, few)[0], math.log(widest), step=-0.35, tolerance=0.05)
+        below, above = gap(at - 0.03, few)[0], gap(at + 0.03, few)[0]
         slope = max((below - above) / 0.06, 1.0)  # common random numbers: the same samples on both sides
-        samples = ROUND
+        samples = few
         found: Estimate | None = None
         for _ in range(5):
             miss, found = gap(at, samples)
@@ -122,7 +123,7 @@ class Estimator:
                 break
             if not enough:
                 needed = 1.2 * samples * (found.relative_error / relative_error) ** 2
-                samples = int(np.clip(ROUND * math.ceil(needed / ROUND), ROUND, max_samples))
+                samples = int(np.clip(needed, few, max_samples))
             at += miss / slope
         assert found is not None
         sigma = math.exp(at)
@@ -143,8 +144,11 @@ class Estimator:
 
 
 def find_root(function: Callable[[float], float], start: float, *, step: float, tolerance: float) -> float:
-    """Root of a decreasing function that is ≤ 0 at ``start`` and rises along ``step``; regula falsi, Illinois rule."""
+    """Root of a function that falls against ``step`` (≤ 0 near ``start``, but for noise): regula falsi, Illinois rule."""
     right, value_right = start, function(start)
+    while value_right > 0:
+        right -= 0.2 * step
+        value_right = function(right)
     left, value_left = right, value_right
     while value_left <= 0:
         right, value_right = left, value_left

@@ -24,50 +24,88 @@ from lambdacgd.accounting.monte_carlo.gram import Gram, window_sums
 Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
-_WIDENING = 3.0  # ratio of neighbouring window lengths
+_WIDENING = 3  # ratio of neighbouring window lengths
 _LARGEST_EXPONENT = 600.0
 _DEAR = 25.0  # nats
 
 
 @dataclass(frozen=True)
 class Level:
-    """All windows of one length (σ-independent)."""
+    """All windows of one length: where they start, the variance of u's mean over each, its covariance with u's mean."""
 
     length: int
     starts: Index
     variances: Array
+    covariances: Array
 
     def means(self, samples: Array, cumulative: Array) -> Array:
         if self.length == 1:
             return samples
         if len(self.starts) == 1:
             return cumulative[:, -1:] / self.length
-        return window_sums(cumulative, self.starts, self.length, axis=1) / self.length
+        hop = int(self.starts[1])
+        ends = cumulative[:, self.length :: hop]  # windows that do not wrap, by slices
+        whole = ends.shape[1]
+        sums = np.empty((len(samples), len(self.starts)))
+        np.subtract(ends, cumulative[:, : hop * whole : hop], out=sums[:, :whole])
+        if whole < len(self.starts):
+            sums[:, whole:] = window_sums(cumulative, self.starts[whole:], self.length, axis=1)
+        sums /= self.length
+        return sums
 
 
 def levels_of(gram: Gram) -> tuple[Level, ...]:
+    """Levels from single bins to all bins, each three times as wide as the last."""
     b = len(gram.diagonal)
     lengths = [1]
     while lengths[-1] * _WIDENING < b:
-        lengths.append(int(lengths[-1] * _WIDENING))
+        lengths.append(lengths[-1] * _WIDENING)
     if b > 1:
         lengths.append(b)
+    whole = gram.rows(np.zeros(1, dtype=np.intp), b)
+    sums = np.concatenate([np.zeros((1, 1)), np.cumsum(whole, axis=1)], axis=1)
     found = []
     for length in lengths:
-        hop = max(1, length // 3)
-        starts = np.arange(0, b, hop) if length < b else np.zeros(1, dtype=np.intp)
-        found.append(Level(length, starts, gram.variances(starts, length)))
+        starts = np.arange(0, b, max(1, length // 3)) if length < b else np.zeros(1, dtype=np.intp)
+        covariances = window_sums(sums, starts, length, axis=1)[0] / length
+        found.append(Level(length, starts, gram.variances(starts, length), covariances))
     return tuple(found)
 
 
 @dataclass(frozen=True)
+class Tilt:
+    """The component R_l: one window of ``level``, drawn uniformly, moved by ``local``, and all bins by ``common``."""
+
+    level: Level
+    local: float
+    common: float = 0.0
+
+    def penalties(self) -> Array:
+        """Variance of local·(window's mean of u) + common·(mean of u), for each window."""
+        whole = self.level.covariances.mean() if self.common else 0.0
+        return self.local**2 * self.level.variances + self.common * (
+            2 * self.local * self.level.covariances + self.common * whole
+        )
+
+    def density(self, means: Array, whole: Array, sigma: float) -> Array:
+        """dR_l/dQ from the windows' means and the mean of all bins."""
+        exponents = self.local * means
+        exponents -= (0.5 / sigma**2) * self.penalties()
+        if self.common:
+            exponents += self.common * whole
+        # A cap on the exponent makes the density smaller, so the weight larger: the safe side.
+        np.minimum(exponents, _LARGEST_EXPONENT, out=exponents)
+        return np.exp(exponents, out=exponents).mean(axis=1)
+
+
+@dataclass(frozen=True)
 class Proposal:
-    """R at one (ε, σ, direction): ``amplitudes[l]`` tilts level l; ``shares`` are w_0 (envelope), w_1, …."""
+    """R at one (ε, σ, direction). ``shares`` are w_0 (the envelope's), then one for each tilt."""
 
     envelope: Envelope
-    levels: tuple[Level, ...]
-    amplitudes: tuple[float, ...]
+    tilts: tuple[Tilt, ...]
     shares: tuple[float, ...]
+    round: int = 0
 
     @property
     def largest_weight(self) -> float:
@@ -75,7 +113,7 @@ class Proposal:
         return self.envelope.bound / self.shares[0]
 
     def counts(self, total: int) -> tuple[int, ...]:
-        """How many of ``total`` samples come from each component; the exact shares are counts/total."""
+        """How many of ``total`` samples come from each component."""
         cumulative = np.round(np.cumsum(self.shares) * total).astype(int)
         return tuple(int(c) for c in np.diff(np.concatenate([[0], cumulative])))
 
@@ -83,8 +121,9 @@ class Proposal:
         """The same with shares that are whole numbers of samples out of ``total`` (the envelope gets at least one)."""
         counts = list(self.counts(total))
         if counts[0] == 0:
-            counts[0], counts[int(np.argmax(counts))] = 1, max(counts) - 1
-        return Proposal(self.envelope, self.levels, self.amplitudes, tuple(c / total for c in counts))
+            counts[int(np.argmax(counts))] -= 1
+            counts[0] = 1
+        return Proposal(self.envelope, self.tilts, tuple(c / total for c in counts), total)
 
     def draw(self, rng: np.random.Generator, total: int, *, first: int = 0, stop: int | None = None) -> Array:
         """Samples ``first … stop−1`` out of ``total``, which come component after component, as ``shares`` orders."""
@@ -96,31 +135,33 @@ class Proposal:
         bounds = np.clip(bounds, first, stop) - first
         if bounds[1] > bounds[0]:
             self.envelope.shift(rng, samples[bounds[0] : bounds[1]])
-        for i, (level, amplitude) in enumerate(zip(self.levels, self.amplitudes, strict=True), start=1):
+        for i, tilt in enumerate(self.tilts, start=1):
             if (count := int(bounds[i + 1] - bounds[i])) > 0:
-                chosen = level.starts[rng.integers(len(level.starts), size=count)]
-                samples[bounds[i] : bounds[i + 1]] += (amplitude / sigma**2) * gram.rows(chosen, level.length)
+                chosen = tilt.level.starts[rng.integers(len(tilt.level.starts), size=count)]
+                here = samples[bounds[i] : bounds[i + 1]]
+                here += (tilt.local / sigma**2) * gram.rows(chosen, tilt.level.length)
+                if tilt.common:
+                    here += (tilt.common / sigma**2) * gram.rows(np.zeros(1, dtype=np.intp), samples.shape[1])
         return samples
 
     def densities(self, samples: Array) -> tuple[Array, Array]:
         """W for each sample, and dR_l/dQ for each component (columns in the order of ``shares``)."""
         gram, sigma = self.envelope.gram, self.envelope.sigma
         ratios = np.exp(samples - (0.5 / sigma**2) * gram.diagonal)
-        found = np.empty((len(samples), len(self.shares)))
+        found = np.zeros((len(samples), len(self.shares)))
         found[:, 0] = self.envelope.density(ratios)
         likelihood_ratio = ratios.mean(axis=1)
         cumulative = np.empty((len(samples), samples.shape[1] + 1))
         cumulative[:, 0] = 0.0
         np.cumsum(samples, axis=1, out=cumulative[:, 1:])
-        for column, (level, amplitude) in enumerate(zip(self.levels, self.amplitudes, strict=True), start=1):
-            if self.shares[column] == 0.0:
-                found[:, column] = 0.0
-                continue
-            exponents = amplitude * level.means(samples, cumulative)
-            exponents -= (0.5 * amplitude**2 / sigma**2) * level.variances
-            # A cap on the exponent makes the density smaller, so the weight larger: the safe side.
-            np.minimum(exponents, _LARGEST_EXPONENT, out=exponents)
-            found[:, column] = np.exp(exponents, out=exponents).mean(axis=1)
+        whole = cumulative[:, -1:] / samples.shape[1]
+        means: dict[int, Array] = {}
+        for column, tilt in enumerate(self.tilts, start=1):
+            if self.shares[column] > 0.0:
+                length = tilt.level.length
+                if length not in means:
+                    means = {length: tilt.level.means(samples, cumulative)}  # tilts of a level are neighbours
+                found[:, column] = tilt.density(means[length], whole, sigma)
         return likelihood_ratio, found
 
     def weights(self, samples: Array) -> Array:
@@ -134,7 +175,10 @@ class Proposal:
 def tilted(
     gram: Gram, levels: tuple[Level, ...], epsilon: float, sigma: float, direction: OneWay, *, pilot: Array
 ) -> Proposal:
-    """A proposal with equal shares, each tilt such that the mean loss of ``pilot`` (draws of N(0, G)) sits at ±ε."""
+    """A proposal with equal shares, each tilt such that the mean loss of ``pilot`` (draws of N(0, G)) sits at ±ε.
+
+    Every window comes twice: alone, and with all bins moved half the way.
+    """
     largest = float(gram.diagonal.max()) / sigma**2
     if largest / 2 + 12 * math.sqrt(largest) > _LARGEST_EXPONENT or epsilon > _LARGEST_EXPONENT / 2:
         raise AccountingError(
@@ -146,33 +190,39 @@ def tilted(
             f"δ at ε = {epsilon:g}, σ = {sigma:g} is below the smallest number; ask for a smaller ε or σ"
         )
     losses = pilot / sigma - (0.5 / sigma**2) * gram.diagonal
-    amplitudes: list[float] = []
+    target = epsilon if direction == "remove" else -epsilon
+    whole = gram.rows(np.zeros(1, dtype=np.intp), len(gram.diagonal))[0] / sigma**2
+    common = _amplitude(losses, whole, 0.5 * (target + _mean_loss(losses)))
+    tilts = []
     for level in levels:
         middle = level.starts[len(level.starts) // 2 : len(level.starts) // 2 + 1]
         step = gram.rows(middle, level.length)[0] / sigma**2
-        amplitudes.append(_amplitude(losses, step, epsilon if direction == "remove" else -epsilon))
-    # ½a²v − log(number of windows) is the price of a tilt in nats: what is far from the cheapest is not worth drawing.
-    prices = [
-        0.5 * a**2 * float(level.variances.mean()) / sigma**2 - math.log(len(level.starts)) if a else math.inf
-        for a, level in zip(amplitudes, levels, strict=True)
-    ]
-    amplitudes = [a if price < min(prices) + _DEAR else 0.0 for a, price in zip(amplitudes, prices, strict=True)]
-    usable = np.array([0.2, *(1.0 if a else 0.0 for a in amplitudes)])
-    return Proposal(envelope, levels, tuple(amplitudes), tuple(usable / usable.sum()))
+        if local := _amplitude(losses, step, target):
+            tilts.append(Tilt(level, local))
+        if common and level is not levels[-1] and (local := _amplitude(losses + common * whole, step, target)):
+            tilts.append(Tilt(level, local, common))
+    # ½ variance − log(number of windows) is the price of a tilt in nats: far from the cheapest is not worth drawing.
+    prices = [0.5 * float(t.penalties().mean()) / sigma**2 - math.log(len(t.level.starts)) for t in tilts]
+    kept = tuple(tilt for tilt, price in zip(tilts, prices, strict=True) if price < min(prices) + _DEAR)
+    shares = np.array([0.2] + [1.0] * len(kept))
+    return Proposal(envelope, kept, tuple(shares / shares.sum()))
+
+
+def _mean_loss(losses: Array) -> float:
+    peak = losses.max(axis=1)
+    return float((np.log(np.exp(losses - peak[:, None]).mean(axis=1)) + peak).mean())
 
 
 def _amplitude(losses: Array, step: Array, target: float) -> float:
     """a with mean over the pilot of log mean_j exp(X_j + a·step_j) = target; 0 if no such a exists."""
 
     def mean_loss(amplitude: float) -> float:
-        moved = losses + amplitude * step
-        peak = moved.max(axis=1)
-        return float((np.log(np.exp(moved - peak[:, None]).mean(axis=1)) + peak).mean())
+        return _mean_loss(losses + amplitude * step)
 
     now = mean_loss(0.0)
-    sign = 1.0 if target > 0 else -1.0
-    if (target - now) * sign <= 0:
+    if target == now:
         return 0.0
+    sign = 1.0 if target > now else -1.0
     low, high = 0.0, sign * 2.0
     at_low, at_high = now, mean_loss(high)
     while (target - at_high) * sign > 0:
@@ -202,20 +252,24 @@ def learned(proposal: Proposal, samples: Array, *, envelope_share: float, floor:
     above = excess(likelihood_ratio, proposal.envelope.epsilon, proposal.envelope.direction)
     shares = np.asarray(proposal.shares)
     hit = above > 0
-    if not hit.any():
-        shares[0] = envelope_share if shares[1:].any() else 1.0
-        shares[1:] *= (1.0 - shares[0]) / max(shares[1:].sum(), 1e-300)
-        return Proposal(proposal.envelope, proposal.levels, proposal.amplitudes, tuple(shares))
+    if len(shares) == 1 or not hit.any():
+        shares = np.concatenate([[envelope_share], np.full(len(shares) - 1, (1.0 - envelope_share))])
+        shares[1:] /= max(len(shares) - 1, 1)
+        return Proposal(proposal.envelope, proposal.tilts, tuple(shares / shares.sum()))
     densities = densities[hit]
     importance = above[hit] / (densities @ shares)
     importance /= importance.sum()
-    usable = shares > 0
     for _ in range(50):
         responsibility = densities * shares
         shares = importance @ (responsibility / responsibility.sum(axis=1, keepdims=True))
         shares[0] = 0.0
-        shares = np.where(usable, np.maximum(shares, floor), 0.0)
-        shares[0] = 0.0
         shares *= (1.0 - envelope_share) / shares.sum() if shares.sum() > 0 else 0.0
-        shares[0] = 1.0 - shares[1:].sum()
-    return Proposal(proposal.envelope, proposal.levels, proposal.amplitudes, tuple(shares))
+        shares[0] = envelope_share
+    # what is hardly used is dropped: it costs more time than it saves variance
+    tilts, rest = [], []
+    for tilt, share in zip(proposal.tilts, shares[1:], strict=True):
+        if share >= floor:
+            tilts.append(tilt)
+            rest.append(share)
+    final = np.concatenate([[envelope_share], np.asarray(rest) * (1.0 - envelope_share) / sum(rest)])
+    return Proposal(proposal.envelope, tuple(tilts), tuple(final))

@@ -1,0 +1,128 @@
+"""Certificates: never below the truth, close to the estimate, honest about what they cannot do."""
+
+import math
+
+import numpy as np
+import pytest
+
+from lambdacgd import cache
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
+from lambdacgd.accounting.monte_carlo import MonteCarlo, certificate, sweep
+from lambdacgd.accounting.monte_carlo.build import gram_of
+from lambdacgd.accounting.monte_carlo.estimate import Estimator
+from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
+
+SMALL = Horizon(20, 3)
+
+
+@pytest.fixture(autouse=True)
+def no_cache() -> object:
+    with cache.disabled():
+        yield
+
+
+@pytest.mark.parametrize("mechanism", [LambdaCGD(0.9), BISR(4)], ids=str)
+@pytest.mark.parametrize("epsilon", [0.5, 3.0])
+def test_a_certified_sigma_is_safe_and_close(mechanism: LambdaCGD | BISR, epsilon: float) -> None:
+    accountant = MonteCarlo(mechanism, SMALL)
+    found = accountant.certify(epsilon, 1e-5)
+    estimate = accountant.estimate_sigma(epsilon, 1e-5)
+    assert 1.0 < found.sigma / estimate.sigma < 1.04
+    claim = found.certificate
+    assert (claim.kind, claim.method, claim.direction) == ("bound", "monte-carlo", "both")
+    assert claim.confidence == 1 - 1e-9
+    assert claim.details["tests"][-1]["passed"]
+
+
+def test_against_the_exact_answer() -> None:
+    """b = 1 is the Gaussian mechanism, whose σ is known."""
+    found = MonteCarlo(LambdaCGD(0.0), Horizon(1, 1)).certify(1.0, 1e-5)
+    exact = gaussian_sigma(1.0, 1e-5)
+    assert exact <= found.sigma < 1.04 * exact
+
+
+def test_the_wager_rejects_what_is_not_true() -> None:
+    """At a σ whose δ is above the limit, the chance of passing is at most β; with β = .05 and 40 runs, more than 9
+    passes have probability below 1e-4 even if every run used up its β. Then the same wager on a true claim passes."""
+    estimator = Estimator(gram_of(LambdaCGD(0.0), Horizon(1, 1)))
+    limit = gaussian_delta(1.0, 1.0)
+    passes = 0
+    for entropy in range(40):
+        wager = certificate.prepare(estimator, 1.0, 1.0, "remove", limit=limit, failure=0.05)
+        passes += certificate.run(wager, failure=0.05, max_samples=40_960, entropy=entropy).passed
+    assert passes <= 9
+    wager = certificate.prepare(estimator, 1.0, 1.1, "remove", limit=limit, failure=1e-6)
+    assert certificate.run(wager, failure=1e-6, max_samples=409_600, entropy=1).passed
+
+
+@pytest.mark.parametrize("direction", ["remove", "add"])
+def test_upper_bounds_cover_the_truth(direction: str) -> None:
+    """60 bounds at β = .1 on a known δ: more than 17 misses have probability below 1e-4."""
+    estimator = Estimator(gram_of(LambdaCGD(0.0), Horizon(1, 1)))
+    truth = gaussian_delta(0.5, 2.0)
+    bounds = [
+        certificate.upper_bound(estimator, 0.5, 2.0, direction, failure=0.1, samples=4096)  # type: ignore[arg-type]
+        for _ in range(60)
+    ]
+    assert sum(bound < truth for bound in bounds) <= 17
+    assert np.median(bounds) < 1.3 * truth
+
+
+def test_certified_delta_is_above_the_estimate_and_not_by_much() -> None:
+    accountant = MonteCarlo(LambdaCGD(0.8), SMALL)
+    estimate = accountant.estimate_delta(1.0, 3.5)
+    bound = accountant.certify_delta(1.0, 3.5, samples=200_000)
+    assert estimate.value < bound < 1.5 * estimate.value
+
+
+def test_a_budget_that_is_too_small_says_what_would_do() -> None:
+    accountant = MonteCarlo(LambdaCGD(0.9), Horizon(60, 3))
+    with pytest.raises(AccountingError, match=r"max_samples = 5,000; [\d,]+ would do \(up to \d+ s here\)"):
+        accountant.certify(8.0, 1e-5, max_samples=5000)
+
+
+def test_where_every_attempt_fails_amplification_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(certificate, "run", lambda *a, **k: certificate.Outcome(False, 1, 0.0))
+    accountant = MonteCarlo(LambdaCGD(0.9), SMALL)
+    found = accountant.certify(1.0, 1e-5)
+    assert found.sigma == accountant.without_amplification(1.0, 1e-5)
+    assert found.certificate.details["fallback"] == "no amplification"
+    assert len(found.certificate.details["tests"]) == 4
+
+
+def test_the_attempts_share_beta(monkeypatch: pytest.MonkeyPatch) -> None:
+    failures: list[float] = []
+
+    def fail(wager: certificate.Wager, *, failure: float, **rest: object) -> certificate.Outcome:
+        failures.append(failure)
+        return certificate.Outcome(False, 1, 0.0)
+
+    monkeypatch.setattr(sweep.certificate, "run", fail)
+    MonteCarlo(LambdaCGD(0.9), SMALL).certify(1.0, 1e-5, failure_probability=1e-7)
+    assert sum(failures) <= 0.5e-7
+    assert failures[0] == 0.25e-7
+
+
+def test_stakes_keep_every_factor_non_negative() -> None:
+    estimator = Estimator(gram_of(BISR(4), SMALL))
+    for epsilon, sigma in ((0.3, 8.0), (2.0, 2.0)):
+        wager = certificate.prepare(estimator, epsilon, sigma, "remove", limit=1e-5, failure=1e-9)
+        assert 1 + wager.stake * (wager.limit - wager.proposal.largest_weight * (1 + 2e-8)) > 0
+
+
+def test_verification_is_fresh_every_time() -> None:
+    estimator = Estimator(gram_of(BISR(4), SMALL))
+    wager = certificate.prepare(estimator, 1.0, 2.5, "remove", limit=1e-5, failure=1e-300)
+    runs = {certificate.run(wager, failure=1e-300, max_samples=4096).log_capital for _ in range(3)}
+    assert len(runs) == 3
+    assert all(math.isfinite(capital) for capital in runs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mechanism", [LambdaCGD(0.9), BISR(4)], ids=str)
+@pytest.mark.parametrize("epsilon", [8.0, 2.0, 0.5])
+def test_the_papers_setting(mechanism: LambdaCGD | BISR, epsilon: float) -> None:
+    accountant = MonteCarlo(mechanism, Horizon(390, 10))
+    ratio = accountant.certify(epsilon, 1e-5).sigma / accountant.estimate_sigma(epsilon, 1e-5).sigma
+    assert 1.0 < ratio < 1.04

@@ -152,7 +152,6 @@ class _Split(torch.autograd.Function):
         return value.reshape(1, *shape[1:]).expand(shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         ctx.call.deliver(gradient.reshape(gradient.shape[0], *ctx.inner))
         return None, None, None, None

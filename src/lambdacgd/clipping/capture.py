@@ -35,6 +35,7 @@ class Site:
     path: str
     names: dict[str, str]
     original: Callable[..., Any]
+    recorder: Any = None  # kept by rules whose recorder never changes
     batched: bool | None = None  # whether the first dimension of this module's inputs has been seen to be the batch
 
     def trains(self, name: str) -> bool:
@@ -73,6 +74,8 @@ class Call:
                 "a second backward pass went through the same forward pass. Every example's gradient is clipped and added "
                 "once; add the losses up and call backward() once, or run the model again."
             )
+        if torch.is_grad_enabled():
+            raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
         if self.within_backward:
             raise self.site.refuse(
                 "its forward ran inside a backward pass and is now differentiated there: reentrant gradient checkpointing "
@@ -97,7 +100,6 @@ class Tap(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         saved = ctx.saved_tensors
         ctx.call.deliver(gradient, *saved)
@@ -111,7 +113,7 @@ def tap(site: Site, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tenso
     if any(output is s for s in saved):
         output = output.clone()
     saved = tuple(s.detach() for s in saved)
-    return Tap.apply(output, site.clipper.anchor, Call(site, recorder), *saved)  # type: ignore[no-any-return]
+    return apply_tap(output, site.clipper.anchor, Call(site, recorder), *saved)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -120,6 +122,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return None
     return torch.get_autocast_dtype(kind)
+
+
+def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
+    """``function.apply`` without its checks for functorch wrappers, which cost microseconds on every layer."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
 
 
 class LinearTap(torch.autograd.Function):
@@ -144,7 +151,6 @@ class LinearTap(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
         below = None
@@ -167,7 +173,6 @@ class LayerNormTap(torch.autograd.Function):
         return y  # type: ignore[no-any-return]
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, mean, rstd, weight, bias = ctx.saved_tensors
         below = None
@@ -189,3 +194,6 @@ def _without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
         return function(*args)
     with uncast(args[0]):
         return function(*args)
+
+
+apply_linear, apply_layer_norm, apply_tap = fast_apply(LinearTap), fast_apply(LayerNormTap), fast_apply(Tap)

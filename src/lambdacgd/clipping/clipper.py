@@ -13,7 +13,7 @@ from lambdacgd.clipping import layers, precision, sites
 from lambdacgd.clipping.capture import Call, Site, uncast
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
-from lambdacgd.clipping.passes import merge, norms, pack_small, resolve_sums
+from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
 from lambdacgd.clipping.records import Norm, Record
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
@@ -73,7 +73,8 @@ class Clipper:
         self.model, self.max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
         self.loss_reduction, self._batch_of = loss_reduction, batch_of
         self.loss_scale: float | Tensor = 1.0  # set to GradScaler's scale under float16
-        self.sums: dict[str, Tensor] = {}
+        self._totals = Totals()
+        self._norm_pass = NormPass()
         self.batch = 0  # examples in the forward pass under way
         self.generation = 0
         self.readings: dict[Any, bool] = {}
@@ -92,6 +93,11 @@ class Clipper:
         self.anchor = torch.zeros((), device=first.device, requires_grad=True)
         self._undo = sites.install(self)
         self._attached = True
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The clipped sums gathered since the last `take`, by parameter name."""
+        return self._totals.filled
 
     # --- what the operator reads -------------------------------------------------------------------------------------
 
@@ -129,19 +135,19 @@ class Clipper:
         loss.backward(torch.ones_like(loss))
 
     def take(self) -> dict[str, Tensor]:
-        """Hand out the sums of all trainable parameters (zeros where none arrived) and start the next logical batch."""
-        out = {}
-        for name, p in self.parameters.items():
-            total = self.sums.get(name)
-            if total is None:
-                total = torch.zeros(p.shape, dtype=precision.accumulator(p.dtype), device=p.device)
-            out[name] = total
+        """Hand out the sums of all trainable parameters (zeros where none arrived) and start the next logical batch.
+
+        The buffers are ours and are written again by the next backward pass: use or copy them before.
+        """
+        filled = self._totals.filled
+        out = {n: filled[n] if n in filled else self._totals.zeros(n, p) for n, p in self.parameters.items()}
         self.zero()
         return out
 
     def zero(self) -> None:
         """Forget the sums, norms and counts gathered so far."""
-        self.sums, self._norms, self._dropped = {}, [], None
+        self._totals.clear()
+        self._norms, self._dropped = [], None
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -158,9 +164,12 @@ class Clipper:
         batch = self._batch_of(args, kwargs) if self._batch_of else sites.batch_size(args, kwargs)
         if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
             self.generation += 1
-            self._pending, self._task, self._seen = {}, -1, set()  # what an interrupted backward pass left behind
+            self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
         self.batch = batch
+
+    def _reset(self) -> None:
+        self._pending, self._norm_pass, self._task, self._seen = {}, NormPass(), -1, set()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
@@ -207,36 +216,42 @@ class Clipper:
                     f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension."
                 )
             self._pending.setdefault(record.name, []).append(record)
+            self._norm_pass.put(record)
 
     def _finish(self) -> None:
-        pending, self._pending, self._task = self._pending, {}, -1
+        pending, norm_pass = self._pending, self._norm_pass
         self._consumed |= self._seen
+        self._reset()
         if len(self._consumed) > 4096:
             self._consumed = {g for g in self._consumed if g > self.generation - 1024}
         weights, self._weights = self._weights, None
         if not pending:
             return
         with torch.no_grad(), uncast(self.anchor):
-            self._clip_and_add(pending, weights)
+            self._clip_and_add(pending, norm_pass, weights)
 
-    def _clip_and_add(self, pending: dict[str, list[Record]], weights: Tensor | None) -> None:
+    def _clip_and_add(self, pending: dict[str, list[Record]], norm_pass: NormPass, weights: Tensor | None) -> None:
         if weights is not None and weights.shape[0] != self._batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {self._batch} examples.")
+        shared = {name for name, found in pending.items() if len(found) > 1}
         merged = resolve_sums({name: merge(found) for name, found in pending.items()})
         packs, alone = pack_small(merged, apart=self.mode == "per-layer")
         groups: dict[str, list[Norm]] = {}
-        for record, norm in zip(alone, norms(alone), strict=True):
-            groups.setdefault(self._group(record.name), []).append(norm)
+        for names, norm in norm_pass.finish(alone, shared):
+            if self.mode == "per-layer":
+                for name, row in zip(names, norm.rows(), strict=True):
+                    groups.setdefault(self._group(name), []).append(row)
+            else:
+                groups.setdefault("", []).append(norm)
         for pack in packs:
             groups.setdefault("", []).append(Norm(torch.linalg.vector_norm(pack.flat, dim=1).square()))
         factors = self._factors(groups, weights)
         keep = self._keep(factors)
-        order = {group: i for i, group in enumerate(groups)}
+        order = {group: factor for group, factor in zip(groups, factors.weight.unbind(0), strict=True)}
         for record in alone:
-            factor = factors.weight[order[self._group(record.name)]]
-            self.sums[record.name] = record.add(self.sums.get(record.name), factor, keep)
+            self._totals.add(record, self.parameters[record.name], order[self._group(record.name)], keep)
         for pack in packs:
-            pack.add(self.sums, factors.weight[order[""]], keep)
+            self._totals.add_pack(pack, order[""], keep)
 
     def _group(self, name: str) -> str:
         return name.rpartition(".")[0] if self.mode == "per-layer" else ""

@@ -41,20 +41,31 @@ def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device)
 
 def upper_squares(norms: list[Norm]) -> Tensor:
     """[parameters, B]: upper bounds on the squared norms, the norms' own errors included."""
-    exact = [n.square for n in norms if n.trace_a is None]
+    exact = [_rows(n.square) for n in norms if n.trace_a is None]
     bounded = [n for n in norms if n.trace_a is not None]
     if not bounded:
-        return torch.stack(exact)
-    square = torch.stack([n.square for n in bounded]).clamp_min(0)
-    trace_a, trace_b = torch.stack([n.trace_a for n in bounded]), torch.stack([n.trace_b for n in bounded])  # type: ignore[misc]
-    gram_a, gram_b = torch.stack([n.gram_a for n in bounded]), torch.stack([n.gram_b for n in bounded])  # type: ignore[misc]
-    gamma = _column(tuple(n.gamma for n in bounded), square.dtype, square.device)
-    kappa_a = _column(tuple(n.kappa if n.fold_a else 0.0 for n in bounded), square.dtype, square.device)
-    kappa_b = _column(tuple(0.0 if n.fold_a else n.kappa for n in bounded), square.dtype, square.device)
+        return torch.cat(exact)
+    square = _joined(bounded, "square").clamp_min(0)
+    trace_a, trace_b = _joined(bounded, "trace_a"), _joined(bounded, "trace_b")
+    gram_a, gram_b = _joined(bounded, "gram_a"), _joined(bounded, "gram_b")
+    many = [1 if n.square.dim() == 1 else n.square.shape[0] for n in bounded]
+    units = [(n.gamma, n.kappa if n.fold_a else 0.0, 0.0 if n.fold_a else n.kappa) for n in bounded]
+    gamma, kappa_a, kappa_b = (
+        _column(tuple(u[k] for u, m in zip(units, many, strict=True) for _ in range(m)), square.dtype, square.device)
+        for k in range(3)
+    )
     error = gamma * (trace_a * gram_b + trace_b * gram_a + gram_a * gram_b)
     fold = kappa_a * (trace_a * gram_b).sqrt() + kappa_b * (trace_b * gram_a).sqrt()
     bound = ((square + error).sqrt() + fold).square()
-    return bound if not exact else torch.cat([bound, torch.stack(exact)])
+    return torch.cat([bound, *exact])
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.unsqueeze(0) if x.dim() == 1 else x
+
+
+def _joined(norms: list[Norm], field: str) -> Tensor:
+    return torch.cat([_rows(getattr(n, field)) for n in norms])
 
 
 @dataclass

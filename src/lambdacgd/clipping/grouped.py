@@ -49,14 +49,14 @@ def _fits(record: Outer) -> bool:
     return a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 
-def gram_norms(records: list[Outer]) -> dict[int, Norm]:
-    """Norms of those records that fit a launch, by position in the list."""
+def gram_norms(records: list[Outer]) -> list[tuple[list[int], Norm]]:
+    """Norms of those records that fit a launch: positions in the list, and their norms as rows."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, record in enumerate(records):
         if _fits(record):
             key = (record.dtype, record.sizes, record.a.stride(), record.b.stride())  # type: ignore[union-attr]
             groups.setdefault(key, []).append(k)
-    found: dict[int, Norm] = {}
+    found = []
     for (dtype, sizes, a_stride, b_stride), members in groups.items():
         examples, tokens, inner, outer = sizes
         tiles = -(-tokens // _TILE)
@@ -69,12 +69,11 @@ def gram_norms(records: list[Outer]) -> dict[int, Norm]:
             LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
             EXACT=False, num_warps=4, num_stages=3,
         )  # fmt: skip
-        sums = out.sum(2)  # [layers, B, 5]
-        sums[..., 3:].sqrt_()
+        square, trace_a, trace_b, gram_a, gram_b = out.sum(2).unbind(2)  # each [layers, B]
         gamma = precision.accumulation_unit(max(inner, outer), dtype)
         kappa = precision.folding_unit(dtype, device)
-        for row, k in zip(sums.unbind(0), members, strict=True):
-            found[k] = Norm(*row.unbind(1), gamma=gamma, kappa=kappa, fold_a=inner < outer)
+        norm = Norm(square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt(), gamma, kappa, fold_a=inner < outer)
+        found.append((members, norm))
     return found
 
 

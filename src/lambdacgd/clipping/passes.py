@@ -5,11 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lambdacgd.clipping import grouped
+from lambdacgd.clipping import grouped, precision
 from lambdacgd.clipping.records import ColumnSum, Norm, Outer, Record, Stored
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
 _SMALL = 1 << 16
+# Layers whose norms share a launch on CUDA; several launches, so that they overlap with the rest of the backward pass.
+_TOGETHER = 24
 
 
 def merge(found: list[Record]) -> Record:
@@ -42,14 +44,34 @@ def resolve_sums(merged: dict[str, Record]) -> list[Record]:
     return [formed.get(name, record) for name, record in merged.items()]
 
 
-def norms(records: list[Record]) -> list[Norm]:
-    """Every record's norm, on CUDA those of layers of equal shape in one launch."""
-    found: dict[int, Norm] = {}
-    linear = [k for k, r in enumerate(records) if type(r) is Outer]
-    if linear and grouped.usable_on(records[linear[0]].device):  # type: ignore[attr-defined]
-        together = grouped.gram_norms([records[k] for k in linear])  # type: ignore[misc]
-        found = {linear[k]: norm for k, norm in together.items()}
-    return [found[k] if k in found else r.norm() for k, r in enumerate(records)]
+class NormPass:
+    """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass goes on.
+
+    A parameter that turns out to have several uses is normed again from its merged record.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: list[Outer] = []
+        self._blocks: list[tuple[list[str], Norm]] = []
+
+    def put(self, record: Record) -> None:
+        if type(record) is Outer and grouped.usable_on(record.device):
+            self._waiting.append(record)
+            if len(self._waiting) >= _TOGETHER:
+                self._launch()
+
+    def _launch(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for members, norm in grouped.gram_norms(waiting):
+            self._blocks.append(([waiting[k].name for k in members], norm))
+
+    def finish(self, records: list[Record], merged: set[str]) -> list[tuple[list[str], Norm]]:
+        """(names, norms as rows) covering every record; ``merged`` names have several uses."""
+        if self._waiting:
+            self._launch()
+        blocks = [block for block in self._blocks if merged.isdisjoint(block[0])]
+        done = {name for names, _ in blocks for name in names}
+        return blocks + [([r.name], r.norm()) for r in records if r.name not in done]
 
 
 class Pack:
@@ -59,18 +81,15 @@ class Pack:
         self.records = records
         self.flat = torch.cat([r.gradients.flatten(1) for r in records], 1)
 
-    def add(self, sums: dict[str, Tensor], factor: Tensor, keep: Tensor | None) -> None:
-        whole = Stored("", self.flat).add(None, factor, keep)
+    @property
+    def key(self) -> tuple[str, ...]:
+        return tuple(r.name for r in self.records)
+
+    def buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """One buffer for the sums of all, and its views by name."""
+        whole = torch.empty(self.flat.shape[1], dtype=self.flat.dtype, device=self.flat.device)
         parts = whole.split([r.gradients[0].numel() for r in self.records])
-        known = []
-        for record, part in zip(self.records, parts, strict=True):
-            view = part.view(record.gradients.shape[1:])
-            if record.name in sums:
-                known.append((sums[record.name], view))
-            else:
-                sums[record.name] = view
-        if known:
-            torch._foreach_add_([k for k, _ in known], [p for _, p in known])
+        return whole, {r.name: p.view(r.gradients.shape[1:]) for r, p in zip(self.records, parts, strict=True)}
 
 
 def pack_small(records: list[Record], *, apart: bool) -> tuple[list[Pack], list[Record]]:
@@ -83,3 +102,43 @@ def pack_small(records: list[Record], *, apart: bool) -> tuple[list[Pack], list[
         else:
             alone.append(record)
     return [Pack(sorted(rs, key=lambda r: r.gradients[0].numel() % 64 != 0)) for rs in kinds.values()], alone
+
+
+class Totals:
+    """Buffers for the sums, kept from step to step: stable addresses for noise tables and CUDA graphs."""
+
+    def __init__(self) -> None:
+        self.filled: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
+        self._packs: dict[tuple[str, ...], tuple[Tensor, dict[str, Tensor]]] = {}
+
+    def add(self, record: Record, like: Tensor, factor: Tensor, keep: Tensor | None) -> None:
+        name = record.name
+        fresh = name not in self.filled
+        total = self.filled.get(name)
+        if total is None:
+            total = self._buffers.get(name)
+        if total is None:
+            total = torch.empty(like.shape, dtype=precision.accumulator(like.dtype), device=like.device)
+            self._buffers[name] = total
+        self.filled[name] = total
+        record.add(total, factor, keep, fresh=fresh)
+
+    def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
+        together = Stored("", pack.flat)
+        if pack.key not in self._packs:
+            self._packs[pack.key] = pack.buffers()
+        whole, views = self._packs[pack.key]
+        fresh = not any(name in self.filled for name in views)
+        if fresh or all(self.filled.get(name) is view for name, view in views.items()):
+            together.add(whole, factor, keep, fresh=fresh)
+            self.filled.update(views)
+            return
+        for record in pack.records:  # the small parameters of this physical batch are not those of the last one
+            self.add(record, views[record.name], factor, keep)
+
+    def clear(self) -> None:
+        self.filled = {}
+
+    def zeros(self, name: str, like: Tensor) -> Tensor:
+        return torch.zeros(like.shape, dtype=precision.accumulator(like.dtype), device=like.device)

@@ -79,11 +79,16 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x, y)
 
 
-def mm_into(total: Tensor | None, x: Tensor, y: Tensor) -> Tensor:
-    """``total + x @ y`` accumulated in float32 or float64, in place where ``total`` exists."""
+def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
+    """``total += x @ y`` (``fresh``: ``total = x @ y``), accumulated in ``total``'s float32 or float64."""
     if x.dtype in _LOW and not _native_float32_out(x):
         x, y = x.float(), y.float()
     if x.dtype in _LOW:
-        product = torch.mm(x, y, out_dtype=torch.float32)  # type: ignore[call-overload]
-        return product if total is None else total.add_(product)  # type: ignore[no-any-return]
-    return torch.mm(x, y) if total is None else total.addmm_(x, y)
+        if fresh:
+            torch.mm(x, y, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+        else:
+            torch.addmm(total, x, y, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+    elif fresh:
+        torch.mm(x, y, out=total)
+    else:
+        total.addmm_(x, y)

@@ -31,9 +31,12 @@ def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
 
 @dataclass
 class Norm:
-    """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error (see `precision`)."""
+    """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error (see `precision`).
 
-    square: Tensor  # [B], may come out slightly negative
+    Fields are [B], or [parameters, B] for several parameters of equal shape.
+    """
+
+    square: Tensor  # may come out slightly negative
     trace_a: Tensor | None = None  # ‖a_i‖_F², ‖b_i‖_F²
     trace_b: Tensor | None = None
     gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
@@ -41,6 +44,13 @@ class Norm:
     gamma: float = 0.0
     kappa: float = 0.0
     fold_a: bool = False
+
+    def rows(self) -> list[Norm]:
+        """One norm for each parameter."""
+        if self.square.dim() == 1:
+            return [self]
+        fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
+        return [Norm(*f, self.gamma, self.kappa, self.fold_a) for f in zip(*(x.unbind(0) for x in fields if x is not None), strict=True)]
 
 
 class Record:
@@ -54,7 +64,8 @@ class Record:
     def materialise(self, rows: slice) -> Tensor:
         raise NotImplementedError
 
-    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        """``total += Σ_i factor_i g_i`` over the examples kept; ``fresh``: overwrite what the buffer holds."""
         raise NotImplementedError
 
     def merge(self, other: Record) -> Record | None:
@@ -64,10 +75,6 @@ class Record:
     @property
     def examples(self) -> int:
         raise NotImplementedError
-
-    @property
-    def stored(self) -> bool:
-        return False
 
 
 def masked(x: Tensor, keep: Tensor | None) -> Tensor:
@@ -99,10 +106,12 @@ class Stored(Record):
     def materialise(self, rows: slice) -> Tensor:
         return self.gradients[rows]
 
-    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
-        flat = masked(self.gradients, keep).flatten(1)
-        part = torch.mv(flat.t(), factor).view(self.gradients.shape[1:])
-        return part if total is None else total.add_(part)
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        flat = masked(self.gradients, keep).flatten(1).t()
+        if fresh:
+            torch.mv(flat, factor, out=total.view(-1))
+        else:
+            total.view(-1).addmv_(flat, factor)
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, Stored):
@@ -112,10 +121,6 @@ class Stored(Record):
     @property
     def examples(self) -> int:
         return self.gradients.shape[0]
-
-    @property
-    def stored(self) -> bool:
-        return True
 
 
 @dataclass
@@ -210,23 +215,29 @@ class Outer(Record):
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
         return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
 
-    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
-        _, tokens, inner, outer = self.sizes
-        matrix = total if total is None else total.view(self._matrix_shape())
-        for rows in self._rows(tokens * inner) if callable(self.a) else [slice(0, self.examples)]:
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        _, tokens, inner, _ = self.sizes
+        matrix = total.view(self._matrix_shape())
+        if not callable(self.a) and not callable(self.b):
+            self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
+            return
+        for rows in self._rows(tokens * inner):
             kept = None if keep is None else keep[rows]
-            a, b = masked(self.left(rows), kept), masked(self.right(rows), kept)
-            if inner < outer:
-                a = scaled(a, factor[rows])
-                b = b if b.dtype == a.dtype else b.to(a.dtype)
-            else:
-                b = scaled(b, factor[rows])
-                a = a if b.dtype == a.dtype else a.to(b.dtype)
-            a2, b2 = a.reshape(-1, inner), b.reshape(-1, outer)
-            first, second = (a2, b2) if self.transposed else (b2, a2)
-            matrix = precision.mm_into(matrix, first.t(), second)
-        assert matrix is not None
-        return matrix.view(self.shape)
+            self._add_rows(matrix, masked(self.left(rows), kept), masked(self.right(rows), kept), factor[rows], fresh)
+            fresh = False
+
+    def _add_rows(self, matrix: Tensor, a: Tensor, b: Tensor, factor: Tensor, fresh: bool) -> None:
+        """The factor goes into the smaller operand; then one product over all tokens of all examples."""
+        _, _, inner, outer = self.sizes
+        if inner < outer:
+            a = scaled(a, factor)
+            b = b if b.dtype == a.dtype else b.to(a.dtype)
+        else:
+            b = scaled(b, factor)
+            a = a if b.dtype == a.dtype else a.to(b.dtype)
+        a, b = a.reshape(-1, inner), b.reshape(-1, outer)
+        first, second = (a, b) if self.transposed else (b, a)
+        precision.mm_into(matrix, first.t(), second, fresh=fresh)
 
     def _matrix_shape(self) -> tuple[int, int]:
         _, _, inner, outer = self.sizes

@@ -88,6 +88,8 @@ def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]
 def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return site.original(*args, **kwargs)
+    if torch._C._are_functorch_transforms_active():
+        raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
     if site.clipper.batch == 0:
         raise site.refuse(
             "it was called before the model itself, so the number of examples is unknown. Call the model (model(x)); its "

@@ -66,12 +66,12 @@ class Rows(Record):
         whole = b.new_zeros(index.shape[0], *self.shape)
         return whole.scatter_add_(1, index.unsqueeze(2).expand_as(b), b)
 
-    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         index, b = self._scatter(slice(0, self.examples))
         b = masked(b, keep) * factor.view(-1, 1, 1)
-        if total is None:
-            total = torch.zeros(self.shape, dtype=b.dtype, device=b.device)
-        return total.index_add_(0, index.flatten(), b.flatten(0, 1))
+        if fresh:
+            total.zero_()
+        total.index_add_(0, index.flatten(), b.flatten(0, 1))
 
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, Rows):
@@ -128,8 +128,9 @@ class Tied(Record):
     def materialise(self, rows: slice) -> Tensor:
         return self.rows.materialise(rows) + self.head.materialise(rows)
 
-    def add(self, total: Tensor | None, factor: Tensor, keep: Tensor | None) -> Tensor:
-        return self.rows.add(self.head.add(total, factor, keep), factor, keep)
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        self.head.add(total, factor, keep, fresh=fresh)
+        self.rows.add(total, factor, keep, fresh=False)
 
 
 def embedding_records(gradient: Tensor, index: Tensor, *, name: str, padding: int | None, shape: torch.Size) -> Iterator[Record]:

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.capture import Call, LinearTap, Site
+from lambdacgd.clipping.capture import Call, Site, apply_linear
 from lambdacgd.clipping.records import ColumnSum, Outer, Record, outer
 from lambdacgd.clipping.registry import register
 
@@ -40,7 +40,7 @@ def tapped_linear(
         linear_records, weight=names[0], bias=names[1], shape=_shape(weight, transposed), transposed=transposed
     )
     anchor, call = site.clipper.anchor, Call(site, recorder)
-    return LinearTap.apply(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)  # type: ignore[no-any-return]
+    return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
 
 
 def _shape(weight: Tensor, transposed: bool) -> torch.Size:
@@ -49,9 +49,13 @@ def _shape(weight: Tensor, transposed: bool) -> torch.Size:
 
 @register(nn.Linear)
 def linear(site: Site, input: Tensor) -> Tensor:
-    module = site.module
-    names = (site.names.get("weight"), site.names.get("bias"))
-    return tapped_linear(site, input, module.weight, module.bias, names, transposed=False)  # type: ignore[arg-type]
+    own = site.module._parameters
+    weight, bias = own["weight"].detach(), own["bias"]  # type: ignore[union-attr]
+    if site.recorder is None:
+        names = {"weight": site.names.get("weight"), "bias": site.names.get("bias")}
+        site.recorder = partial(linear_records, **names, shape=weight.shape)  # type: ignore[arg-type]
+    bias = None if bias is None else bias.detach()  # type: ignore[assignment]
+    return apply_linear(site.clipper.anchor, input, weight, bias, Call(site, site.recorder))
 
 
 @register("transformers.pytorch_utils.Conv1D")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import grouped, precision
-from lambdacgd.clipping.capture import Call, LayerNormTap, Site, autocast_dtype, tap
+from lambdacgd.clipping.capture import Call, Site, apply_layer_norm, autocast_dtype, tap
 from lambdacgd.clipping.records import Record, Stored
 from lambdacgd.clipping.registry import register
 
@@ -42,8 +42,9 @@ def layer_norm(site: Site, input: Tensor) -> Tensor:
         recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
         return tap(site, site.hidden(input), recorder, input)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=site.names)
-    return LayerNormTap.apply(site.clipper.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, recorder))  # type: ignore[no-any-return]
+    if site.recorder is None:
+        site.recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=site.names)
+    return apply_layer_norm(site.clipper.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, site.recorder))
 
 
 def layer_norm_records(

@@ -32,15 +32,15 @@ def stage(run_id: str = "test", recurrence: BandedInverse = BANDS, **more: objec
 
 
 def close(ours: torch.Tensor, oracle: torch.Tensor, scale: float = 3.0) -> bool:
-    """Within a few float32 roundings of noise of this scale (values reach about six scales)."""
-    return ours.numel() == 0 or float((ours.cpu().double() - oracle.double()).abs().max()) < 2.0**-20 * scale
+    """Within a few float32 roundings of noise of this scale (three terms of up to six scales each)."""
+    return ours.numel() == 0 or float((ours.cpu().double() - oracle.double()).abs().max()) < 2.0**-18 * scale
 
 
 def test_rfc_8439_block_function() -> None:
     from lambdacgd.noise.kernel import block_kernel
 
     # RFC 8439, section 2.3.2: key 00 01 … 1f, counter 1, nonce 00:00:00:09:00:00:00:4a:00:00:00:00.
-    key = torch.from_numpy(np.frombuffer(bytes(range(32)), dtype="<i4").copy()).cuda()
+    key = torch.from_numpy(np.append(np.frombuffer(bytes(range(32)), dtype="<i4"), np.int32(1))).cuda()
     tail = np.frombuffer(bytes.fromhex("01000000 000000090000004a00000000"), dtype="<i4").copy()
     # Appendix A.1, vectors 1 and 2 use the zero key; here their tails under this key only pad the launch.
     tails = torch.from_numpy(np.stack([tail, tail, tail, tail])).cuda()
@@ -51,7 +51,7 @@ def test_rfc_8439_block_function() -> None:
         "10f1e7e4d13b5915500fdd1fa32071c4c7d1f4c733c068030422aa9ac3d46c4e"
         "d2826446079faa0914c2d705d98b02a2b5129cd1de164eb9cbd083e8a2503c4e"
     )
-    zero = torch.zeros(8, dtype=torch.int32, device="cuda")
+    zero = torch.tensor([0] * 8 + [1], dtype=torch.int32, device="cuda")
     tails = torch.zeros(2, 4, dtype=torch.int32, device="cuda")
     tails[1, 0] = 1
     block_kernel[(1,)](zero, tails, out[:2], ROWS=2)

@@ -36,7 +36,8 @@ class CudaBackend:
     def __init__(self, subkey: bytes, device: torch.device) -> None:
         self.device = device
         # Data, never a compile-time constant: Triton keeps compiled constants in a cache on disk.
-        self.key = torch.from_numpy(np.frombuffer(subkey, dtype="<i4").astype(np.int32)).to(device)
+        words = np.append(np.frombuffer(subkey, dtype="<i4").astype(np.int32), np.int32(1))
+        self.key = torch.from_numpy(words).to(device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tables: dict[tuple[Any, ...], tuple[tuple[Any, ...], _Table, int]] = {}
@@ -48,7 +49,11 @@ class CudaBackend:
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
         """target = source + scale·d_t·Σ a_j z[t−j] (the noise alone if not ``read``), one launch a pair of dtypes."""
-        from lambdacgd.noise.kernel import META_COLUMNS, noise_kernel  # Triton, imported only where there is CUDA
+        from lambdacgd.noise.kernel import (
+            META_COLUMNS,
+            TILE_WARPS,
+            noise_kernel,
+        )  # Triton, imported only where there is CUDA
 
         counter, base = (step, 0) if isinstance(step, torch.Tensor) else (self._no_step, step)
         scales = combination.column_scales
@@ -68,7 +73,7 @@ class CudaBackend:
                     table,
                     self.key,
                     self._constant(combination.coefficients),
-                    self._constant(scales) if scales is not None else self.key.view(torch.float32),
+                    self._constant(scales) if scales is not None else self._no_step.view(torch.float32),
                     counter,
                     self.flags,
                     base,
@@ -82,7 +87,7 @@ class CudaBackend:
                     WIDE_OUT=types[1] == "torch.float64",
                     BF16_OUT=types[1] == "torch.bfloat16",
                     SCALED=scales is not None,
-                    num_warps=4,
+                    num_warps=TILE_WARPS,
                 )
 
     def read_flags(self) -> int:

@@ -1,8 +1,22 @@
 """Private training that drops into any PyTorch loop: `privatize` binds a Plan to model, optimizer and dataset."""
 
+from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import CheckpointError, TrainingError
+from lambdacgd.training.export import export
+from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.private import Epoch, Private
 from lambdacgd.training.privatize import NotPrivateWarning, privatize
 from lambdacgd.training.spent import Spent
 
-__all__ = ["CheckpointError", "Epoch", "NotPrivateWarning", "Private", "Spent", "TrainingError", "privatize"]
+__all__ = [
+    "EMA",
+    "CheckpointError",
+    "Epoch",
+    "Noiser",
+    "NotPrivateWarning",
+    "Private",
+    "Spent",
+    "TrainingError",
+    "export",
+    "privatize",
+]

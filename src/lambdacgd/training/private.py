@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,9 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from lambdacgd.clipping import Clipper
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
-from lambdacgd.training import schedulers
+from lambdacgd.training import checkpoint, schedulers
 from lambdacgd.training.cycle import Cycle, Phase
+from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.identity import content_digest
 from lambdacgd.training.loader import Chunk, Loader
 from lambdacgd.training.run import Run
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
@@ -59,6 +63,7 @@ class Private:
         self.layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
         self.cycle = Cycle(plan.steps, lambda: clipper.norms.numel())
         self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
+        self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
         self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views)
         remember(model, self.trained)
@@ -96,6 +101,58 @@ class Private:
         plan = self.plan
         informational = epsilon_after_epochs(plan) if after_epochs else None
         return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational)
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no logical batch is under way: then, and only then, a checkpoint can be saved."""
+        return self.cycle.phase is Phase.IDLE
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint, whole or not at all, and enter it in the ledger.
+
+        ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
+        ``state_dict()``).
+        """
+        checkpoint.save(self, path, extra)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint file, which must be the run's newest release. Returns what was given as ``extra``."""
+        return checkpoint.load(self, path)
+
+    def state_dict(self, *, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A copy of the run's state (weights, optimizer, position; no key, no noise) for a file of your own.
+
+        It counts as released from this moment: the run resumes from it or from something newer, not from before. Prefer
+        ``save``, which also survives a crash while writing.
+        """
+        state = copy.deepcopy(checkpoint.gather(self, extra))
+        self.run.release(self.steps_taken, digest=content_digest(state), kind="state_dict")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Go on from a ``state_dict()``, which must be the run's newest release. Returns its ``extra``."""
+        checkpoint.apply(self, state)
+        return dict(state["extra"])
+
+    def stand_at(self, step: int) -> None:
+        """Set the position of a resumed run."""
+        self.cycle.done = self.trained.steps_taken = step
+        self.cycle.phase = Phase.IDLE
+        self.drop_batch()
+        self.loader.restart()
+        self._clear_gradients()
+        self._stage = None
+
+    def ema(self, decay: float) -> EMA:
+        """An average of the weights, updated after every logical step and part of checkpoints. Costs no privacy."""
+        average = EMA(self.model, decay)
+        self.averages.append(average)
+        self.after_step.append(average.update)
+        return average
+
+    # --- schedulers, and the way back --------------------------------------------------------------------------------
 
     def attach(self, scheduler: LRScheduler) -> None:
         """Let a scheduler made inside the loop rest between physical batches; earlier ones are found anyway."""

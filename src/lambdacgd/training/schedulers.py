@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 from torch.optim import Optimizer
@@ -18,14 +17,20 @@ from torch.optim.lr_scheduler import LRScheduler
 _GATES: weakref.WeakKeyDictionary[Optimizer, Callable[[], bool]] = weakref.WeakKeyDictionary()
 
 
-@lru_cache  # one subclass a class
-def _resting(kind: Any) -> type[Any]:
+_KINDS: dict[type[LRScheduler], type[LRScheduler]] = {}
+
+
+def _resting(kind: Any) -> Any:
+    """The subclass of a scheduler's class that rests."""
+
     def step(self: Any, *args: Any, **kwargs: Any) -> None:
         is_open = _GATES.get(self.optimizer)
         if is_open is None or is_open():
             kind.step(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__, "_rests": True})
+    if kind not in _KINDS:
+        _KINDS[kind] = type(kind.__name__, (kind,), {"step": step, "__module__": kind.__module__, "_rests": True})
+    return _KINDS[kind]
 
 
 def attach(scheduler: LRScheduler) -> None:

@@ -1,0 +1,115 @@
+"""The privacy card: what may be claimed about released weights, for machines (JSON) and for people (Markdown).
+
+It holds public facts only. Training loss, norms, batch sizes, bins, the key and anything computed from it never enter
+it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from lambdacgd.planning import Plan
+from lambdacgd.training.trained import Trained
+from lambdacgd.version import __version__
+
+FORMAT = "lambdacgd-privacy-card-1"
+
+NOT_COVERED = (
+    "choosing hyperparameters, stopping times or models by looking at the private data",
+    "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
+    "frozen parameters and buffers, which are released as they were before training",
+    "whoever holds the secret key: with it the noise can be subtracted",
+    "rounding of sums and noise to floating point",
+)
+
+
+def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
+    """(2ε, (1 + e^ε)δ): replacing an example is zeroing one out and putting one in, by group privacy of two."""
+    if not math.isfinite(epsilon):
+        return math.inf, 1.0
+    return 2 * epsilon, min(1.0, (1 + math.exp(min(epsilon, 700.0))) * delta)
+
+
+def card(trained: Trained) -> dict[str, Any]:
+    """The card of a model trained by ``privatize``."""
+    plan = trained.plan
+    epsilon, delta = replace_one(plan.epsilon, plan.delta)
+    certificate = plan.certificate.to_dict()
+    return {
+        "format": FORMAT,
+        "library": f"lambdacgd {__version__}",
+        "claim": _claim(plan),
+        "epsilon": _finite(plan.epsilon),
+        "delta": plan.delta,
+        "adjacency": "zero-out of one example; the number of examples, of bins and the example ids are public",
+        "replace_one": {
+            "epsilon": _finite(epsilon),
+            "delta": delta,
+            "reading": "replacing one example by another: twice the sensitivity, bounded here by group privacy of two",
+        },
+        "mechanism": plan.mechanism.to_dict(),
+        "sampling": plan.sampling.to_dict(),
+        "sigma": plan.sigma,
+        "max_grad_norm": _finite(trained.max_grad_norm),
+        "clipping": trained.clipping_mode,
+        "augmentations": trained.augmentations,
+        "batch_size": plan.batch_size,
+        "steps": {
+            "planned": plan.steps,
+            "taken": trained.steps_taken,
+            "note": "the claim is that of all planned steps",
+        },
+        "certificate": {key: _finite(value) for key, value in certificate.items()},
+        "plan_digest": plan.digest,
+        "not_covered": list(NOT_COVERED),
+    }
+
+
+def _claim(plan: Plan) -> str:
+    if not math.isfinite(plan.epsilon):
+        return "none: trained without noise and clipping, for debugging"
+    if plan.certificate.kind != "bound":
+        return "none: the noise was a point estimate, not certified"
+    sure = (
+        ""
+        if plan.certificate.confidence == 1
+        else f", with confidence {plan.certificate.confidence} in the certificate"
+    )
+    return f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}"
+
+
+def _finite(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def to_json(facts: dict[str, Any]) -> str:
+    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+
+
+def to_markdown(facts: dict[str, Any]) -> str:
+    """The same facts for people."""
+    mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
+    certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
+    rows = [
+        ("Claim", facts["claim"]),
+        ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
+        ("Adjacency", facts["adjacency"]),
+        ("Replace-one", f"ε ≤ {other['epsilon']}, δ ≤ {other['delta']:.3g} ({other['reading']})"),
+        ("Mechanism", _described(mechanism)),
+        ("Sampling", _described(sampling)),
+        ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
+        ("Expected batch size", facts["batch_size"]),
+        ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
+        ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
+        ("Made by", facts["library"]),
+    ]
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    rest = "\n".join(f"- {item}" for item in facts["not_covered"])
+    return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
+
+
+def _described(parameters: dict[str, Any]) -> str:
+    name = parameters.pop("name")
+    return name + "".join(f", {key} = {value}" for key, value in parameters.items())

@@ -1,0 +1,189 @@
+"""Saving a run and going on from it, exactly.
+
+A checkpoint holds the weights, the optimizer's state, torch's and Python's generators, and what identifies the run. It
+holds no key, no noise and no sum. It exists only between logical steps, and every one is entered in the ledger beside
+the key before its file gets its final name, so that a run never goes back behind weights that left the process.
+
+Guarantee
+---------
+A run killed at any moment resumes from its newest checkpoint by itself: a draft that the ledger knows is completed,
+any other is discarded. On one device with the same libraries the resumed run ends with the same bits. Resuming from
+anything older than the newest release is refused unless the later ones are declared destroyed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lambdacgd.keys import LedgerError
+from lambdacgd.training.cycle import Phase
+from lambdacgd.training.errors import CheckpointError
+from lambdacgd.training.identity import check_identity, content_digest
+from lambdacgd.version import __version__
+
+if TYPE_CHECKING:
+    from lambdacgd.training.private import Private
+
+FORMAT = "lambdacgd-checkpoint-1"
+
+
+def identity(private: Private) -> dict[str, Any]:
+    return {
+        "plan": private.plan.digest,
+        "layout": private.layout.digest,
+        "max_grad_norm": private.max_grad_norm,
+        "clipping_mode": private.clipper.mode,
+        "augmentations": private.augmentations,
+        "loss_reduction": private.clipper.loss_reduction,
+        "examples": len(private.dataset),
+        "data_fingerprint": private.data_fingerprint,
+        "key": private.run.key.fingerprint(),
+    }
+
+
+def gather(private: Private, extra: dict[str, Any] | None) -> dict[str, Any]:
+    """The run's state as it is: tensors are those in use, not copies."""
+    if private.cycle.phase is not Phase.IDLE:
+        raise CheckpointError(
+            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
+            "after an optimizer.step() that acted (private.between_steps is then True)"
+        )
+    private.run.need_ledger()
+    return {
+        "format": FORMAT,
+        "version": __version__,
+        "identity": identity(private),
+        "run": private.run.id,
+        "step": private.steps_taken,
+        "plan": private.plan.to_json(),
+        "model": dict(private.model.state_dict()),
+        "optimizer": private.optimizer.state_dict(),
+        "averages": [average.state_dict() for average in private.averages],
+        "generators": _generators(),
+        "extra": {} if extra is None else extra,
+    }
+
+
+def apply(private: Private, state: dict[str, Any]) -> None:
+    """Go on from a state: everything is checked before anything changes."""
+    private.check_usable()
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"this is not a checkpoint of format {FORMAT}")
+    check_identity(state["identity"], identity(private))
+    if len(state["averages"]) != len(private.averages):
+        raise CheckpointError(
+            f"the checkpoint has {len(state['averages'])} running averages of the weights and this run "
+            f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
+        )
+    try:
+        private.run.resume(state["run"], state["step"], content_digest(state))
+    except LedgerError as error:
+        raise CheckpointError(str(error)) from error
+    private.model.load_state_dict(state["model"])
+    private.optimizer.load_state_dict(state["optimizer"])
+    for average, saved in zip(private.averages, state["averages"], strict=True):
+        average.load_state_dict(saved)
+    private.stand_at(state["step"])
+    _set_generators(state["generators"])
+
+
+def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None) -> None:
+    """Write a checkpoint: draft, sync, ledger, rename. A failure leaves the previous file and the ledger alone."""
+    target = Path(path)
+    state = gather(private, extra)
+    digest = content_digest(state)
+    draft = target.with_name(f".{target.name}.draft")
+    try:
+        with open(draft, "wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:  # torch reports a short write as a RuntimeError
+        with contextlib.suppress(OSError):
+            draft.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"{target} could not be written ({error}). The previous checkpoint and the ledger are as they were: make "
+            "room or choose another place, and save again"
+        ) from error
+    private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
+    os.replace(draft, target)
+    _sync_folder(target.parent)
+
+
+def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Go on from a checkpoint file; returns its ``extra``."""
+    source = Path(path)
+    _settle_drafts(private, source.parent)
+    state = _read(source)
+    if state is None:
+        raise CheckpointError(
+            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every "
+            "copy, declare it destroyed in the ledger (key.ledger().declare_destroyed(run, step)) and resume from "
+            "the one before; or start a new run"
+        )
+    apply(private, state)
+    return dict(state["extra"])
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint at {path}") from None
+    except Exception:  # a damaged file fails in whatever way its damage leads to
+        return None
+    return state if isinstance(state, dict) and state.get("format") == FORMAT else None
+
+
+def _settle_drafts(private: Private, folder: Path) -> None:
+    """A draft that the ledger knows was whole when the process died: finish its renaming. Others never completed."""
+    if private.run.key.path is None:
+        return
+    ledger = private.run.key.ledger()
+    for draft in folder.glob(".*.draft"):
+        state = _read(draft)
+        with contextlib.suppress(LedgerError):
+            newest = None if state is None else ledger.newest(state["run"])
+            if newest is not None and newest.digest == content_digest(state):
+                os.replace(draft, folder / draft.name[1 : -len(".draft")])
+                _sync_folder(folder)
+                continue
+            if state is None or state["identity"]["key"] == private.run.key.fingerprint():
+                draft.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _generators() -> dict[str, Any]:
+    """Dropout's and augmentation's random numbers. They protect nobody: noise and bins come from the key alone."""
+    version, words, gauss = random.getstate()
+    legacy: Any = np.random.get_state()  # noqa: NPY002
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        "python": [version, list(words), gauss],
+        "numpy": [legacy[0], legacy[1].tolist(), int(legacy[2]), int(legacy[3]), float(legacy[4])],
+    }
+
+
+def _set_generators(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, numbers, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002

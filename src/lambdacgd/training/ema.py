@@ -1,0 +1,71 @@
+"""A running average of the weights. It only post-processes released steps, so it costs no privacy."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.validation import number
+
+
+class EMA:
+    """w̄ ← βw̄ + (1−β)w after every logical step, with β_t = min(β, (1+t)/(10+t)) so that the start is forgotten.
+
+    Kept in float32 or wider. ``with ema.applied():`` puts the average into the model, for evaluation or export; the
+    model's own weights come back at the end.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = number("decay", decay, above=0, below=1, include=(0,))
+        self._model = model
+        self._updates = 0
+        self._average = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._weights().items()
+        }
+        self._in_use = False
+
+    def _weights(self) -> dict[str, nn.Parameter]:
+        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the current weights. ``private.ema`` calls this after every logical step."""
+        if self._in_use:
+            raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
+        self._updates += 1
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        for name, p in self._weights().items():
+            self._average[name].lerp_(p.to(self._average[name].dtype), 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model with the average in place of its weights."""
+        own = {name: p.detach().clone() for name, p in self._weights().items()}
+        self._copy(self._average)
+        self._in_use = True
+        try:
+            yield self._model
+        finally:
+            self._in_use = False
+            self._copy(own)
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor]) -> None:
+        for name, p in self._weights().items():
+            p.copy_(source[name])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["decay"] != self.decay:
+            raise TrainingError(f"the saved average has decay {state['decay']} and this one {self.decay}")
+        self._updates = state["updates"]
+        for name, value in state["average"].items():
+            self._average[name].copy_(value)

@@ -1,0 +1,136 @@
+"""`Noiser`: the plan's batches and noise alone, for people who bring their own clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from lambdacgd.keys import LedgerError, SecretKey
+from lambdacgd.noise import Layout, NonFiniteSum
+from lambdacgd.planning import Plan
+from lambdacgd.training.errors import CheckpointError, TrainingError
+from lambdacgd.training.identity import check_identity, content_digest
+from lambdacgd.training.run import Run
+from lambdacgd.training.stage import NoiseStage, noise_stage
+from lambdacgd.validation import InvalidInput, number
+
+FORMAT = "lambdacgd-noiser-1"
+Tensors = TypeVar("Tensors", bound=dict[str, torch.Tensor])
+
+
+class Noiser:
+    """Once a step: ``batch()`` says whose examples, you clip and sum their gradients, ``add`` adds the step's noise.
+
+    ::
+
+        noiser = lc.Noiser(plan, key, max_grad_norm=1.0)
+        while not noiser.finished:
+            sums = my_clipped_sums(noiser.batch())      # {"name": float32 tensor, …}
+            gradients = noiser.add(sums)                # in place; divide by plan.batch_size yourself
+
+    Guarantee
+    ---------
+    If every sum holds each example of ``batch()`` at most once with norm at most ``max_grad_norm`` over all tensors
+    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says. Clipping is yours,
+    and so is its rounding.
+    """
+
+    def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
+        self.plan = plan
+        self.max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
+        self.run = Run(key, plan=plan.digest)
+        self.layout: Layout | None = None
+        self.steps_taken = 0
+        self._stage: NoiseStage | None = None
+        self._batches: Iterator[NDArray[np.int64]] | None = None
+        self._batch: NDArray[np.int64] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.steps_taken >= self.plan.steps
+
+    def batch(self) -> NDArray[np.int64]:
+        """The example indices of the next step (none at all is possible, and still a step). Not private."""
+        self._check_horizon()
+        if self._batch is None:
+            if self._batches is None:
+                start = self.steps_taken + 1
+                self._batches = self.plan.sampling.batches(self.run.key, run=self.run.id, start_step=start)
+            self._batch = next(self._batches)
+        return self._batch
+
+    def add(self, sums: Tensors) -> Tensors:
+        """Add this step's correlated noise to the sums in place (no division), advance the step, return the sums.
+
+        The first call fixes names and shapes. Sums are float32 or float64. A sum that is not finite raises
+        ``NonFiniteSum``; the sums are then zeroed, because they hold this step's noise, and the step can be done again.
+        """
+        self._check_horizon()
+        if not isinstance(sums, dict) or not sums:
+            raise InvalidInput("sums", type(sums).__name__, "it must be a dict of name -> tensor, the clipped sums")
+        layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
+        if self.layout is None:
+            self.layout = layout
+        if self._stage is None:
+            self._stage = noise_stage(
+                self.plan, self.run.key, run_id=self.run.id, layout=self.layout, max_grad_norm=self.max_grad_norm
+            )
+        try:
+            self._stage.add_(sums, self.steps_taken + 1)
+        except NonFiniteSum:
+            for value in sums.values():
+                value.zero_()
+            raise
+        self.steps_taken += 1
+        self._batch, moved = None, self._batch is not None
+        if not moved:
+            self._batches = None  # batch() was not asked for this step, so its iterator stands one behind
+        return sums
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, for a file beside your weights (never the key). Counts as a release of this step."""
+        self.run.need_ledger()
+        state = {"format": FORMAT, "identity": self._identity(), "run": self.run.id, "step": self.steps_taken}
+        self.run.release(self.steps_taken, digest=content_digest(state), kind="noiser")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the newest ``state_dict()`` of a run."""
+        if not isinstance(state, dict) or state.get("format") != FORMAT:
+            raise CheckpointError(f"this is not a state of format {FORMAT}")
+        if self.run.started:
+            raise CheckpointError("this noiser has already begun; load a state before its first batch")
+        current = self._identity()
+        if self.layout is None:
+            current.pop("layout")
+        check_identity(state["identity"], current)
+        try:
+            self.run.resume(state["run"], state["step"], content_digest(state))
+        except LedgerError as error:
+            raise CheckpointError(str(error)) from error
+        self.steps_taken = state["step"]
+        shapes = state["identity"]["shapes"]
+        self.layout = None if shapes is None else Layout.of({name: tuple(shape) for name, shape in shapes.items()})
+
+    def _identity(self) -> dict[str, Any]:
+        entries = None if self.layout is None else self.layout.entries
+        return {
+            "plan": self.plan.digest,
+            "layout": None if self.layout is None else self.layout.digest,
+            "shapes": None if entries is None else {entry.name: list(entry.shape) for entry in entries},
+            "max_grad_norm": self.max_grad_norm,
+            "examples": self.plan.examples,
+            "key": self.run.key.fingerprint(),
+        }
+
+    def _check_horizon(self) -> None:
+        if self.finished:
+            raise TrainingError(
+                f"all {self.plan.steps} steps of the plan are done. The horizon is fixed: more steps need a new plan"
+            )

@@ -1,0 +1,179 @@
+"""What leaves: weights and a card. What never does: key, sub-keys, noise, sums, losses, bins."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tests.training import oracle
+from torch import nn
+from torch.nn import functional as F
+
+import lambdacgd as lc
+from lambdacgd.noise import NoiseField
+from lambdacgd.training import TrainingError, export, privatize
+from lambdacgd.training.card import replace_one
+
+
+def secrets_of(private, losses, sums):
+    """Byte patterns that must not be in anything that leaves (in a checkpoint, the run id and fingerprint may be)."""
+    key, run = private.run.key, private.run.id
+    found = {"the key": oracle.KEY}
+    for name in ("noise", "bins", "order"):
+        found[f"the sub-key of {name}"] = key.derive("run", run, name)
+    for what, raw in list(found.items()):
+        found[f"{what} in hex"] = raw.hex().encode()
+        found[f"{what} in base64"] = base64.b64encode(raw)[:40]
+    field = NoiseField(key, private.layout, run_id=run)
+    for step in (1, 2, private.steps_taken):
+        z = {name: torch.zeros(p.shape) for name, p in private.clipper.parameters.items()}
+        field.fill_(z, step)
+        for name, value in z.items():
+            found[f"z[{step}] of {name}"] = value.flatten()[:2].numpy().tobytes()
+            scaled = value.flatten()[:2] * private.plan.sigma * private.max_grad_norm
+            found[f"scaled z[{step}] of {name}"] = scaled.numpy().tobytes()
+    for i, loss in enumerate(losses):
+        found[f"loss {i}"] = f"{loss:.5f}".encode()
+        found[f"loss {i} in bytes"] = torch.tensor(loss).numpy().tobytes()
+    for i, total in enumerate(sums):
+        found[f"sum {i}"] = total.flatten()[:2].numpy().tobytes()
+    return found
+
+
+def trained(tmp_path, p=None):
+    key = oracle.key()
+    key.save(tmp_path / "run.key")
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    private = privatize(
+        module, optimizer, oracle.data(), p or oracle.binned_plan(48, 12, 2), max_grad_norm=0.7, key=key
+    )
+    losses, sums = [], []
+    for x, y in private.loader:
+        loss = F.cross_entropy(module(x), y)
+        loss.backward()
+        losses.append(loss.item())
+        sums.append(private.clipper.sums["0.weight"].clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return private, secrets_of(private, losses, sums)
+
+
+def test_nothing_secret_leaves(tmp_path):
+    private, patterns = trained(tmp_path)
+    folder = export(private.model, tmp_path / "out" / "release")
+    private.save(tmp_path / "c.pt")
+    assert sorted(p.name for p in folder.iterdir()) == ["PRIVACY.md", "model.safetensors", "privacy-card.json"]
+    public = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for what in ("run id", "fingerprint"):
+        value = private.run.id if what == "run id" else private.run.key.fingerprint()
+        assert not [name for name, content in public.items() if value.encode() in content], what
+    for name, content in {**public, "checkpoint": (tmp_path / "c.pt").read_bytes()}.items():
+        for what, pattern in patterns.items():
+            assert pattern not in content, f"{what} is in {name}"
+    sizes = [len(i) for i in private.plan.sampling.batches(private.run.key, run=private.run.id)]
+    assert str(sizes).encode() not in b"".join(public.values())
+
+
+def test_the_grep_finds_what_is_there(tmp_path):
+    private, patterns = trained(tmp_path)
+    assert patterns["the key in hex"] in (tmp_path / "run.key").read_bytes()
+    assert (
+        private.model[0].weight.detach().flatten()[:2].numpy().tobytes()
+        in (export(private.model, tmp_path / "r") / "model.safetensors").read_bytes()
+    )
+
+
+def test_the_weights_are_the_models(tmp_path):
+    private, _ = trained(tmp_path)
+    with private.ema(0.5).applied():
+        export(private.model, tmp_path / "average")
+    private.detach()
+    export(private.model, tmp_path / "plain")
+    weights = load_file(tmp_path / "plain" / "model.safetensors")
+    assert weights.keys() == private.model.state_dict().keys()
+    assert all(torch.equal(v, private.model.state_dict()[n]) for n, v in weights.items())
+
+
+def test_tied_weights(tmp_path):
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.down.weight = self.up.weight
+
+        def forward(self, x):
+            return self.down(self.up(x))
+
+    module = Tied()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    dataset = torch.utils.data.TensorDataset(torch.randn(48, 4))
+    private = privatize(module, optimizer, dataset, oracle.plan(), max_grad_norm=1.0)
+    for (x,) in private.loader:
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    export(module, tmp_path / "tied")
+    assert "up.weight" in load_file(tmp_path / "tied" / "model.safetensors") or "down.weight" in load_file(
+        tmp_path / "tied" / "model.safetensors"
+    )
+
+
+def test_the_card_says_what_is_claimed(tmp_path):
+    p = oracle.plan(epsilon=2.0)
+    private, _ = trained(tmp_path, p)
+    folder = export(private.model, tmp_path / "release")
+    card = json.loads((folder / "privacy-card.json").read_text())
+    assert card["claim"] == "(2, 1e-05)-differentially private"
+    assert (card["epsilon"], card["delta"], card["sigma"]) == (2.0, 1e-5, p.sigma)
+    assert "zero-out" in card["adjacency"]
+    assert (card["replace_one"]["epsilon"], card["replace_one"]["delta"]) == (
+        4.0,
+        pytest.approx((1 + math.e**2) * 1e-5),
+    )
+    assert card["mechanism"] == {"name": "lambda-cgd", "lam": 0.6, "normalized": False}
+    assert card["sampling"]["name"] == "cyclic"
+    assert card["certificate"]["method"] == "analytic"
+    assert card["library"] == f"lambdacgd {lc.__version__}"
+    assert any("hyperparameters" in item for item in card["not_covered"])
+    text = (folder / "PRIVACY.md").read_text()
+    for part in (
+        "(2, 1e-05)-differentially private",
+        "zero-out",
+        "Replace-one",
+        "lambda-cgd, lam = 0.6",
+        "hyperparameters",
+    ):
+        assert part in text
+
+
+def test_a_card_that_claims_nothing(tmp_path):
+    private, _ = trained(tmp_path)  # its σ is made up, its certificate an estimate
+    card = json.loads((export(private.model, tmp_path / "r") / "privacy-card.json").read_text())
+    assert card["claim"].startswith("none: the noise was a point estimate")
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match="NOT PRIVATE"):
+        privatize(module, optimizer, oracle.data(), oracle.plan(epsilon=math.inf), max_grad_norm=1.0)
+    card = json.loads((export(module, tmp_path / "inf") / "privacy-card.json").read_text())
+    assert card["claim"].startswith("none: trained without noise")
+    assert card["epsilon"] == "inf"
+
+
+def test_replace_one_of_nothing():
+    assert replace_one(math.inf, 1e-5) == (math.inf, 1.0)
+    assert replace_one(1000.0, 1e-5)[1] == 1.0
+
+
+def test_refusals(tmp_path):
+    with pytest.raises(TrainingError, match="not trained by privatize"):
+        export(nn.Linear(2, 2), tmp_path / "r")
+    private, _ = trained(tmp_path)
+    export(private.model, tmp_path / "r")
+    with pytest.raises(TrainingError, match="never overwritten"):
+        export(private.model, tmp_path / "r")
+    assert not list(tmp_path.glob(".*.draft"))

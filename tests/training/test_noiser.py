@@ -1,0 +1,138 @@
+"""The noise alone, for people with their own gradients."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.training import oracle
+
+import lambdacgd as lc
+from lambdacgd.noise import LayoutError, NonFiniteSum
+from lambdacgd.training import CheckpointError, Noiser, TrainingError
+
+SHAPES = {"b.weight": (3, 4), "a": (7,)}
+
+
+def zeros():
+    return {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+
+def file_key(tmp_path):
+    path = tmp_path / "run.key"
+    if path.exists():
+        return lc.SecretKey.load(path)
+    key = oracle.key()
+    key.save(path)
+    return key
+
+
+def test_adds_the_mechanisms_noise_in_place():
+    p = oracle.plan(mechanism=lc.LambdaCGD(0.5, normalized=True))
+    noiser = Noiser(p, oracle.key(), max_grad_norm=2.0)
+    module = torch.nn.ParameterDict({"a": torch.zeros(7), "b": torch.nn.ParameterDict({"weight": torch.zeros(3, 4)})})
+    expected = oracle.correlated_noise(p, oracle.key(), noiser.run.id, module, 2.0)
+    for t in range(p.steps):
+        sums = {name: torch.full(shape, 1.5) for name, shape in SHAPES.items()}
+        kept = dict(sums)
+        assert noiser.add(sums) is sums
+        for name, value in sums.items():
+            assert value is kept[name]
+            torch.testing.assert_close(value.double(), 1.5 + expected[t][name], rtol=1e-5, atol=1e-4)
+    assert noiser.finished
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        noiser.add(zeros())
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        noiser.batch()
+
+
+@pytest.mark.parametrize("asked", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 3, 4, 7), (5,)])
+def test_batches_are_the_plans_whether_asked_or_not(asked):
+    p = oracle.binned_plan(48, 12, 2)
+    noiser = Noiser(p, oracle.key())
+    expected = list(p.sampling.batches(oracle.key(), run=noiser.run.id))
+    for t in range(p.steps):
+        if t in asked:
+            assert np.array_equal(noiser.batch(), expected[t])
+            assert np.array_equal(noiser.batch(), expected[t])
+        noiser.add(zeros())
+
+
+def test_resumes(tmp_path):
+    p = oracle.plan()
+    whole = Noiser(p, file_key(tmp_path))
+    for _ in range(3):
+        whole.add(zeros())
+    state = whole.state_dict()
+    rest = [(whole.batch().tolist(), whole.add(zeros())) for _ in range(5)]
+    whole.run.close()
+    again = Noiser(p, file_key(tmp_path))
+    again.load_state_dict(state)
+    assert again.steps_taken == 3
+    for indices, sums in rest:
+        assert again.batch().tolist() == indices
+        for name, value in again.add(zeros()).items():
+            assert torch.equal(value, sums[name])
+    again.state_dict()
+    again.run.close()
+    with pytest.raises(CheckpointError, match="released weights after step 8"):
+        Noiser(p, file_key(tmp_path)).load_state_dict(state)
+
+
+def test_a_resumed_layout_is_still_fixed(tmp_path):
+    noiser = Noiser(oracle.plan(), file_key(tmp_path))
+    noiser.add(zeros())
+    state = noiser.state_dict()
+    noiser.run.close()
+    again = Noiser(oracle.plan(), file_key(tmp_path))
+    again.load_state_dict(state)
+    with pytest.raises(LayoutError, match="shape"):
+        again.add({"a": torch.zeros(8), "b.weight": torch.zeros(3, 4)})
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(lc.InvalidInput, match="plan"):
+        Noiser("plan")
+    with pytest.raises(lc.InvalidInput, match="max_grad_norm"):
+        Noiser(oracle.plan(), max_grad_norm=0.0)
+    noiser = Noiser(oracle.plan(), oracle.key())
+    with pytest.raises(lc.InvalidInput, match="sums"):
+        noiser.add({})
+    with pytest.raises(CheckpointError, match="key file"):
+        noiser.state_dict()
+    noiser.add(zeros())
+    before = {"a": torch.ones(7)}
+    with pytest.raises(LayoutError, match="lack"):
+        noiser.add(before)
+    assert torch.equal(before["a"], torch.ones(7))
+    with pytest.raises(TypeError, match="dtype"):
+        noiser.add({name: value.half() for name, value in zeros().items()})
+    assert noiser.steps_taken == 1
+
+
+def test_a_sum_that_is_not_finite_leaves_no_noise_behind():
+    noiser = Noiser(oracle.plan(), oracle.key())
+    sums = zeros()
+    sums["a"][2] = float("nan")
+    with pytest.raises(NonFiniteSum):
+        noiser.add(sums)
+    assert noiser.steps_taken == 0
+    assert all(not value.any() for value in sums.values())
+    noiser.add(zeros())
+
+
+def test_a_state_of_something_else(tmp_path):
+    noiser = Noiser(oracle.plan(), file_key(tmp_path))
+    noiser.add(zeros())
+    state = noiser.state_dict()
+    noiser.run.close()
+    with pytest.raises(CheckpointError, match="the plan"):
+        Noiser(oracle.plan(epsilon=1.0), file_key(tmp_path)).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="clipping norm"):
+        Noiser(oracle.plan(), file_key(tmp_path), max_grad_norm=2.0).load_state_dict(state)
+    with pytest.raises(CheckpointError, match="format"):
+        Noiser(oracle.plan(), file_key(tmp_path)).load_state_dict({"step": 1})
+    begun = Noiser(oracle.plan(), file_key(tmp_path))
+    begun.add(zeros())
+    with pytest.raises(CheckpointError, match="already begun"):
+        begun.load_state_dict(state)

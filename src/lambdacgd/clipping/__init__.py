@@ -1,8 +1,9 @@
 """Per-example clipped gradient sums in one backward pass."""
 
+from lambdacgd.clipping.check import Report, check_model
 from lambdacgd.clipping.clipper import Clipper, attach
 from lambdacgd.clipping.convert import convert
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.registry import register
 
-__all__ = ["Clipper", "ClippingError", "attach", "convert", "register"]
+__all__ = ["Clipper", "ClippingError", "Report", "attach", "check_model", "convert", "register"]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Recorder = Callable[..., Iterable[Record]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Site:
     """A module that owns trainable parameters: ``names`` maps its own names to the model's."""
 
@@ -140,8 +140,12 @@ class LinearTap(torch.autograd.Function):
         ctx.call, ctx.dtype = call, x.dtype
         low = autocast_dtype(x)
         if low is not None:
-            x, weight = x.to(low), weight.to(low)
-            bias = None if bias is None else bias.to(low)
+            ready = call.clipper.casts.get(call.site)
+            if ready is not None and ready[0].dtype == low:
+                x, (weight, bias) = x.to(low), ready
+            else:
+                x, weight = x.to(low), weight.to(low)
+                bias = None if bias is None else bias.to(low)
         if x.dim() > 2 and bias is not None:  # F.linear would return a view here: see Tap
             y = x.new_empty(*x.shape[:-1], weight.shape[0])
             torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))

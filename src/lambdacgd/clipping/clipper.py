@@ -78,6 +78,8 @@ class Clipper:
         self.batch = 0  # examples in the forward pass under way
         self.generation = 0
         self.readings: dict[Any, bool] = {}
+        self.linear_sites: list[Site] = []
+        self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
         self._norms: list[Tensor] = []
         self._dropped: Tensor | None = None
         self._weights: Tensor | None = None
@@ -166,12 +168,14 @@ class Clipper:
             self.generation += 1
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
+            self.casts = sites.cast_weights(self)
         self.batch = batch
 
     def _reset(self) -> None:
         self._pending, self._norm_pass, self._task, self._seen = {}, NormPass(), -1, set()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.casts = {}
         if torch.is_grad_enabled():
             sites.check_output(self, output)
 

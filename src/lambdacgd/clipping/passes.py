@@ -79,7 +79,7 @@ class Pack:
 
     def __init__(self, records: list[Stored]) -> None:
         self.records = records
-        self.flat = torch.cat([r.gradients.flatten(1) for r in records], 1)
+        self.flat = torch.cat([r.flat() for r in records], 1)
 
     @property
     def key(self) -> tuple[str, ...]:

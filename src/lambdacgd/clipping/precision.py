@@ -65,9 +65,12 @@ def accumulation_unit(length: int, dtype: torch.dtype) -> float:
     return max(8 * math.sqrt(max(length, 1)), length / 8) * ulp
 
 
+# CUDA products of 16-bit operands can write float32 directly since torch 2.8. (Comparing versions takes microseconds.)
+_WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
 def _native_float32_out(x: Tensor) -> bool:
-    """CUDA products of 16-bit operands can write float32 directly since torch 2.8."""
-    return x.is_cuda and torch.__version__ >= "2.8"
+    return _WIDE_PRODUCTS and x.is_cuda
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:

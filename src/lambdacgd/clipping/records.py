@@ -99,15 +99,18 @@ class Stored(Record):
     name: str
     gradients: Tensor
 
+    def flat(self) -> Tensor:
+        return self.gradients.reshape(self.gradients.shape[0], -1)
+
     def norm(self) -> Norm:
-        flat = self.gradients.flatten(1)
+        flat = self.flat()
         return Norm(torch.linalg.vector_norm(flat, dim=1).square())
 
     def materialise(self, rows: slice) -> Tensor:
         return self.gradients[rows]
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
-        flat = masked(self.gradients, keep).flatten(1).t()
+        flat = masked(self.flat(), keep).t()
         if fresh:
             torch.mv(flat, factor, out=total.view(-1))
         else:

@@ -1,0 +1,86 @@
+"""`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lambdacgd.clipping.clipper import LossReduction, attach
+from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping.reference import Loss, clipped_sum, per_example_gradients
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check_model` found: relative differences by parameter, and buffers that the forward pass changed."""
+
+    examples: int
+    differences: dict[str, float]
+    buffers: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        worst = max(self.differences.items(), key=lambda item: item[1], default=("", 0.0))
+        return f"{self.examples} examples, largest relative difference {worst[1]:.1e} ('{worst[0]}')"
+
+
+def check_model(
+    model: nn.Module, batch: Any, *, loss: Loss, loss_reduction: LossReduction = "mean", tolerance: float = 1e-6
+) -> Report:
+    """Compare clipping on ``batch`` with plain autograd, one example at a time, in float64 on a copy of the model.
+
+    ``loss(model, batch)`` is the training loss for a batch of any size; ``batch`` is a tensor or nest of tensors with the examples
+    first (use at least three, none alike). Dropout is switched off for the comparison. A model that mixes examples, a loss that is
+    not the declared mean or sum over examples and a parameter that clipping would miss all raise `ClippingError`, naming the
+    parameters that differ.
+    """
+    leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
+    if not leaves:
+        raise ClippingError("batch holds no tensor with examples in its first dimension.")
+    examples = leaves[0].shape[0]
+    if examples < 2:
+        raise ClippingError("check_model needs a batch of at least two examples (three or more find more).")
+    twin = copy.deepcopy(model).double()
+    for module in twin.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) or hasattr(module, "attention_dropout"):
+            module.train(False)
+    batch = tree_map(lambda x: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    buffers = {name: b.clone() for name, b in twin.named_buffers()}
+    expected = per_example_gradients(twin, loss, batch, examples)
+    changed = tuple(name for name, b in twin.named_buffers() if not torch.equal(b, buffers[name]))
+    if changed:
+        raise ClippingError(
+            f"the forward pass changes the buffer(s) {', '.join(changed)}: statistics of examples leave the model without clipping or "
+            "noise. Freeze them (eval mode), or use a layer without running statistics: lambdacgd.clipping.convert(model)."
+        )
+    norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
+    clip = float(norms.median()) or 1.0
+    clipper = attach(twin, clip, loss_reduction=loss_reduction)
+    value = loss(twin, batch)
+    clipper.backward(value)
+    found, wanted = clipper.take(), clipped_sum(expected, clip)
+    size = math.sqrt(sum(float(w.square().sum()) for w in wanted.values())) or 1.0
+    differences = {name: float((found[name] - wanted[name]).norm()) / size for name in wanted}
+    wrong = {name: d for name, d in differences.items() if not d <= tolerance}
+    if wrong:
+        raise ClippingError(_explain(wrong, clipper.norms / norms, loss_reduction))
+    return Report(examples, differences)
+
+
+def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str) -> str:
+    named = ", ".join(f"'{n}' ({d:.1e})" for n, d in sorted(wrong.items(), key=lambda item: -item[1])[:8])
+    text = f"clipped sums differ from one-example-at-a-time autograd in {len(wrong)} parameter(s): {named}. "
+    if float(ratio.std()) < 1e-6 * float(ratio.mean()) and abs(float(ratio.mean()) - 1) > 1e-6:
+        return text + (
+            f"All gradients are {float(ratio.mean()):.3g} times too large: loss_reduction={loss_reduction!r} does not describe the loss."
+        )
+    return text + (
+        "Either the model mixes examples (BatchNorm, attention across the batch), or the loss is not a "
+        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs long examples more: average "
+        "within each example first), or the batch size took part in the computation."
+    )

@@ -162,7 +162,7 @@ def test_zero_grad_forgotten():
     backward(module, next(batches))
     with pytest.raises(TrainingError, match="still holds the gradient of step 1"):
         optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad(set_to_none=False)
     optimizer.step()
     assert private.steps_taken == 2
     optimizer.zero_grad()

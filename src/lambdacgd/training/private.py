@@ -195,6 +195,7 @@ class Private:
             schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
 
     def hand_out(self, chunk: Chunk) -> None:
+        self._drop_zeroed()
         self.cycle.batch(chunk.step, len(chunk.indices), last=chunk.last)
         self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
 
@@ -260,6 +261,7 @@ class Private:
                 continue
             tensor, version = self._written.get(name, (None, 0))
             if p.grad is tensor and p.grad._version == version:
+                self._clear_gradients()  # they share memory with the sums gathered since, which must survive this error
                 raise TrainingError(
                     f"{name}.grad still holds the gradient of step {self.cycle.done}: call optimizer.zero_grad() "
                     "after every step"
@@ -272,6 +274,13 @@ class Private:
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
         self._written = {}
 
+    def _drop_zeroed(self) -> None:
+        """After zero_grad(set_to_none=False) a gradient is None too: the clipper is about to write its memory."""
+        for name, p in self.clipper.parameters.items():
+            tensor, version = self._written.get(name, (None, 0))
+            if tensor is not None and p.grad is tensor and p.grad._version != version:
+                p.grad = None
+
     @torch.no_grad()
     def _write_gradients(self) -> None:
         sums = self.clipper.take()
@@ -283,7 +292,9 @@ class Private:
             raise
         torch._foreach_div_(list(sums.values()), self.plan.batch_size)
         for name, p in self.clipper.parameters.items():
-            p.grad = sums[name] if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
+            # The clipper's own buffer, through an alias that counts its own changes: the next backward pass writes the
+            # buffer again, and only zero_grad writes the alias.
+            p.grad = sums[name].data if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
             self._written[name] = (p.grad, p.grad._version)
         self.cycle.phase = Phase.NOISED
 

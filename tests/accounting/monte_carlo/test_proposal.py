@@ -1,6 +1,7 @@
 """The proposal's densities are densities, and its weights stay within what is proven."""
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -28,9 +29,7 @@ def test_overshoot_has_its_density(epsilon: float, variance: float) -> None:
 
     draws = np.sort(overshoot(np.random.default_rng(3), epsilon, np.full(20_000, variance)))
     grid = np.linspace(0, draws[-1] * 1.5, 4000)
-    cumulative = np.concatenate(
-        [[0], np.cumsum([quad(density, a, b)[0] for a, b in zip(grid, grid[1:], strict=False)])]
-    )
+    cumulative = np.concatenate([[0], np.cumsum([quad(density, a, b)[0] for a, b in pairwise(grid)])])
     expected = np.interp(draws, grid, cumulative / cumulative[-1])
     empirical = (np.arange(len(draws)) + 0.5) / len(draws)
     assert np.abs(expected - empirical).max() < 2.7 / math.sqrt(len(draws))

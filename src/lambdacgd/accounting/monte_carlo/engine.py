@@ -46,12 +46,12 @@ def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Ite
 class Pilot:
     """Proposals fitted with a few fixed random numbers, so that neighbouring σ get neighbouring proposals."""
 
-    def __init__(self, gram: Gram, levels: tuple[Level, ...], *, seed: int) -> None:
+    def __init__(self, gram: Gram, levels: tuple[Level, ...], *, seed: int, most: int = 4096) -> None:
         self.gram, self.levels = gram, levels
         size = len(gram.diagonal)
         self._seed = seed
-        self._draws = gram.sample(np.random.default_rng(seed), int(np.clip(400_000 // size, 16, 256)))
-        self.round = int(np.clip((1 << 22) // size, 512, 4096))
+        self._draws = gram.sample(np.random.default_rng(seed), int(np.clip(400_000 // size, 16, most // 16)))
+        self.round = int(np.clip((1 << 22) // size, 512, most))
 
     def proposal(self, epsilon: float, sigma: float, direction: OneWay, *, envelope_share: float) -> Proposal:
         equal = tilted(self.gram, self.levels, epsilon, sigma, direction, pilot=self._draws)

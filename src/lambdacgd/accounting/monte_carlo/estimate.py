@@ -65,10 +65,10 @@ def add_bound(gram: Gram, epsilon: float, sigma: float) -> float:
 class Estimator:
     """Estimates for one Gram matrix with common random numbers: answers are smooth in ε and σ."""
 
-    def __init__(self, gram: Gram, *, seed: int = 0) -> None:
+    def __init__(self, gram: Gram, *, seed: int = 0, round_size: int = 4096) -> None:
         self.gram = gram
         self.levels = levels_of(gram)
-        self.pilot = Pilot(gram, self.levels, seed=seed)
+        self.pilot = Pilot(gram, self.levels, seed=seed, most=round_size)
         self._seed = seed
 
     def one_way(self, epsilon: float, sigma: float, direction: OneWay, *, samples: int) -> Estimate:
@@ -129,6 +129,30 @@ class Estimator:
         sigma = math.exp(at)
         return SigmaEstimate(sigma, sigma * found.relative_error / slope, slope, found)
 
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
+        """σ of the remove direction from one round: for comparing mechanisms, whose errors nearly cancel."""
+        few = self.pilot.round
+        at = math.log(start or math.sqrt(float(self.gram.diagonal.max())) * gaussian_sigma(epsilon, delta))
+
+        def gap(log_sigma: float) -> float:
+            try:
+                found = self.delta(epsilon, math.exp(log_sigma), samples=few, direction="remove")
+            except AccountingError:  # σ so small that δ is nearly 1
+                return -math.log(delta)
+            return math.log(max(found.value, 1e-300) / delta)
+
+        if start is None:
+            return math.exp(find_root(gap, at, step=-0.35, tolerance=0.01))
+        slope, before = 22.0, (at, gap(at))
+        for _ in range(8):
+            if abs(before[1]) < 0.1:  # the last step below is within the slope's error
+                break
+            at = before[0] + float(np.clip(before[1] / slope, -0.3, 0.3))
+            miss = gap(at)
+            slope = float(np.clip((before[1] - miss) / (at - before[0]), 3.0, 100.0))
+            before = (at, miss)
+        return math.exp(before[0] + before[1] / slope)
+
     def epsilon(self, delta: float, sigma: float, *, samples: int, direction: Direction) -> float:
         """ε with δ(ε, σ) = ``delta`` (0 if none is needed)."""
         norm = math.sqrt(float(self.gram.diagonal.max()))
@@ -144,7 +168,7 @@ class Estimator:
 
 
 def find_root(function: Callable[[float], float], start: float, *, step: float, tolerance: float) -> float:
-    """Root of a function that falls against ``step`` (≤ 0 near ``start``, but for noise): regula falsi, Illinois rule."""
+    """Root of a function that rises along ``step`` from about 0 or below at ``start``: regula falsi, Illinois rule."""
     right, value_right = start, function(start)
     while value_right > 0:
         right -= 0.2 * step

@@ -26,7 +26,7 @@ def dense_strategy(mechanism: Mechanism, horizon: Horizon) -> Array:
 def brute_force_delta(
     strategy: Array, horizon: Horizon, epsilon: float, sigma: float, *, samples: int, seed: int
 ) -> dict[str, tuple[float, float]]:
-    """δ and its standard error in each direction: remove sampled from P, add from Q, losses from n-dimensional points."""
+    """δ and its standard error in each direction: remove sampled from P, add from Q, at n-dimensional points."""
     n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
     centres = np.zeros((b, n))
     for j in range(b):

@@ -1,0 +1,70 @@
+"""BandInvMF for amplified training: noising coefficients optimised with the Balls-in-Bins accountant in the loop."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize
+
+from lambdacgd import cache
+from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon
+from lambdacgd.tuning.choice import AmplifiedError, choose_gamma
+from lambdacgd.validation import integer, number
+
+MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gains nothing
+_EVALUATIONS = 60  # for each coefficient
+_SMALLEST = 1e-6
+
+
+def amplified_band_inv_mf(bands: int, horizon: Horizon, *, epsilon: float, delta: float) -> BandInvMF:
+    """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
+
+    The coefficients after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
+    Balls-in-Bins accounting needs. The search starts at the best γ-BIFR (of which BISR is one) and, where that is
+    better, at the optimum without amplification. σ is a quick estimate with common random numbers; no privacy
+    rests on it, since the plan's σ is certified for the coefficients found.
+    """
+    integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, horizon.steps))
+    number("epsilon", epsilon, above=0)
+    number("delta", delta, above=0, below=1)
+    question = {
+        "bands": int(bands),
+        "steps_per_epoch": int(horizon.steps_per_epoch),
+        "epochs": int(horizon.epochs),
+        "epsilon": epsilon,
+        "delta": delta,
+    }
+    found = cache.cached("amplified-bandinvmf", question, lambda: _optimise(bands, horizon, epsilon, delta))
+    return BandInvMF(bands, coefficients=tuple(found))
+
+
+def _optimise(bands: int, horizon: Horizon, epsilon: float, delta: float) -> list[float]:
+    search = AmplifiedError(horizon, epsilon, delta)
+
+    def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
+        return (1.0, *(-float(value) for value in np.exp(logs)))
+
+    def error(logs: NDArray[np.float64]) -> float:
+        if np.exp(logs).sum() >= 1.0:  # C would grow without bound
+            return 1e300
+        return search.rmse(BandInvMF(bands, coefficients=coefficients(logs)))
+
+    gamma = choose_gamma(bands, horizon, objective="amplified-rmse", epsilon=epsilon, delta=delta).value
+    starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(horizon)]
+    points = [_logs(np.asarray(start.noising(horizon.steps))[1:], bands - 1) for start in starts]
+    best = min(points, key=error)
+    simplex = np.vstack([best] + [best + 0.15 * np.eye(bands - 1)[i] * (-1) ** i for i in range(bands - 1)])
+    found = minimize(
+        error,
+        best,
+        method="Nelder-Mead",
+        options={"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)},
+    )
+    return list(coefficients(found.x))
+
+
+def _logs(tail: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """log|a_j| of the negative coefficients; others become tiny."""
+    padded = np.zeros(size)
+    padded[: len(tail)] = tail[:size]
+    return np.log(np.maximum(-padded, _SMALLEST))

@@ -1,0 +1,87 @@
+"""Choosing λ and γ: closed-form cases, orderings the paper proves or reports, and the guideline's arithmetic."""
+
+import pytest
+
+from lambdacgd import cache
+from lambdacgd.accounting.monte_carlo import MonteCarlo
+from lambdacgd.mechanisms import Horizon, LambdaCGD, error_norms, rmse
+from lambdacgd.tuning import choose_gamma, choose_lambda
+from lambdacgd.tuning.choice import SHRINKAGE, shrink
+from lambdacgd.validation import InvalidInput
+
+SMALL = Horizon(40, 4)
+
+
+@pytest.fixture(scope="module")
+def choice() -> object:
+    with cache.disabled():
+        return choose_lambda(SMALL, objective="amplified-rmse", epsilon=2.0, delta=1e-4)
+
+
+def test_the_papers_optimum_without_amplification() -> None:
+    found = choose_lambda(Horizon(390, 10), objective="rmse")
+    assert found.value == pytest.approx(0.9776, abs=2e-4)
+    assert choose_lambda(Horizon(390, 10), objective="maxse").value >= found.value
+
+
+def test_full_batch_wants_no_correlation() -> None:
+    assert choose_lambda(Horizon(1, 50), objective="rmse").value == 0.0
+
+
+def test_amplification_wants_less_correlation(choice: object) -> None:
+    values = {c.objective: c.value for c in choice.candidates}  # type: ignore[attr-defined]
+    assert 0 <= values["guideline"] <= values["amplified-rmse"] <= values["rmse"] <= values["maxse"] < 1
+    assert choice.value == values["amplified-rmse"]  # type: ignore[attr-defined]
+
+
+def test_the_amplified_minimiser_is_one(choice: object) -> None:
+    """RMSE at the minimiser against a grid, by the accountant's own estimates: never more than 2% above the best."""
+
+    def error(lam: float) -> float:
+        sigma = MonteCarlo(LambdaCGD(lam), SMALL).estimate_sigma(2.0, 1e-4, relative_error=0.05).sigma
+        return error_norms(LambdaCGD(lam), SMALL.steps)[0] * sigma
+
+    best = min(error(lam) for lam in (0.0, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9))
+    assert error(choice.value) < 1.02 * best  # type: ignore[attr-defined]
+    by_name = {c.objective: c for c in choice.candidates}  # type: ignore[attr-defined]
+    assert by_name["amplified-rmse"].rmse == pytest.approx(error(choice.value), rel=0.02)  # type: ignore[attr-defined]
+    assert by_name["amplified-rmse"].rmse <= by_name["guideline"].rmse * 1.01
+
+
+def test_the_guideline_divides_the_memory_by_three() -> None:
+    assert 1 / (1 - shrink(0.97)) == pytest.approx(1 / (1 - 0.97) / SHRINKAGE)
+    assert shrink(0.5) == 0.0
+
+
+def test_gamma_with_two_bands_is_lambda() -> None:
+    gamma = choose_gamma(2, SMALL, objective="rmse").value
+    assert gamma == pytest.approx(choose_lambda(SMALL, objective="rmse").value, abs=1e-4)
+
+
+def test_gamma_meets_the_published_values() -> None:
+    """Bands 4: γ = .94 and RMSE 12.40 at ε = 8 without amplification (σ = .60023)."""
+    found = choose_gamma(4, Horizon(390, 10), objective="rmse")
+    assert found.value == pytest.approx(0.94, abs=0.006)
+    assert found.candidates[0].rmse * 0.60023 == pytest.approx(12.40, abs=0.01)
+
+
+def test_the_normalised_variant_is_searched_too() -> None:
+    found = choose_lambda(SMALL, objective="rmse", normalized=True)
+    for lam in (0.5, 0.7, 0.8, 0.9, 0.95):
+        assert rmse(LambdaCGD(found.value, True), SMALL) <= rmse(LambdaCGD(lam, True), SMALL) * (1 + 1e-9)
+
+
+def test_choices_are_serialisable(choice: object) -> None:
+    data = choice.to_dict()  # type: ignore[attr-defined]
+    assert [c["objective"] for c in data["candidates"]] == ["rmse", "maxse", "amplified-rmse", "guideline"]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(InvalidInput, match=r"^objective is"):
+        choose_lambda(SMALL, objective="best")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match=r"^epsilon is None"):
+        choose_lambda(SMALL, objective="guideline")
+    with pytest.raises(InvalidInput, match=r"^delta is 2"):
+        choose_lambda(SMALL, epsilon=1.0, delta=2.0)
+    with pytest.raises(InvalidInput, match=r"^bands is 1"):
+        choose_gamma(1, SMALL, objective="rmse")

@@ -40,8 +40,46 @@ def test_automatic_lambda_without_amplification_is_rmse_optimal():
     plan = cyclic()
     assert plan.mechanism.lam == pytest.approx(0.9776, abs=1e-4)
     assert plan.rmse == pytest.approx(12.686, rel=1e-3)
-    assert plan.choice["parameter"] == "λ"
-    assert "rmse" in plan.choice["objective"]
+    assert (plan.choice["parameter"], plan.choice["objective"]) == ("lambda", "rmse")
+
+
+def test_balls_in_bins_is_the_default_and_certified_exactly():
+    plan = lc.plan(**(PAPER | {"epsilon": 2.0}), lam=0.9)
+    assert plan.sampling.name == "balls-in-bins"
+    assert plan.sigma == pytest.approx(5.4996, rel=1e-3)
+    assert (plan.certificate.method, plan.certificate.confidence) == ("transfer-matrix", 1.0)
+    assert plan.rmse < cyclic(epsilon=2.0, lam=0.9).rmse
+
+
+def test_dp_sgd_under_balls_in_bins_is_lambda_zero():
+    small = {"examples": 1000, "batch_size": 50, "epochs": 3, "epsilon": 2.0, "delta": 1e-5}
+    independent = lc.plan(**small, mechanism="dp-sgd")
+    assert independent.certificate.method == "transfer-matrix"
+    assert independent.sigma == pytest.approx(lc.plan(**small, lam=0.0).sigma, rel=1e-6)
+    assert independent.sigma == pytest.approx(lc.plan(**small, mechanism=lc.BISR(1)).sigma, rel=1e-6)
+
+
+def test_automatic_lambda_under_amplification_follows_the_guideline():
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 2.0, "delta": 1e-5}
+    plan = lc.plan(**small)
+    found = {candidate["objective"]: candidate["value"] for candidate in plan.choice["candidates"]}
+    assert set(found) == {"rmse", "maxse", "amplified-rmse", "guideline"}
+    assert plan.mechanism.lam == found["guideline"] <= found["amplified-rmse"] <= found["rmse"] <= found["maxse"]
+
+
+def test_other_mechanisms_are_certified_by_sampling():
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
+    certified = lc.plan(**small, mechanism="bisr", bands=3)
+    quick = lc.plan(**small, mechanism="bisr", bands=3, estimate=True)
+    assert (certified.certificate.method, certified.certificate.kind) == ("monte-carlo", "bound")
+    assert certified.certificate.confidence >= 1 - 1e-7
+    assert quick.certificate.kind == "estimate"
+    assert quick.sigma < certified.sigma < quick.sigma * 1.04
+
+
+def test_a_strategy_with_negative_entries_is_refused_under_balls_in_bins():
+    with pytest.raises(ValueError, match="negative"):
+        lc.plan(400, 20, epochs=2, epsilon=4.0, delta=1e-4, mechanism=lc.BandInvMF(2, (1.0, 0.5)))
 
 
 def test_automatic_gamma_without_amplification_is_rmse_optimal():
@@ -128,6 +166,8 @@ def test_steps_per_epoch_can_be_given():
         ({"mechanism": "bisr", "normalized": True}, "normalized"),
         ({"mechanism": "blt", "buffers": 0}, "buffers"),
         ({"mechanism": lc.LambdaCGD(0.5), "lam": 0.9}, "lam"),
+        ({"mechanism": "bandinvmf", "amplified": True}, "amplified"),
+        ({"mechanism": "bisr", "amplified": True}, "amplified"),
         ({"steps_per_epoch": 0}, "steps_per_epoch"),
         ({"steps_per_epoch": 391}, "steps_per_epoch"),
         ({"sampling": "poisson", "lam": 0.9}, "sampling"),

@@ -21,7 +21,6 @@ from lambdacgd.mechanisms import (
     BandMF,
     GammaBIFR,
     Horizon,
-    Identity,
     LambdaCGD,
     Mechanism,
     error_norms,
@@ -295,22 +294,41 @@ def _lambda_cgd(
     lam = parameters.get("lam", "auto")
     if lam != "auto":
         return LambdaCGD(lam, normalized), None
-    return LambdaCGD(0.5, normalized), None
+    from lambdacgd.tuning import choose_lambda
+
+    choice = choose_lambda(sampling.horizon, normalized=normalized, **_objective(sampling, epsilon, delta))
+    return LambdaCGD(choice.value, normalized), {"parameter": "lambda"} | choice.to_dict()
 
 
 def _gamma_bifr(
     bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     gamma = parameters.get("gamma", "auto")
-    if gamma != "auto":
-        return GammaBIFR(bands, gamma).resolve(sampling.horizon), None
-    return GammaBIFR(bands, 0.5), None
+    if gamma != "auto" or bands == 1:
+        return GammaBIFR(bands, 0.0 if gamma == "auto" else gamma).resolve(sampling.horizon), None
+    from lambdacgd.tuning import choose_gamma
+
+    choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, epsilon, delta))
+    return GammaBIFR(bands, choice.value).resolve(sampling.horizon), {"parameter": "gamma"} | choice.to_dict()
 
 
 def _amplified_band_inv_mf(
     bands: int, sampling: Sampling, epsilon: float, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
-    return BandInvMF(bands).resolve(sampling.horizon), None
+    if not isinstance(sampling, BallsInBins) or math.isinf(epsilon):
+        raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
+    from lambdacgd.tuning import amplified_band_inv_mf
+
+    found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta)
+    because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
+    return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
+
+
+def _objective(sampling: Sampling, epsilon: float, delta: float) -> dict[str, Any]:
+    """What an automatic parameter is chosen by: the paper's guideline where there is amplification, else RMSE."""
+    if isinstance(sampling, BallsInBins) and math.isfinite(epsilon):
+        return {"objective": "guideline", "epsilon": epsilon, "delta": delta}
+    return {"objective": "rmse"}
 
 
 def _plain(value: Any) -> Any:
@@ -328,4 +346,4 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-__all__ = ["FORMAT", "PARAMETERS", "Identity", "Plan", "make_mechanism", "make_sampling", "plan"]
+__all__ = ["FORMAT", "PARAMETERS", "Plan", "make_mechanism", "make_sampling", "plan"]

@@ -28,7 +28,7 @@ def test_plan_for_people(capsys, tmp_path):
     text = capsys.readouterr().out
     assert "noise multiplier" in text
     assert "regenerates 1" in text
-    assert "chosen by" in text
+    assert "was chosen by rmse" in text
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 

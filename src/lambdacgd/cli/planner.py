@@ -154,9 +154,10 @@ def _remarks(plan: Plan) -> list[str]:
     if plan.delta * plan.examples > 1:
         lines.append(f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]")
     if plan.choice:
-        lines.append(f"{plan.choice['parameter']} chosen by: {plan.choice['objective']}")
-        for name, value in plan.choice.get("candidates", {}).items():
-            lines.append(f"  {name:<16} {value['value']:.5f}   RMSE {value['rmse']:.4g}")
+        lines.append(f"{plan.choice['parameter']} was chosen by {plan.choice['objective']}: {plan.choice['because']}")
+        for candidate in plan.choice.get("candidates", ()):
+            where = "amplified" if candidate["amplified"] else "at unit noise"
+            lines.append(f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}")
     return lines
 
 

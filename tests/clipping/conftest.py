@@ -21,8 +21,12 @@ def probe_loss(model: nn.Module, batch: Any) -> Tensor:
     return torch.tanh(flat @ direction / flat.shape[1] ** 0.5).mean() + (flat**2).mean(1).mean()
 
 
-def compare(model: nn.Module, batch: Any, examples: int, *, loss: Any = probe_loss, tolerance: float = 1e-9, **options: Any) -> None:
-    """Clipped sums (clipping about half of the examples) equal the reference's, in whole and in two physical batches."""
+def compare(
+    model: nn.Module, batch: Any, examples: int, *, loss: Any = probe_loss, tolerance: float = 1e-9, **options: Any
+) -> None:
+    """Clipped sums (clipping about half of the examples) equal the reference's, in whole and in two physical
+    batches.
+    """
     model = model.double()
     gradients = per_example_gradients(model, loss, batch, examples)
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in gradients])
@@ -33,7 +37,7 @@ def compare(model: nn.Module, batch: Any, examples: int, *, loss: Any = probe_lo
     try:
         clipper.backward(loss(model, batch))
         assert all(p.grad is None for p in model.parameters())
-        torch.testing.assert_close(clipper.norms, norms, rtol=1e-9, atol=1e-9 * float(norms.max()))
+        torch.testing.assert_close(clipper.norms, norms, rtol=tolerance, atol=tolerance * float(norms.max()))
         whole = {name: total.clone() for name, total in clipper.take().items()}
         for i in range(examples):
             clipper.backward(loss(model, example(batch, i)))

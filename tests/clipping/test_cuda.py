@@ -39,7 +39,9 @@ def test_gram_kernel_agrees_with_its_twin(dtype: torch.dtype, tokens: int, inner
         truth = torch.einsum("bti,bto->boi", record.a.double(), record.b.double()).flatten(1).norm(dim=1).square()
         size = slow.trace_a * slow.trace_b / tokens
         for name in ("square", "trace_a", "trace_b", "gram_a", "gram_b"):
-            torch.testing.assert_close(getattr(fast[k], name), getattr(slow, name), rtol=4e-3, atol=float(size.max()) * 4e-3)
+            torch.testing.assert_close(
+                getattr(fast[k], name), getattr(slow, name), rtol=4e-3, atol=float(size.max()) * 4e-3
+            )
         assert ((fast[k].square - truth).abs() <= 4e-3 * size).all()
 
 
@@ -65,7 +67,9 @@ def test_layer_norm_sums_agree(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("low", [False, True])
 def test_no_contribution_exceeds_the_clipping_norm(low: bool) -> None:
-    """Every example alone (weights 0 and 1): what is really added has norm at most ζ(1 + tol), and nearly reaches it."""
+    """Every example alone (weights 0 and 1): what is really added has norm at most ζ(1 + tol), and nearly reaches
+    it.
+    """
     model = ViT(128, 3, 4, patch=4, image=32).cuda()
     x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
     clipper = attach(model, 1e-3)

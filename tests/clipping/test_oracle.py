@@ -50,14 +50,17 @@ def test_linear(oracle: Oracle, batch: int, middle: list[int], inner: int, outer
 def test_convolution(oracle: Oracle, data: Any) -> None:
     dims, groups = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
     kernel, stride = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2))
-    dilation, mode = data.draw(st.integers(1, 2)), data.draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    dilation, mode = (
+        data.draw(st.integers(1, 2)),
+        data.draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"])),
+    )
     padding: Any = data.draw(st.integers(0, 1))
     if stride == 1 and data.draw(st.booleans()):
         padding = data.draw(st.sampled_from(["same", "valid"]))
     kind = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1]
     layer = kind(
-        2 * groups, 2 * groups * data.draw(st.integers(1, 2)), kernel, stride=stride, padding=padding, dilation=dilation,
-        groups=groups, bias=data.draw(st.booleans()), padding_mode=mode,
+        2 * groups, 2 * groups * data.draw(st.integers(1, 2)), kernel, stride=stride, padding=padding,
+        dilation=dilation, groups=groups, bias=data.draw(st.booleans()), padding_mode=mode,
     )  # fmt: skip
     oracle(Wrapped(layer), seeded(3, 2 * groups, *([6, 5, 7][:dims])), 3)
 
@@ -91,7 +94,11 @@ def test_embedding_bag(oracle: Oracle, mode: str, padding: int | None) -> None:
 
 def test_embedding_bag_with_offsets() -> None:
     torch.manual_seed(2)
-    bag, tokens, offsets = nn.EmbeddingBag(6, 3, mode="mean").double(), torch.randint(0, 6, (9,)), torch.tensor([0, 4, 5, 5])
+    bag, tokens, offsets = (
+        nn.EmbeddingBag(6, 3, mode="mean").double(),
+        torch.randint(0, 6, (9,)),
+        torch.tensor([0, 4, 5, 5]),
+    )
     clipper = attach(bag, 0.2, batch_of=lambda args, kwargs: len(args[1]))
     bag(tokens, offsets).square().sum(1).mean().backward()
     total = torch.zeros(6, 3, dtype=torch.float64)
@@ -156,7 +163,9 @@ def test_cells(oracle: Oracle, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("self_attention", [True, False])
-@pytest.mark.parametrize("options", [{}, {"bias": False}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 6, "vdim": 5}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False}, {"add_bias_kv": True, "add_zero_attn": True}, {"kdim": 6, "vdim": 5}]
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_multihead_attention(oracle: Oracle, self_attention: bool, options: dict[str, Any], first: bool) -> None:
     if self_attention and "kdim" in options:

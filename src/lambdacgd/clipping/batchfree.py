@@ -1,11 +1,11 @@
 """Parameters that no layer rule covers: class tokens, position embeddings, LayerScale, a user's own layer.
 
-While their module's forward runs they are stand-ins (`BatchFree`): tensors without a batch dimension that remember how they
-were made. Operations among them stay batch-free. Where one meets a tensor whose first dimension is the batch it is split
-into one copy per example, so that the backward pass yields its per-example gradient: by broadcasting for elementwise
-operations, by the Linear rule for products, by ``torch.func`` (vmap of the operation's vjp) for anything else. Per-example
-gradients are then pulled back through the batch-free operations to the parameter. Nothing is approximated; what does
-not fit is refused.
+While their module's forward runs they are stand-ins (`BatchFree`): tensors without a batch dimension that remember how
+they were made. Operations among them stay batch-free. Where one meets a tensor whose first dimension is the batch it is
+split into one copy per example, so that the backward pass yields its per-example gradient: by broadcasting for
+elementwise operations, by the Linear rule for products, by ``torch.func`` (vmap of the operation's vjp) for anything
+else. Per-example gradients are then pulled back through the batch-free operations to the parameter. Nothing is
+approximated; what does not fit is refused.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ _ELEMENTWISE = {
     for base in ("add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract")
     for name in (base, f"{base}_", f"__{base}__", f"__r{base}__", f"__i{base}__")
 } | {"rsub", "__truediv__", "__rtruediv__", "__itruediv__", "where", "maximum", "minimum", "addcmul", "lerp"}
+# Not elementwise, but a mask or bias of attention scores is broadcast over the examples all the same.
+_ELEMENTWISE |= {"scaled_dot_product_attention"}
 _SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _CASTING = {"type_as", "to", "new_zeros", "new_ones", "new_full", "new_empty"}
 _LINEAR = {"linear"}
@@ -98,8 +100,11 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         _check_consistent(site, (roots[0].name, name, tuple(x.dim() for x in others)), bool(batched))
     if not batched and any(x.requires_grad for x in others):
         shape = tuple(next(x.shape for x in others if x.requires_grad))
-        raise _refuse(roots, f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have "
-                      f"the batch ({batch}) first")  # fmt: skip
+        raise _refuse(
+            roots,
+            f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have the batch "
+            f"({batch}) first",
+        )
     if not batched or name == "expand_as":
         args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
@@ -120,13 +125,18 @@ def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
     if isinstance(out, Tensor):
         return stand_in(out, roots) if out.requires_grad else out
     if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
-        return type(out)(_wrap(x, roots) for x in out) if type(out) in (tuple, list) else tuple(_wrap(x, roots) for x in out)
+        return (
+            type(out)(_wrap(x, roots) for x in out)
+            if type(out) in (tuple, list)
+            else tuple(_wrap(x, roots) for x in out)
+        )
     return out
 
 
 def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
     return roots[0].site.refuse(
-        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a module of "
+        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move "
+        "it into a module of "
         "its own whose forward takes and returns tensors with the batch first, or freeze it (requires_grad_(False))."
     )
 
@@ -137,8 +147,10 @@ def _check_consistent(site: Site, key: tuple[Any, ...], batched: bool) -> None:
         return  # one example: every reading gives the same gradient
     if site.clipper.readings.setdefault(key, batched) != batched:
         raise site.refuse(
-            f"parameter '{key[0]}' meets a tensor in {key[1]} whose first dimension equals the batch size in one batch and "
-            "not in another, so it is unclear whether it is the batch. Pad to a length that no batch size takes, or use "
+            f"parameter '{key[0]}' meets a tensor in {key[1]} whose first dimension equals the batch "
+            "size in one batch and "
+            "not in another, so it is unclear whether it is the batch. Pad to a length that no batch "
+            "size takes, or use "
             "another max_physical_batch_size."
         )
 
@@ -164,7 +176,12 @@ def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Ite
         return
     with torch.enable_grad():
         found = torch.autograd.grad(
-            value, [r.leaf for r in roots], gradients.to(value.dtype), is_grads_batched=True, retain_graph=True, allow_unused=True
+            value,
+            [r.leaf for r in roots],
+            gradients.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
         )
     for root, gradient in zip(roots, found, strict=True):
         if gradient is not None:
@@ -175,7 +192,11 @@ def _graph_value(x: BatchFree) -> Tensor:
     """The plain tensor with its graph; the leaf itself if nothing was done to it."""
     value = x.as_subclass(torch.Tensor)
     for root in x._roots:
-        if value.data_ptr() == root.leaf.data_ptr() and value.shape == root.leaf.shape and value.dtype == root.leaf.dtype:
+        if (
+            value.data_ptr() == root.leaf.data_ptr()
+            and value.shape == root.leaf.shape
+            and value.dtype == root.leaf.dtype
+        ):
             return root.leaf if value.stride() == root.leaf.stride() else value
     return value
 
@@ -189,7 +210,10 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
     elif x.dim() == depth and x.shape[0] == 1:
         shape = (batch, *x.shape[1:])
     else:
-        raise _refuse(x._roots, f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch")
+        raise _refuse(
+            x._roots,
+            f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch",
+        )
     value, own = _graph_value(x), x._roots
     call = Call(site, lambda gradient: _pull_back(value, own, gradient))
     return _Split.apply(site.clipper.anchor, value.detach(), call, shape)  # type: ignore[no-any-return]
@@ -228,11 +252,17 @@ def _parameter_name(x: Any) -> str | None:
     return x._roots[0].name if isinstance(x, BatchFree) else None
 
 
-def _vmapped(site: Site, func: Callable[..., Any], name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]) -> Tensor:
-    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from the saved inputs."""
+def _vmapped(
+    site: Site, func: Callable[..., Any], name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]
+) -> Tensor:
+    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from the saved
+    inputs.
+    """
     batch = site.clipper.batch
     ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]
-    batched = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and i not in ours and x.dim() > 0 and x.shape[0] == batch]
+    batched = [
+        i for i, x in enumerate(flat) if isinstance(x, Tensor) and i not in ours and x.dim() > 0 and x.shape[0] == batch
+    ]
     fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
@@ -257,6 +287,5 @@ def _vmapped(site: Site, func: Callable[..., Any], name: str, flat: list[Any], t
         for i, value, gradients in zip(ours, values, found, strict=True):
             yield from _pull_back(value, flat[i]._roots, gradients)
 
-    return tap(site, out, recorder, *(flat[i] for i in batched))
-
-
+    # A copy: the operation may have kept its output for its own backward pass, and the tap marks it as changed.
+    return tap(site, out.clone(), recorder, *(flat[i] for i in batched))

@@ -1,7 +1,8 @@
 """One training step, private and not: time and peak memory, in one run on one machine, as JSON.
 
-Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. Opacus is measured where it is
-installed; parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour.
+Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. Opacus is
+measured where it is installed; parameters it has no rule for (a ViT's class token and positions) are frozen for it,
+in its favour.
 """
 
 from __future__ import annotations
@@ -169,7 +170,11 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every combination; one that fails is recorded as an error and the rest goes on."""
-    for name, given, allowed in (("model", models, tuple(CASES)), ("mode", modes, MODES), ("precision", precisions, ("fp32", "tf32", "bf16"))):
+    for name, given, allowed in (
+        ("model", models, tuple(CASES)),
+        ("mode", modes, MODES),
+        ("precision", precisions, ("fp32", "tf32", "bf16")),
+    ):
         for one in given:
             if one not in allowed:
                 raise ValueError(f"unknown {name} {one!r}; allowed: {', '.join(allowed)}")
@@ -194,7 +199,9 @@ def run(
     return result
 
 
-def _cell(model: str, mode: str, precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int) -> dict[str, Any]:
+def _cell(
+    model: str, mode: str, precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int
+) -> dict[str, Any]:
     case = CASES[model]
     cell: dict[str, Any] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
     step: Step | None = None
@@ -215,7 +222,8 @@ def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     head = f"{cell['precision']:5} {cell['model']:18} {cell['mode']:13}"
     if "error" in cell:
         return f"{head} {cell['error'][:120]}"
-    base = next((c for c in cells if c["mode"] == "non-private" and "median_ms" in c and c["model"] == cell["model"] and c["precision"] == cell["precision"]), None)  # fmt: skip
+    alike = [c for c in cells if all(c[k] == cell[k] for k in ("model", "precision")) and "median_ms" in c]
+    base = next((c for c in alike if c["mode"] == "non-private"), None)
     text = f"{head} {cell['median_ms']:9.2f} ms"
     if "peak_mib" in cell:
         text += f" {cell['peak_mib']:9.0f} MiB"
@@ -228,7 +236,8 @@ def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
 def _machine(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found: dict[str, Any] = {
-        "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__, "python": platform.python_version(),
+        "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
     }  # fmt: skip
     try:

@@ -19,7 +19,11 @@ class CNN(nn.Sequential):
         width = 3
         for out in (32, 64, 128):
             for _ in range(2):
-                parts += [nn.Conv2d(width, out, 3, padding=1, bias=False), nn.GroupNorm(8, out, affine=False), nn.ReLU()]
+                parts += [
+                    nn.Conv2d(width, out, 3, padding=1, bias=False),
+                    nn.GroupNorm(8, out, affine=False),
+                    nn.ReLU(),
+                ]
                 width = out
             parts.append(nn.MaxPool2d(2))
         super().__init__(*parts, nn.Flatten(), nn.Linear(2048, classes))
@@ -36,7 +40,9 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = F.relu(self.norm1(x))
-        return self.conv2(F.relu(self.norm2(self.conv1(h)))) + self.short(x if isinstance(self.short, nn.Identity) else h)  # type: ignore[no-any-return]
+        return self.conv2(F.relu(self.norm2(self.conv1(h)))) + self.short(
+            x if isinstance(self.short, nn.Identity) else h
+        )  # type: ignore[no-any-return]
 
 
 class WideResNet(nn.Module):
@@ -84,7 +90,15 @@ class ViT(nn.Module):
     """Vision transformer with a class token and learned positions (pre-norm)."""
 
     def __init__(
-        self, width: int, depth: int, heads: int, *, patch: int = 16, image: int = 224, hidden: int | None = None, classes: int = 10
+        self,
+        width: int,
+        depth: int,
+        heads: int,
+        *,
+        patch: int = 16,
+        image: int = 224,
+        hidden: int | None = None,
+        classes: int = 10,
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, stride=patch)
@@ -102,7 +116,9 @@ class ViT(nn.Module):
 class LSTMClassifier(nn.Module):
     """Embedding, one LSTM layer, mean over time, two classes."""
 
-    def __init__(self, vocabulary: int = 30522, width: int = 128, hidden: int = 256, classes: int = 2, *, lstm: Any = None) -> None:
+    def __init__(
+        self, vocabulary: int = 30522, width: int = 128, hidden: int = 256, classes: int = 2, *, lstm: Any = None
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.lstm = (lstm or nn.LSTM)(width, hidden, batch_first=True)

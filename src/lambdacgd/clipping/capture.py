@@ -1,10 +1,11 @@
 """Seeing a layer's inputs and output gradients without its weight gradients being computed.
 
 While a model is attached, ``module.forward`` of each module that owns trainable parameters is replaced on the instance
-(and given back on detach). The replacement runs the original with its parameters hidden from autograd, so that the backward
-pass computes input gradients only, and taps the output: when its gradient arrives, the layer's rule turns it and the saved
-input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them like
-any other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see `clipper`).
+(and given back on detach). The replacement runs the original with its parameters hidden from autograd, so that the
+backward pass computes input gradients only, and taps the output: when its gradient arrives, the layer's rule turns it
+and the saved input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing
+recomputes them like any other activation. A parameter used in any other way receives an ordinary gradient, which is an
+error (see `clipper`).
 """
 
 from __future__ import annotations
@@ -71,14 +72,16 @@ class Call:
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         if self.spent:
             raise self.site.refuse(
-                "a second backward pass went through the same forward pass. Every example's gradient is clipped and added "
+                "a second backward pass went through the same forward pass. Every example's gradient "
+                "is clipped and added "
                 "once; add the losses up and call backward() once, or run the model again."
             )
         if torch.is_grad_enabled():
             raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
         if self.within_backward:
             raise self.site.refuse(
-                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient checkpointing "
+                "its forward ran inside a backward pass and is now differentiated there: reentrant "
+                "gradient checkpointing "
                 "splits an example's gradient into parts that would be clipped one by one. Use "
                 "torch.utils.checkpoint(..., use_reentrant=False)."
             )
@@ -167,10 +170,14 @@ class LinearTap(torch.autograd.Function):
 
 
 class LayerNormTap(torch.autograd.Function):
-    """Layer normalisation that delivers (input, mean, 1/deviation) with the output gradient; float32 and float64 only."""
+    """Layer normalisation that delivers (input, mean, 1/deviation) with the output gradient; float32 and float64
+    only.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, call: Call) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, call: Call
+    ) -> Tensor:
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.call, ctx.shape = call, shape
         ctx.save_for_backward(x, mean, rstd, weight, bias)
@@ -182,7 +189,9 @@ class LayerNormTap(torch.autograd.Function):
         below = None
         if ctx.needs_input_grad[1]:
             mask = (True, False, False)
-            below = torch.ops.aten.native_layer_norm_backward.default(gradient, x, ctx.shape, mean, rstd, weight, bias, mask)[0]
+            below = torch.ops.aten.native_layer_norm_backward.default(
+                gradient, x, ctx.shape, mean, rstd, weight, bias, mask
+            )[0]
         ctx.call.deliver(gradient, x, mean, rstd)
         return None, below, None, None, None, None, None
 

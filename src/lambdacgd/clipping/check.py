@@ -34,10 +34,10 @@ def check_model(
 ) -> Report:
     """Compare clipping on ``batch`` with plain autograd, one example at a time, in float64 on a copy of the model.
 
-    ``loss(model, batch)`` is the training loss for a batch of any size; ``batch`` is a tensor or nest of tensors with the examples
-    first (use at least three, none alike). Dropout is switched off for the comparison. A model that mixes examples, a loss that is
-    not the declared mean or sum over examples and a parameter that clipping would miss all raise `ClippingError`, naming the
-    parameters that differ.
+    ``loss(model, batch)`` is the training loss for a batch of any size; ``batch`` is a tensor or nest of tensors
+    with the examples first (use at least three, none alike). Dropout is switched off for the comparison. A model
+    that mixes examples, a loss that is not the declared mean or sum over examples and a parameter that clipping
+    would miss all raise `ClippingError`, naming the parameters that differ.
     """
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not leaves:
@@ -55,20 +55,23 @@ def check_model(
     changed = tuple(name for name, b in twin.named_buffers() if not torch.equal(b, buffers[name]))
     if changed:
         raise ClippingError(
-            f"the forward pass changes the buffer(s) {', '.join(changed)}: statistics of examples leave the model without clipping or "
-            "noise. Freeze them (eval mode), or use a layer without running statistics: lambdacgd.clipping.convert(model)."
+            f"the forward pass changes the buffer(s) {', '.join(changed)}: statistics of examples "
+            "leave the model without clipping or "
+            "noise. Freeze them (eval mode), or use a layer without running statistics: "
+            "lambdacgd.clipping.convert(model)."
         )
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
     clip = float(norms.median()) or 1.0
     clipper = attach(twin, clip, loss_reduction=loss_reduction)
     value = loss(twin, batch)
     clipper.backward(value)
+    ratio = clipper.norms / norms
     found, wanted = clipper.take(), clipped_sum(expected, clip)
     size = math.sqrt(sum(float(w.square().sum()) for w in wanted.values())) or 1.0
     differences = {name: float((found[name] - wanted[name]).norm()) / size for name in wanted}
     wrong = {name: d for name, d in differences.items() if not d <= tolerance}
     if wrong:
-        raise ClippingError(_explain(wrong, clipper.norms / norms, loss_reduction))
+        raise ClippingError(_explain(wrong, ratio, loss_reduction))
     return Report(examples, differences)
 
 
@@ -77,10 +80,12 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str) -> str
     text = f"clipped sums differ from one-example-at-a-time autograd in {len(wrong)} parameter(s): {named}. "
     if float(ratio.std()) < 1e-6 * float(ratio.mean()) and abs(float(ratio.mean()) - 1) > 1e-6:
         return text + (
-            f"All gradients are {float(ratio.mean()):.3g} times too large: loss_reduction={loss_reduction!r} does not describe the loss."
+            f"All gradients are {float(ratio.mean()):.3g} times too large: "
+            f"loss_reduction={loss_reduction!r} does not describe the loss."
         )
     return text + (
         "Either the model mixes examples (BatchNorm, attention across the batch), or the loss is not a "
-        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs long examples more: average "
+        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a "
+        "batch weighs long examples more: average "
         "within each example first), or the batch size took part in the computation."
     )

@@ -33,11 +33,11 @@ def attach(
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
-    ``max_grad_norm`` is ζ (``math.inf``: no clipping). ``loss_reduction`` says how the loss combines the examples of the
-    batch it saw. ``mode``: one norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or
+    ``max_grad_norm`` is ζ (``math.inf``: no clipping). ``loss_reduction`` says how the loss combines the examples of
+    the batch it saw. ``mode``: one norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or
     normalising instead of clipping ("automatic"); the sum's sensitivity is ζ in each. ``nonfinite="raise"`` turns
-    a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args, kwargs)`` gives
-    the number of examples where it is not the first dimension of the model's first tensor argument.
+    a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args,
+    kwargs)`` gives the number of examples where it is not the first dimension of the model's first tensor argument.
     """
     return Clipper(
         model, max_grad_norm, loss_reduction=loss_reduction, mode=mode, nonfinite=nonfinite, batch_of=batch_of
@@ -49,8 +49,8 @@ class Clipper:
 
     Guarantee
     ---------
-    Zeroing out one example changes the mathematical sum by at most ``max_grad_norm · (1 + sensitivity_tolerance)`` in ℓ₂
-    norm, provided the model treats examples independently and the loss adds them up (`check_model` tests both).
+    Zeroing out one example changes the mathematical sum by at most ``max_grad_norm · (1 + sensitivity_tolerance)``
+    in ℓ₂ norm, provided the model treats examples independently and the loss adds them up (`check_model` tests both).
     """
 
     def __init__(
@@ -127,7 +127,9 @@ class Clipper:
             if weights.dim() != 1:
                 raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
             if not capturing and not bool(((weights >= 0) & (weights <= 1)).all()):
-                raise ClippingError("weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm.")
+                raise ClippingError(
+                    "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
+                )
         self._weights = weights
 
     def backward(self, loss: Tensor) -> None:
@@ -187,7 +189,8 @@ class Clipper:
                 site.batched = batched
             elif site.batched != batched:
                 raise site.refuse(
-                    f"its input has the batch first in one batch and not in another (now {tuple(x.shape)} for {self.batch} "
+                    f"its input has the batch first in one batch and not in another (now "
+                    f"{tuple(x.shape)} for {self.batch} "
                     "examples). Put the batch first, and pad to lengths that no batch size takes."
                 )
         return batched
@@ -199,19 +202,22 @@ class Clipper:
         if task != self._task:
             if self._pending:
                 raise call.site.refuse(
-                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) would clip "
+                    "a backward pass inside another one (reentrant checkpointing, "
+                    "torch.autograd.grad in a hook) would clip "
                     "parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
             self._task, self._batch, self._seen = task, call.batch, set()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if call.generation in self._consumed:
             raise call.site.refuse(
-                "this forward pass has already been clipped and added by an earlier backward pass. Add the losses up and call "
+                "this forward pass has already been clipped and added by an earlier backward pass. "
+                "Add the losses up and call "
                 "backward() once."
             )
         if call.batch != self._batch:
             raise call.site.refuse(
-                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; examples cannot be matched."
+                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; "
+                "examples cannot be matched."
             )
         self._seen.add(call.generation)
         for record in records:
@@ -281,7 +287,9 @@ class Clipper:
         return factors
 
     def _keep(self, factors: Factors) -> Tensor | None:
-        """None where every example is kept: then nothing needs masking. Costs one synchronisation outside CUDA graphs."""
+        """None where every example is kept: then nothing needs masking. Costs one synchronisation outside CUDA
+        graphs.
+        """
         if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
             return factors.keep
         return None if bool(factors.keep.all()) else factors.keep
@@ -290,5 +298,3 @@ class Clipper:
 def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
     if given not in allowed:
         raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
-
-

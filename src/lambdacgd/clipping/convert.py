@@ -23,16 +23,18 @@ def convert(model: nn.Module, *, groups: int = 32) -> nn.Module:
     """Replace what clipping cannot see into; returns the model (itself, unless its root is a BatchNorm).
 
     MultiheadAttention, LSTM, GRU, RNN and their cells become drop-ins with the same parameters, state_dict keys and
-    outputs. BatchNorm becomes GroupNorm with the same scale and shift and at most ``groups`` groups, which computes something
-    else: train from scratch or fine-tune. InstanceNorm stops keeping running statistics. Parameter objects stay the same, so an
-    optimizer built before still holds them.
+    outputs. BatchNorm becomes GroupNorm with the same scale and shift and at most ``groups`` groups, which computes
+    something else: train from scratch or fine-tune. InstanceNorm stops keeping running statistics. Parameter objects
+    stay the same, so an optimizer built before still holds them.
     """
     if groups < 1:
         raise ClippingError(f"groups must be at least 1, not {groups}.")
     for path, module in model.named_modules():
         if type(module) in _OPEN:
             if getattr(module, "proj_size", 0):
-                raise ClippingError(f"module '{path}': proj_size > 0 has no drop-in. Use proj_size=0 and a Linear behind it.")
+                raise ClippingError(
+                    f"module '{path}': proj_size > 0 has no drop-in. Use proj_size=0 and a Linear behind it."
+                )
             module.__class__ = _OPEN[type(module)]
         elif isinstance(module, nn.modules.instancenorm._InstanceNorm) and module.track_running_stats:
             module.track_running_stats = False

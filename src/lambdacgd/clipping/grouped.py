@@ -1,6 +1,7 @@
 """The norm pass on CUDA: layers of equal shape in one launch. The slow twin is `records.Outer.norm` and `Tensor.sum`.
 
-In bfloat16 a transformer's step is bound by launches, not arithmetic; eight launches a layer for its norm would double it.
+In bfloat16 a transformer's step is bound by launches, not arithmetic; eight launches a layer for its norm would
+double it.
 """
 
 from __future__ import annotations

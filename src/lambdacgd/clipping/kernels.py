@@ -28,13 +28,17 @@ def gram_kernel(
     for k in range(0, inner, DEPTH):
         inside = (k + here) < inner
         x = tl.load(a + rows[:, None] * a_token + (k + here)[None, :], (rows < tokens)[:, None] & inside[None, :], 0.0)
-        y = tl.load(a + columns[None, :] * a_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0)
+        y = tl.load(
+            a + columns[None, :] * a_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0
+        )
         gram_a = tl.dot(x, y, gram_a, input_precision="ieee" if EXACT else "tf32")
     gram_b = tl.zeros([TILE, TILE], tl.float32)
     for k in range(0, outer, DEPTH):
         inside = (k + here) < outer
         x = tl.load(b + rows[:, None] * b_token + (k + here)[None, :], (rows < tokens)[:, None] & inside[None, :], 0.0)
-        y = tl.load(b + columns[None, :] * b_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0)
+        y = tl.load(
+            b + columns[None, :] * b_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0
+        )
         gram_b = tl.dot(x, y, gram_b, input_precision="ieee" if EXACT else "tf32")
     twice = tl.where(i == j, 1.0, 2.0)
     diagonal = rows[:, None] == columns[None, :]

@@ -1,4 +1,6 @@
-"""The two passes after a backward pass: norms of all records, then their weighted sums; many layers at once where it pays."""
+"""The two passes after a backward pass: norms of all records, then their weighted sums; many layers at once where it
+pays.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _TOGETHER = 24
 
 
 def merge(found: list[Record]) -> Record:
-    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way exists."""
+    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way
+    exists.
+    """
     whole = found[0]
     if len(found) == 1:
         return whole
@@ -45,7 +49,8 @@ def resolve_sums(merged: dict[str, Record]) -> list[Record]:
 
 
 class NormPass:
-    """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass goes on.
+    """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass
+    goes on.
 
     A parameter that turns out to have several uses is normed again from its merged record.
     """
@@ -93,7 +98,9 @@ class Pack:
 
 
 def pack_small(records: list[Record], *, apart: bool) -> tuple[list[Pack], list[Record]]:
-    """Split records into packs of small stored ones, by type, and the rest. Odd sizes go last, to keep the others aligned."""
+    """Split records into packs of small stored ones, by type, and the rest. Odd sizes go last, to keep the others
+    aligned.
+    """
     kinds: dict[torch.dtype, list[Stored]] = {}
     alone: list[Record] = []
     for record in records:

@@ -1,7 +1,7 @@
 """How much rounding can change an example's contribution, and matrix products that accumulate in float32.
 
-The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ``; the norms come from other products of the
-same ``a`` and ``b``. Two things differ between them:
+The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ``; the norms come from other products
+of the same ``a`` and ``b``. Two things differ between them:
 
 * *Folding*: the factor ``c_i`` is multiplied into one operand, which is then rounded to the precision of the product
   (nothing to speak of in float32; 2⁻⁸ in TF32, where either operand may be cut off or rounded in either product; 2⁻⁹ in

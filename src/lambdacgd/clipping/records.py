@@ -50,7 +50,10 @@ class Norm:
         if self.square.dim() == 1:
             return [self]
         fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
-        return [Norm(*f, self.gamma, self.kappa, self.fold_a) for f in zip(*(x.unbind(0) for x in fields if x is not None), strict=True)]
+        return [
+            Norm(*f, self.gamma, self.kappa, self.fold_a)
+            for f in zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
+        ]
 
 
 class Record:

@@ -1,8 +1,9 @@
 """LSTM, GRU and RNN that can be seen into: the same parameters and outputs, unrolled in time.
 
-The input projection of all steps is one product; its gradient b [B, T, gates] is also that of the hidden projection (for GRU
-up to the reset gate, so there a row of zeros is added to the hidden projection to read its gradient off). Hence the weights'
-gradients are Σ_t b_t x_tᵀ and Σ_t b_t h_{t−1}ᵀ: two Linear records per layer and direction, whatever the length.
+The input projection of all steps is one product; its gradient b [B, T, gates] is also that of the hidden projection
+(for GRU up to the reset gate, so there a row of zeros is added to the hidden projection to read its gradient off).
+Hence the weights' gradients are Σ_t b_t x_tᵀ and Σ_t b_t h_{t−1}ᵀ: two Linear records per layer and direction,
+whatever the length.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
         x, before = inputs
         if x.shape[0] != site.clipper.batch:
             raise site.refuse(
-                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in the model's input, or pass batch_of= to attach."
+                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in "
+                "the model's input, or pass batch_of= to attach."
             )
         parts = ("ih", "hh") if m.mode != "GRU" else (part,)
 

@@ -28,7 +28,10 @@ def per_example_gradients(model: nn.Module, loss: Loss, batch: Any, examples: in
         value = loss(model, example(batch, i))
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         found.append(
-            {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(parameters.items(), gradients, strict=True)}
+            {
+                n: torch.zeros_like(p) if g is None else g
+                for (n, p), g in zip(parameters.items(), gradients, strict=True)
+            }
         )
     return found
 

@@ -1,7 +1,8 @@
 """Which rule sees into which layer. One small file a family under `layers`; `register` adds yours.
 
-A rule is called in place of the module's forward as ``rule(site, *args, **kwargs)``, runs ``site.hidden(...)`` and returns
-the output through `capture.tap`. It applies to a class and to those subclasses that keep the class's ``forward``.
+A rule is called in place of the module's forward as ``rule(site, *args, **kwargs)``, runs ``site.hidden(...)`` and
+returns the output through `capture.tap`. It applies to a class and to those subclasses that keep the class's
+``forward``.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from typing import Any
 
 from torch import nn
 
-
 Rule = Callable[..., Any]
 _RULES: dict[type[nn.Module], Rule] = {}
 _NAMED: dict[str, Rule] = {}
 
 
 def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
-    """Use the decorated rule for these classes; a string names a class ("package.module.Class") without importing it."""
+    """Use the decorated rule for these classes; a string names a class ("package.module.Class") without importing
+    it.
+    """
 
     def keep(rule: Rule) -> Rule:
         for kind in kinds:

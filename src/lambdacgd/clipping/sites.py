@@ -95,7 +95,8 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
     if site.clipper.batch == 0:
         raise site.refuse(
-            "it was called before the model itself, so the number of examples is unknown. Call the model (model(x)); its "
+            "it was called before the model itself, so the number of examples is unknown. Call the "
+            "model (model(x)); its "
             "first tensor argument has the batch first, or pass batch_of= to attach."
         )
     if rule is not None:
@@ -126,8 +127,10 @@ def _stray(name: str, parameter: Tensor) -> None:
     """A gradient that reached a parameter by way of autograd has not been clipped."""
     parameter.grad = None
     raise ClippingError(
-        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module that owns "
-        "it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward called before attach). "
+        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward "
+        "of the module that owns "
+        "it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
+        "called before attach). "
         "Call the owning module instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
     )
 
@@ -142,7 +145,8 @@ def _guard(module: nn.Module, path: str) -> Undo:
 
 def _batch_norm_message(path: str, module: nn.Module) -> str:
     return (
-        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of its own. "
+        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has "
+        "a gradient of its own. "
         "Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
     )
 
@@ -155,7 +159,8 @@ def refuse_modules(model: nn.Module) -> None:
             raise ClippingError(_batch_norm_message(path, m))
         if isinstance(m, nn.modules.instancenorm._InstanceNorm) and m.track_running_stats:
             raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, un-noised leak. "
+                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an "
+                "unclipped, un-noised leak. "
                 "Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
             )
         inside = any(p.requires_grad for p in m.parameters())
@@ -165,9 +170,13 @@ def refuse_modules(model: nn.Module) -> None:
                 "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
             )
         if isinstance(m, torch.jit.ScriptModule) and inside:
-            raise ClippingError(f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form.")
+            raise ClippingError(
+                f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form."
+            )
         if isinstance(m, (nn.DataParallel,)):
-            raise ClippingError("DataParallel splits batches behind our back. Use DistributedDataParallel, or one device.")
+            raise ClippingError(
+                "DataParallel splits batches behind our back. Use DistributedDataParallel, or one device."
+            )
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -179,7 +188,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = found or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
     if not found:
         raise ClippingError(
-            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda args, kwargs: … to attach."
+            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda "
+            "args, kwargs: … to attach."
         )
     return found[0].shape[0]
 
@@ -188,14 +198,18 @@ def check_unchanged(clipper: Clipper) -> None:
     for name, p in clipper.parameters.items():
         if not p.requires_grad or p.shape != clipper.shapes[name]:
             what = "was frozen" if not p.requires_grad else f"changed its shape to {tuple(p.shape)}"
-            raise ClippingError(f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again.")
+            raise ClippingError(
+                f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again."
+            )
 
 
 def check_output(clipper: Clipper, output: Any) -> None:
     if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
         raise ClippingError(
-            f"the model's output does not have the batch ({clipper.batch} examples) first: some layer sees examples folded into "
-            "another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of every layer's input."
+            f"the model's output does not have the batch ({clipper.batch} examples) first: some layer "
+            "sees examples folded into "
+            "another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first "
+            "dimension of every layer's input."
         )
 
 
@@ -220,5 +234,6 @@ def cast_weights(clipper: Clipper) -> dict[Site, tuple[Tensor, Tensor | None]]:
         torch._foreach_copy_(parts, found)
     by_parameter = {id(p): part for p, part in zip(found, parts, strict=True)}
     return {
-        site: (by_parameter[id(site.module.weight)], by_parameter.get(id(site.module.bias))) for site in clipper.linear_sites
+        site: (by_parameter[id(site.module.weight)], by_parameter.get(id(site.module.bias)))
+        for site in clipper.linear_sites
     }

@@ -1,8 +1,8 @@
 """Convolutions and transposed convolutions as matrix products over patches.
 
 Patches are strided views of the padded input, copied group of examples by group of examples: ``F.unfold`` launches one
-kernel per example. The weight's per-example gradient is Σ_t b_t p_tᵀ over output positions t with patches p_t; a transposed
-convolution is the same with the roles of input and output gradient exchanged.
+kernel per example. The weight's per-example gradient is Σ_t b_t p_tᵀ over output positions t with patches p_t; a
+transposed convolution is the same with the roles of input and output gradient exchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows
 from lambdacgd.clipping.registry import register
 
 
-def patches(x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], out: tuple[int, ...]) -> Tensor:
+def patches(
+    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], out: tuple[int, ...]
+) -> Tensor:
     """A view [B, C, *out, *kernel] of a padded input [B, C, *space]; ``out`` positions are taken in each dimension."""
     x = x.contiguous()
     strides = x.stride()
@@ -76,7 +78,9 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     return Stored(name, torch.cat(parts))
 
 
-def conv_records(gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size) -> Iterator[Record]:
+def conv_records(
+    gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size
+) -> Iterator[Record]:
     if "weight" in names:
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
@@ -97,9 +101,7 @@ def _same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 def _geometry(m: Any, x: Tensor) -> dict[str, Any]:
     padding = m.padding
     transposed = bool(m.transposed)
-    if m.padding_mode != "zeros":
-        padding = (0,) * len(m.kernel_size)
-    elif padding == "valid":
+    if m.padding_mode != "zeros" or padding == "valid":
         padding = (0,) * len(m.kernel_size)
     elif padding == "same":
         padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))

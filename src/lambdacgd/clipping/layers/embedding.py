@@ -1,6 +1,7 @@
 """Embedding and EmbeddingBag: a linear layer whose inputs are one-hot, so their Gram matrix is "the same token?".
 
-‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s. Position embeddings looked up without a batch dimension go through `batchfree`.
+‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s. Position embeddings looked up without a batch dimension go through
+`batchfree`.
 """
 
 from __future__ import annotations
@@ -133,7 +134,9 @@ class Tied(Record):
         self.rows.add(total, factor, keep, fresh=False)
 
 
-def embedding_records(gradient: Tensor, index: Tensor, *, name: str, padding: int | None, shape: torch.Size) -> Iterator[Record]:
+def embedding_records(
+    gradient: Tensor, index: Tensor, *, name: str, padding: int | None, shape: torch.Size
+) -> Iterator[Record]:
     index, b = index.flatten(1), gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
     if padding is not None:
         unused = index == padding
@@ -148,7 +151,9 @@ def masked_tokens(b: Tensor, keep: Tensor) -> Tensor:
 
 def _refuse_options(site: Site, module: Any) -> None:
     if module.max_norm is not None:
-        raise site.refuse("max_norm rewrites the table during the forward pass, depending on the batch. Set max_norm=None.")
+        raise site.refuse(
+            "max_norm rewrites the table during the forward pass, depending on the batch. Set max_norm=None."
+        )
     if module.scale_grad_by_freq:
         raise site.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
 
@@ -166,7 +171,9 @@ def embedding(site: Site, input: Tensor) -> Tensor:
 
 @register(nn.EmbeddingBag)
 @finds_batch
-def embedding_bag(site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+def embedding_bag(
+    site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+) -> Tensor:
     m: nn.EmbeddingBag = site.module  # type: ignore[assignment]
     _refuse_options(site, m)
     if m.mode == "max":
@@ -185,7 +192,9 @@ def embedding_bag(site: Site, input: Tensor, offsets: Tensor | None = None, per_
     return tap(site, site.hidden(input, offsets, per_sample_weights), recorder, index, weights)
 
 
-def _bags(m: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _bags(
+    m: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """Bags as a matrix [B, longest bag], filled up with -1, and their weights alike."""
     if input.dim() == 2:
         return input, weights

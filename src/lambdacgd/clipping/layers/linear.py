@@ -33,7 +33,13 @@ def linear_records(
 
 
 def tapped_linear(
-    site: Site, x: Tensor, weight: Tensor, bias: Tensor | None, names: tuple[str | None, str | None], *, transposed: bool
+    site: Site,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    names: tuple[str | None, str | None],
+    *,
+    transposed: bool,
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
     recorder = partial(

@@ -1,0 +1,363 @@
+"""What must never happen: a contribution above ζ, a gradient counted twice or missed, a non-finite example that
+leaks.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lambdacgd.clipping import ClippingError, attach, check_model, convert
+from lambdacgd.clipping.benchmark_models import ViT
+from lambdacgd.clipping.factors import clip_factors
+from lambdacgd.clipping.records import outer
+
+SEED = 12
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(SEED)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
+
+
+def step(model: nn.Module, x: Tensor) -> None:
+    model(x).square().flatten(1).sum(1).mean().backward()
+
+
+def total_norm(sums: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(s.double().square().sum()) for s in sums.values()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trial", range(6))
+def test_rounded_contributions_stay_below_the_norm(dtype: torch.dtype, trial: int) -> None:
+    """Tokens that cancel: Σ_t b_t a_tᵀ is tiny beside its terms, where norms from Gram matrices lose all their digits.
+
+    The contribution is recomputed in float64 from the operands as they are rounded in the sum.
+    """
+    tokens, inner, width = 64, 40, 200
+    a, b = torch.randn(2, tokens // 2, inner), torch.randn(2, tokens // 2, width)
+    wobble = 10.0 ** -(trial + 1)
+    a = torch.cat([a, a + wobble * torch.randn_like(a)], 1).to(dtype)
+    b = torch.cat([b, -b], 1).to(dtype)
+    record = outer("w", a, b, torch.Size((width, inner)))
+    factors = clip_factors([[record.norm()]], max_grad_norm=1e-3, mode="flat", scale=1.0, weights=None)
+    for i in range(2):
+        alone = torch.zeros(2)
+        alone[i] = factors.weight[0, i]
+        total = torch.empty(width, inner)
+        record.add(total, alone, None, fresh=True)
+        folded = (a[i].float() * alone[i]).to(dtype) if inner < width else a[i]
+        true = torch.einsum("ti,to->oi", folded.double(), b[i].double())
+        assert float(true.norm()) <= 1e-3 * (1 + 2**-10)
+        assert float(total.double().norm()) <= 1e-3 * (1 + 2**-10)
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("mode", ["flat", "per-layer", "automatic"])
+def test_each_example_alone_stays_below_the_norm(low: bool, mode: Any) -> None:
+    model, x, y = ViT(32, 2, 4, patch=4, image=16), torch.randn(5, 3, 16, 16), torch.tensor([0, 1, 2, 3, 4])
+    clipper = attach(model, 1e-2, mode=mode)
+    for i in range(5):
+        clipper.weigh(F.one_hot(torch.tensor(i), 5).float())
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = total_norm(clipper.take())
+        assert norm <= 1e-2 * (1 + clipper.sensitivity_tolerance)
+        assert norm >= 0.9e-2 or mode == "per-layer"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_and_weightless_examples_contribute_exactly_zero(bad: float) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(9, 2)),
+        torch.randn(4, 2, 4),
+    )
+    clipper = attach(model, 0.1)
+    step(model, x[[0, 3]])
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    spoiled = x.clone()
+    spoiled[1:3] = bad
+    step(model, spoiled)
+    assert clipper.dropped == 2
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    clipper.weigh(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    step(model, spoiled)
+    assert clipper.dropped == 0
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    clipper.weigh(torch.zeros(4))
+    step(model, spoiled)
+    assert total_norm(clipper.take()) == 0.0
+    clipper.detach()
+    clipper = attach(model, 0.1, nonfinite="raise")
+    with pytest.raises(ClippingError, match="non-finite"):
+        step(model, spoiled)
+
+
+def test_infinite_norm_is_the_plain_gradient() -> None:
+    model, x = mlp(), torch.randn(7, 4)
+    step(model, x)
+    wanted = {n: 7 * p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    clipper = attach(model, math.inf)
+    step(model, x)
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
+def test_any_split_gives_the_same_sum_and_take_starts_anew() -> None:
+    model, x = ViT(16, 1, 2, patch=4, image=8), torch.randn(7, 3, 8, 8)
+    clipper = attach(model, 0.3)
+    results = []
+    for sizes in ([7], [1] * 7, [3, 4]):
+        for part in x.split(sizes):
+            step(model, part)
+        assert clipper.norms.shape == (7,)
+        results.append({n: t.clone() for n, t in clipper.take().items()})
+    for other in results[1:]:
+        for name in other:
+            torch.testing.assert_close(other[name], results[0][name], rtol=1e-4, atol=1e-6)
+    assert clipper.sums == {}
+    assert total_norm(clipper.take()) == 0.0
+
+
+def test_second_backward_is_refused() -> None:
+    model, x = mlp(), torch.randn(3, 4)
+    attach(model)
+    loss = model(x).sum(1).mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ClippingError, match="second backward"):
+        loss.backward()
+    out = model(x)
+    out[:, 0].mean().backward(retain_graph=True)
+    with pytest.raises(ClippingError, match=r"backward"):
+        out[:, 1].mean().backward()
+    with pytest.raises(ClippingError, match="create_graph"):
+        model(x).square().sum(1).mean().backward(create_graph=True)
+    step(model, x)  # and it goes on
+
+
+class Stray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x) @ self.inner.weight
+
+
+def test_a_parameter_used_outside_its_module_is_refused() -> None:
+    model = Stray()
+    attach(model)
+    with pytest.raises(ClippingError, match=r"inner.weight.*not clipped"):
+        step(model, torch.randn(3, 4))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_penalty_on_weights_is_refused() -> None:
+    model = mlp()
+    attach(model)
+    with pytest.raises(ClippingError, match="weight_decay"):
+        (model(torch.randn(3, 4)).sum(1).mean() + model[0].weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        (nn.BatchNorm1d(4), "GroupNorm"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
+        (nn.LSTM(4, 4), "convert"),
+        (nn.MultiheadAttention(4, 2), "convert"),
+        (nn.DataParallel(nn.Linear(2, 2)), "DistributedDataParallel"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_modules_that_are_refused(module: nn.Module, fix: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), module)
+    with pytest.raises(ClippingError, match=fix):
+        attach(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    if fix in ("GroupNorm", "convert", "track_running_stats=False"):
+        attach(convert(model)).detach()
+
+
+def test_frozen_batch_norm_in_eval_mode_is_allowed_until_it_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[1].eval().requires_grad_(False)
+    attach(model)
+    step(model, torch.randn(3, 4))
+    model.train()
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        model(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embedding_options_that_depend_on_the_batch(options: dict[str, Any]) -> None:
+    model = nn.Embedding(5, 3, **options)
+    attach(model)
+    with pytest.raises(ClippingError, match=r"max_norm|scale_grad_by_freq"):
+        model(torch.tensor([[1, 2]]))
+
+
+def test_batch_folded_into_another_dimension_is_refused() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).reshape(-1, 4)).reshape(len(x), -1)
+
+    model = Folded()
+    attach(model)
+    with pytest.raises(ClippingError, match="batch"):
+        step(model, torch.randn(3, 5, 4))
+    model.first = nn.Linear(4, 4)
+    flat = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (3, 5)))
+    attach(flat)
+    with pytest.raises(ClippingError, match="batch"):
+        step(flat, torch.randn(3, 5, 4))
+
+
+def test_bad_arguments() -> None:
+    for options in (
+        {"max_grad_norm": 0},
+        {"max_grad_norm": math.nan},
+        {"loss_reduction": "avg"},
+        {"mode": "x"},
+        {"nonfinite": "x"},
+    ):
+        with pytest.raises(ClippingError):
+            attach(mlp(), **options)  # type: ignore[arg-type]
+    with pytest.raises(ClippingError, match="no trainable"):
+        attach(mlp().requires_grad_(False))
+    clipper = attach(mlp())
+    with pytest.raises(ClippingError, match=r"\[0, 1\]"):
+        clipper.weigh(torch.tensor([2.0]))
+    clipper.weigh(torch.ones(2))
+    with pytest.raises(ClippingError, match="2 weights"):
+        step(clipper.model, torch.randn(3, 4))
+
+
+def test_freezing_after_attaching_is_refused() -> None:
+    model = mlp()
+    attach(model)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ClippingError, match="frozen"):
+        model(torch.randn(2, 4))
+
+
+def test_detach_gives_the_model_back() -> None:
+    model, x = mlp(), torch.randn(3, 4)
+    keys, before = list(model.state_dict()), model(x)
+    clipper = attach(model)
+    assert list(model.state_dict()) == keys
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), before)
+    step(model, x)
+    clipper.detach()
+    clipper.detach()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    step(twin, x)
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_checkpointing() -> None:
+    class Checked(nn.Module):
+        def __init__(self, reentrant: bool | None) -> None:
+            super().__init__()
+            self.first, self.block, self.reentrant = (
+                nn.Linear(4, 6),
+                nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()),
+                reentrant,
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if self.reentrant is None:
+                return self.block(h)  # type: ignore[no-any-return]
+            return checkpoint(self.block, h, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    model, x = Checked(None), torch.randn(5, 3, 4)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    model.reentrant = False
+    step(model, x)
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    model.reentrant = True
+    with pytest.raises(ClippingError, match="use_reentrant=False"):
+        step(model, x)
+
+
+def test_compiled_models_agree() -> None:
+    model, x = ViT(16, 1, 2, patch=4, image=8), torch.randn(3, 3, 8, 8)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    step(torch.compile(model, backend="eager"), x)  # type: ignore[arg-type]
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
+def test_loss_scale_is_taken_out() -> None:
+    model, x = mlp(), torch.randn(4, 4)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    clipper.loss_scale = 1024.0
+    (1024.0 * model(x).square().flatten(1).sum(1).mean()).backward()
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h - h.mean(0, keepdim=True) if len(x) > 1 else h
+
+
+def test_check_model_finds_mixing_losses_and_buffers() -> None:
+    x = torch.randn(4, 4)
+
+    def mean(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum(1).mean()
+
+    with pytest.raises(ClippingError, match=r"'layer.weight'"):
+        check_model(Mixing(), x, loss=mean)
+    with pytest.raises(ClippingError, match="4 times too large"):
+        check_model(mlp(), x, loss=lambda m, b: m(b).square().sum(), loss_reduction="mean")
+    check_model(mlp(), x, loss=lambda m, b: m(b).square().sum(), loss_reduction="sum")
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average += x.detach().mean(0)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(ClippingError, match="average"):
+        check_model(Counting(), x, loss=mean)

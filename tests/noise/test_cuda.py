@@ -13,7 +13,7 @@ from scipy import special, stats
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz
-from lambdacgd.noise import BufferedNoise, Layout, NoiseError, NoiseField, NonFiniteSum, RegeneratedNoise
+from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NoiseField, NonFiniteSum, RegeneratedNoise
 
 from .helpers import KEY, field, tensors
 
@@ -203,6 +203,56 @@ def test_a_captured_step_on_tensors_of_its_own() -> None:
     stage().add_(oracle, 5)
     for name in sums:
         assert close(sums[name], oracle[name]), name
+
+
+def test_a_graph_keeps_its_table_when_other_tensors_come_later() -> None:
+    """The captured launch uses tensors that were noised before; later tensors must not take over their table."""
+    noise = stage()
+    sums = on_cuda(tensors())
+    noise.add_(sums, 1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        noise.add_(sums, 5, check=False)
+    others = [on_cuda(tensors(seed=seed)) for seed in range(1, 9)]
+    for other in others:
+        noise.add_(other, 6)
+    for name, value in tensors().items():
+        sums[name].copy_(value)
+    graph.replay()
+    oracle = {name: value.double() for name, value in tensors().items()}
+    stage().add_(oracle, 5)
+    for name in sums:
+        assert close(sums[name], oracle[name]), name
+
+
+def test_tensors_that_changed_in_place_are_seen() -> None:
+    noise = stage()
+    sums = on_cuda(tensors())
+    noise.add_(sums, 1)
+    sums["linear.weight"].transpose_(0, 1)  # the same memory, another shape
+    with pytest.raises(LayoutError, match=r"shape \(70, 31\)"):
+        noise.add_(sums, 2)
+    sums["linear.weight"].transpose_(0, 1)
+    before = sums["linear.weight"].data_ptr()
+    noise.add_(sums, 2)
+    sums["linear.weight"].data = sums["linear.weight"].clone()
+    assert sums["linear.weight"].data_ptr() != before
+    oracle = {name: value.cpu().double() for name, value in sums.items()}
+    noise.add_(sums, 3)
+    stage().add_(oracle, 3)
+    for name in sums:
+        assert close(sums[name], oracle[name]), name
+
+
+def test_nothing_keeps_the_sums_alive() -> None:
+    noise = stage()
+    sums = on_cuda(tensors())
+    noise.add_(sums, 1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    size = sum(value.numel() * 4 for value in sums.values())
+    del sums
+    assert torch.cuda.memory_allocated() <= before - size
 
 
 def test_a_device_step_outside_the_run_gives_nan_and_an_error() -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,16 +14,34 @@ from lambdacgd.noise.combination import Combination
 from lambdacgd.noise.jobs import Job
 from lambdacgd.noise.layout import GROUP_ELEMENTS
 
-_SPARE_TABLES = 2  # kept ready for CUDA graph capture, during which nothing can be allocated on the host
+_TABLES = 3  # of one size, written in turn; also a reserve for graph capture, which cannot allocate on the host
 
 
-@dataclass
+@dataclass(eq=False)
 class _Table:
-    """What one launch covers: a row of the kernel's ``meta`` for each tensor, and each tensor's first tile."""
+    """Pinned and device memory for one launch's table; ``stamp`` counts how often it was written."""
 
     host: torch.Tensor
     device: torch.Tensor
     sent: torch.cuda.Event | None = None
+    stamp: int = 0
+    captured: bool = False  # a CUDA graph reads it at every replay, so it is never written again
+
+
+@dataclass(frozen=True)
+class Launch:
+    """All tensors of one pair of dtypes, as addresses in a table: it keeps no tensor alive."""
+
+    table: _Table
+    stamp: int
+    rows: int
+    tiles: int
+    source: torch.dtype
+    target: torch.dtype
+
+    @property
+    def current(self) -> bool:
+        return self.table.stamp == self.stamp
 
 
 class CudaBackend:
@@ -40,37 +57,40 @@ class CudaBackend:
         self.key = torch.from_numpy(words).to(device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._tables: dict[tuple[Any, ...], tuple[tuple[Any, ...], _Table, int]] = {}
-        self._free: dict[int, list[_Table]] = {}
-        self._captured: list[_Table] = []  # a graph reads these at every replay
+        self._free: dict[int, list[_Table]] = {}  # by size, the longest unused first
         self._constants: dict[tuple[float, ...], torch.Tensor] = {}
 
-    def apply(
-        self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
-    ) -> None:
-        """target = source + scale·d_t·Σ a_j z[t−j] (the noise alone if not ``read``), one launch a pair of dtypes."""
-        from lambdacgd.noise.kernel import (
-            META_COLUMNS,
-            TILE_WARPS,
-            noise_kernel,
-        )  # Triton, imported only where there is CUDA
-
-        counter, base = (step, 0) if isinstance(step, torch.Tensor) else (self._no_step, step)
-        scales = combination.column_scales
-        scale = combination.scale
-        if scales is not None and base:
-            scale, scales = scale * scales[combination.since(base) - 1], None
+    def prepare(self, jobs: Sequence[Job]) -> list[Launch]:
+        """Tables for these jobs, one launch a pair of dtypes. Valid until ``current`` says otherwise."""
+        launches = []
         kind = lambda job: (str(job.source.dtype), str(job.target.dtype))  # noqa: E731
-        for types, group in groupby(sorted(jobs, key=kind), key=kind):
+        for _, group in groupby(sorted(jobs, key=kind), key=kind):
             batch = [job for job in group if job.source.numel()]
             if not batch:
                 continue
-            table, tiles = self._table(types, batch)
-            rows = len(batch)
+            rows, tiles = table_rows(batch)
+            table = self._write(np.concatenate([rows.reshape(-1), tiles[:-1]]))
+            types = batch[0].source.dtype, batch[0].target.dtype
+            launches.append(Launch(table, table.stamp, len(batch), int(tiles[-1]), *types))
+        return launches
+
+    def launch(
+        self, launches: Sequence[Launch], combination: Combination, step: int | torch.Tensor, *, read: bool = True
+    ) -> None:
+        """target = source + scale·d_t·Σ a_j z[t−j] (the noise alone if not ``read``)."""
+        from lambdacgd.noise.kernel import META_COLUMNS, TILE_WARPS, noise_kernel  # Triton: only where there is CUDA
+
+        counter, base = (step, 0) if isinstance(step, torch.Tensor) else (self._no_step, step)
+        scales, scale = combination.column_scales, combination.scale
+        if scales is not None and base:
+            scale, scales = scale * scales[combination.since(base) - 1], None
+        capturing = self._capturing()
+        for launch in launches:
+            launch.table.captured |= capturing
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-                noise_kernel[(tiles,)](
-                    table[rows * META_COLUMNS :],
-                    table,
+                noise_kernel[(launch.tiles,)](
+                    launch.table.device[launch.rows * META_COLUMNS :],
+                    launch.table.device,
                     self.key,
                     self._constant(combination.coefficients),
                     self._constant(scales) if scales is not None else self._no_step.view(torch.float32),
@@ -80,12 +100,12 @@ class CudaBackend:
                     combination.horizon,
                     combination.period,
                     len(combination.coefficients),
-                    rows,
+                    launch.rows,
                     float(scale),
                     READ=read,
-                    WIDE=types[0] == "torch.float64",
-                    WIDE_OUT=types[1] == "torch.float64",
-                    BF16_OUT=types[1] == "torch.bfloat16",
+                    WIDE=launch.source == torch.float64,
+                    WIDE_OUT=launch.target == torch.float64,
+                    BF16_OUT=launch.target == torch.bfloat16,
                     SCALED=scales is not None,
                     num_warps=TILE_WARPS,
                 )
@@ -102,45 +122,31 @@ class CudaBackend:
             self._constants[values] = torch.tensor(values, dtype=torch.float32).to(self.device)
         return self._constants[values]
 
-    def _table(self, types: tuple[str, str], jobs: list[Job]) -> tuple[torch.Tensor, int]:
-        """The device table of these jobs, from the last launch if no tensor has moved."""
-        seen = tuple(
-            (j.source.data_ptr(), j.target.data_ptr(), j.offset, j.source.shape, j.source.stride(), j.target.stride())
-            for j in jobs
-        )
-        known = self._tables.get(types)
-        if known is not None and known[0] == seen and known[1].host.numel() >= len(jobs):
-            return known[1].device, known[2]
-        rows, tiles = table_rows(jobs)
-        content = np.concatenate([rows.reshape(-1), tiles[:-1]])
-        table = self._take(len(content))
-        table.host[: len(content)] = torch.from_numpy(content)
-        table.device.copy_(table.host, non_blocking=True)
-        if self.device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                self._captured.append(table)
-            else:
-                table.sent = torch.cuda.Event()
-                table.sent.record(torch.cuda.current_stream(self.device))
-                if known is not None and known[1].host.numel() == table.host.numel() and known[1] not in self._captured:
-                    self._free.setdefault(known[1].host.numel(), []).append(known[1])
-        self._tables[types] = (seen, table, int(tiles[-1]))
-        return table.device, int(tiles[-1])
+    def _capturing(self) -> bool:
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def _take(self, size: int) -> _Table:
-        free = self._free.setdefault(size, [])
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    def _write(self, content: np.ndarray) -> _Table:
+        """A table with this content, sent to the device. Captured tables are never written again, others in turn."""
+        free = self._free.setdefault(len(content), [])
+        free[:] = [table for table in free if not table.captured]
+        cuda, capturing = self.device.type == "cuda", self._capturing()
         if capturing and not free:
             raise RuntimeError(
                 "the noise has no table ready for capture: add noise to these tensors once before torch.cuda.graph(...)"
             )
-        while not capturing and len(free) < _SPARE_TABLES + 1:
-            pin = self.device.type == "cuda"
-            host = torch.zeros(size, dtype=torch.int64, pin_memory=pin)
-            free.append(_Table(host, torch.zeros(size, dtype=torch.int64, device=self.device)))
+        while not capturing and len(free) < _TABLES:
+            host = torch.zeros(len(content), dtype=torch.int64, pin_memory=cuda)
+            free.append(_Table(host, torch.zeros(len(content), dtype=torch.int64, device=self.device)))
         table = free.pop(0)
+        free.append(table)
         if table.sent is not None and not capturing:
             table.sent.synchronize()  # the copy out of its host half is over; only then may it be written again
+        table.stamp += 1
+        table.host.copy_(torch.from_numpy(content))
+        table.device.copy_(table.host, non_blocking=True)
+        if cuda and not capturing:
+            table.sent = torch.cuda.Event()
+            table.sent.record(torch.cuda.current_stream(self.device))
         return table
 
 

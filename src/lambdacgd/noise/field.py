@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import cpu
 from lambdacgd.noise.combination import Combination, Terms
-from lambdacgd.noise.cuda import CudaBackend
+from lambdacgd.noise.cuda import CudaBackend, Launch
 from lambdacgd.noise.jobs import Job, match
 from lambdacgd.noise.layout import Layout
 
@@ -53,6 +53,8 @@ class NoiseField:
         self._terms: Terms | None = None
         self._devices: dict[torch.device, CudaBackend] = {}
         self._bad = False
+        self._seen: tuple[Any, ...] | None = None  # the last CUDA tensors' fingerprint, and their launches
+        self._launches: list[tuple[CudaBackend, list[Launch]]] = []
 
     def fill_(
         self, tensors: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None
@@ -78,7 +80,8 @@ class NoiseField:
         for device in {job.source.device for job in jobs}:
             mine = [job for job in jobs if job.source.device == device]
             if device.type == "cuda":
-                self._backend(device).apply(mine, combination, step, read=read)
+                backend = self._backend(device)
+                backend.launch(backend.prepare(mine), combination, step, read=read)
                 continue
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
@@ -87,6 +90,37 @@ class NoiseField:
                 self._bad |= not cpu.apply(mine, self._subkey, bands, scale, read=read)
             else:
                 self._by_copy(mine, bands, scale, read)
+
+    def _plan(
+        self,
+        sums: Mapping[str, torch.Tensor],
+        out: Mapping[str, torch.Tensor] | None,
+        offsets: Mapping[str, int] | None,
+    ) -> Callable[[Combination, int | torch.Tensor], None]:
+        """Check the tensors and return what adds noise to them. CUDA tensors that have not moved are known again.
+
+        A model has hundreds of tensors, and checking each anew would take the host longer than the noise the device.
+        """
+        seen = _fingerprint(sums, out, offsets)
+        if seen is not None and seen == self._seen and all(launch.current for _, ls in self._launches for launch in ls):
+            return self._repeat
+        jobs = match(self.layout, sums, out=out, offsets=offsets)
+        if seen is None or any(job.source.device.type != "cuda" for job in jobs):
+            return lambda combination, step: self._apply(jobs, combination, step)
+
+        def first(combination: Combination, step: int | torch.Tensor) -> None:
+            self._seen = None
+            devices = {job.source.device for job in jobs}
+            found = [(self._backend(d), [job for job in jobs if job.source.device == d]) for d in devices]
+            self._launches = [(backend, backend.prepare(mine)) for backend, mine in found]
+            self._seen = seen
+            self._repeat(combination, step)
+
+        return first
+
+    def _repeat(self, combination: Combination, step: int | torch.Tensor) -> None:
+        for backend, launches in self._launches:
+            backend.launch(launches, combination, step)
 
     def _by_copy(self, jobs: Sequence[Job], bands: cpu.Bands, scale: float, read: bool) -> None:
         kind = jobs[0].source.device.type
@@ -124,6 +158,19 @@ class NoiseField:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError("a NoiseField holds a sub-key and cannot be pickled or copied; build it again from the key")
+
+
+def _fingerprint(
+    sums: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None, offsets: Mapping[str, int] | None
+) -> tuple[Any, ...] | None:
+    """All that a launch depends on, without keeping any tensor alive; None for tensors that are not plain CUDA ones."""
+    found: list[Any] = []
+    for tensors in (sums, {} if out is None else out):
+        for name, tensor in tensors.items():
+            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cuda or tensor.is_sparse:
+                return None
+            found.append((name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+    return (len(sums), tuple(found), None if offsets is None else tuple(offsets.items()))
 
 
 UNIT = Combination(coefficients=(1.0,), scale=1.0, horizon=1 << 62)

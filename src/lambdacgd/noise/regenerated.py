@@ -11,7 +11,6 @@ import torch
 from lambdacgd.mechanisms.base import BandedInverse, Mechanism
 from lambdacgd.noise.combination import Combination, Terms, check_terms, scales_digest
 from lambdacgd.noise.field import NoiseError, NoiseField
-from lambdacgd.noise.jobs import match
 
 
 class RegeneratedNoise:
@@ -101,9 +100,9 @@ class RegeneratedNoise:
         For CUDA graphs ``step`` may be an int64 tensor of one element on the device; outside 1 … n it yields NaN.
         """
         check_step(step, self.horizon)
-        jobs = match(self.field.layout, sums, out=out, offsets=offsets)
+        add = self.field._plan(sums, out, offsets)
         self.field._agree(self._terms)
-        self.field._apply(jobs, self._combination, step)
+        add(self._combination, step)
         if check:
             self.check()
 

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     )
     from lambdacgd.planning import Plan, plan
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
+    from lambdacgd.training import EMA, CheckpointError, Noiser, Private, TrainingError, export, privatize
+    from lambdacgd.tuning import choose_gamma, choose_lambda
     from lambdacgd.validation import InvalidInput
 
 _HOMES = {
@@ -44,14 +46,17 @@ _HOMES = {
     ),
     "lambdacgd.planning": ("Plan", "plan"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
+    "lambdacgd.training": ("EMA", "CheckpointError", "Noiser", "Private", "TrainingError", "export", "privatize"),
+    "lambdacgd.tuning": ("choose_gamma", "choose_lambda"),
     "lambdacgd.validation": ("InvalidInput",),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BISR", "BLT", "BSR", "AccountingError", "BallsInBins", "BandInvMF", "BandMF", "Calibration", "Certificate",
-    "Cyclic", "Diagonal", "GammaBIFR", "Horizon", "Identity", "InvalidInput", "LambdaCGD", "Ledger", "Mechanism",
-    "Plan", "Poisson", "Sampling", "SecretKey", "Workload", "__version__", "maxse", "plan", "rmse", "sensitivity",
+    "BISR", "BLT", "BSR", "EMA", "AccountingError", "BallsInBins", "BandInvMF", "BandMF", "Calibration", "Certificate",
+    "CheckpointError", "Cyclic", "Diagonal", "GammaBIFR", "Horizon", "Identity", "InvalidInput", "LambdaCGD", "Ledger",
+    "Mechanism", "Noiser", "Plan", "Poisson", "Private", "Sampling", "SecretKey", "TrainingError", "Workload",
+    "__version__", "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 
 

@@ -77,6 +77,9 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["plan", *CYCLIC, "--nonsense"], "--nonsense"),
         (["compare", *CYCLIC, "--epochs", "0"], "--epochs"),
         (["frobnicate"], "frobnicate"),
+        (["reproduce", "nonsense"], "NAME"),
+        (["bench", "noise", "--model", "nonsense"], "nonsense"),
+        (["bench", "step", "--mode", "nonsense"], "nonsense"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):
@@ -93,3 +96,22 @@ def test_help_and_version(capsys):
     assert "--batch-size" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip().count(".") == 2
+
+
+def test_reproduce_lists_what_it_can(capsys):
+    assert main(["reproduce", "--list"]) == 0
+    assert "rmse-table" in capsys.readouterr().out
+
+
+def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
+    out = tmp_path / "noise.json"
+    assert main(["bench", "noise", "--model", "cnn", "--device", "cpu", "--bands", "2", "--seconds", "0.01", "--out", str(out)]) == 0
+    measured = json.loads(out.read_text())
+    assert measured["device"]
+    assert measured["models"]["cnn"]["parameters"] > 100_000
+    step = tmp_path / "step.json"
+    arguments = ["--model", "cnn", "--mode", "non-private", "--mode", "lambda-cgd", "--precision", "fp32", "--device", "cpu"]
+    assert main(["bench", "step", *arguments, "--batch", "4", "--warm-up", "1", "--repeats", "1", "--out", str(step)]) == 0
+    cells = json.loads(step.read_text())["cells"]
+    assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]
+    assert not any("error" in cell for cell in cells)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lambdacgd.validation import InvalidInput
 
 # Parameters whose flag is not simply their name with dashes.
-_FLAGS = {"lam": "--lambda"}
+_FLAGS = {"lam": "--lambda", "name": "NAME"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

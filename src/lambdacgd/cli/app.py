@@ -7,6 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
+from lambdacgd.cli.bench import bench
+from lambdacgd.cli.reproduce import reproduce
 from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
 
@@ -159,3 +161,7 @@ def _number_or_auto(parameter: str, text: str | None) -> Any:
         return float(text)
     except ValueError:
         raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
+
+
+app.command()(reproduce)
+app.add_typer(bench, name="bench")

@@ -42,7 +42,7 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
             weights = F.dropout(torch.softmax(scores if mask is None else scores + mask, -1), drop)
             mixed: Tensor = weights @ v
         else:
-            weights, mixed = None, F.scaled_dot_product_attention(q, k, v, mask, drop)  # type: ignore[assignment]
+            weights, mixed = None, F.scaled_dot_product_attention(q, k, v, mask, drop)
         out = self.out_proj(mixed.transpose(1, 2).flatten(2))
         if not batched:
             out = out.squeeze(0)
@@ -59,7 +59,7 @@ class OpenMultiheadAttention(nn.MultiheadAttention):
         if self._qkv_same_embed_dim:
             weights = self.in_proj_weight.chunk(3)
         else:
-            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)  # type: ignore[assignment]
+            weights = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         return tuple(F.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))  # type: ignore[return-value]
 

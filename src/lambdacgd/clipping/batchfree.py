@@ -216,7 +216,7 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
         )
     value, own = _graph_value(x), x._roots
     call = Call(site, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(site.clipper.anchor, value.detach(), call, shape)  # type: ignore[no-any-return]
+    return _Split.apply(site.clipper.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, batch: int, roots: tuple[Root, ...]) -> Tensor | None:
@@ -279,9 +279,9 @@ def _vmapped(
                 for i, value in zip(ours, own, strict=True):
                     row[i] = value
                 a, k = tree_unflatten(row, tree)
-                return func(*a, **k)  # type: ignore[no-any-return]
+                return func(*a, **k)
 
-            return torch.func.vjp(again, *(v.detach() for v in values))[1](g.unsqueeze(0))  # type: ignore[no-any-return]
+            return torch.func.vjp(again, *(v.detach() for v in values))[1](g.unsqueeze(0))
 
         found = torch.func.vmap(one, randomness="error")(inputs, gradient)
         for i, value, gradients in zip(ours, values, found, strict=True):

@@ -42,7 +42,7 @@ class WideBlock(nn.Module):
         h = F.relu(self.norm1(x))
         return self.conv2(F.relu(self.norm2(self.conv1(h)))) + self.short(
             x if isinstance(self.short, nn.Identity) else h
-        )  # type: ignore[no-any-return]
+        )
 
 
 class WideResNet(nn.Module):
@@ -60,7 +60,7 @@ class WideResNet(nn.Module):
         self.blocks, self.norm, self.head = nn.Sequential(*stages), nn.GroupNorm(16, inner), nn.Linear(inner, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.blocks(self.stem(x)))).mean((2, 3)))  # type: ignore[no-any-return]
+        return self.head(F.relu(self.norm(self.blocks(self.stem(x)))).mean((2, 3)))
 
 
 class Attention(nn.Module):
@@ -71,7 +71,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))  # type: ignore[no-any-return]
+        return x + self.mlp(self.norm2(x))
 
 
 class ViT(nn.Module):
@@ -110,7 +110,7 @@ class ViT(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.patches(x).flatten(2).transpose(1, 2)
         h = torch.cat([self.token.expand(x.shape[0], -1, -1), h], 1) + self.position
-        return self.head(self.norm(self.blocks(h))[:, 0])  # type: ignore[no-any-return]
+        return self.head(self.norm(self.blocks(h))[:, 0])
 
 
 class LSTMClassifier(nn.Module):
@@ -125,7 +125,7 @@ class LSTMClassifier(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.lstm(self.embed(x))[0].mean(1))  # type: ignore[no-any-return]
+        return self.head(self.lstm(self.embed(x))[0].mean(1))
 
 
 class Bert(nn.Module):
@@ -148,7 +148,7 @@ class Bert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         place = torch.arange(x.shape[1], device=x.device).expand(x.shape)
-        return self.bert(input_ids=x, position_ids=place).logits  # type: ignore[no-any-return]
+        return self.bert(input_ids=x, position_ids=place).logits
 
 
 @dataclass(frozen=True)

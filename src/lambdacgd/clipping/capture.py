@@ -129,7 +129,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 def fast_apply(function: type[torch.autograd.Function]) -> Callable[..., Tensor]:
     """``function.apply`` without its checks for functorch wrappers, which cost microseconds on every layer."""
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc, no-any-return]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 class LinearTap(torch.autograd.Function):
@@ -181,7 +181,7 @@ class LayerNormTap(torch.autograd.Function):
         y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.call, ctx.shape = call, shape
         ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

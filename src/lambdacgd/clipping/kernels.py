@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def"
 """Triton kernels of the norm pass on CUDA: many layers in one launch, Gram matrices that never reach memory.
 
 Imported only where there is a CUDA device (`grouped`). Tensors come as tables of addresses.

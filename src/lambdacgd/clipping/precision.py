@@ -77,7 +77,7 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
     """Batched product, accumulated and returned in float32 (float64 for float64)."""
     if x.dtype in _LOW:
         if _native_float32_out(x):
-            return torch.bmm(x, y, out_dtype=torch.float32)  # type: ignore[call-overload, no-any-return]
+            return torch.bmm(x, y, out_dtype=torch.float32)
         return torch.bmm(x.float(), y.float())
     return torch.bmm(x, y)
 
@@ -88,9 +88,9 @@ def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
         x, y = x.float(), y.float()
     if x.dtype in _LOW:
         if fresh:
-            torch.mm(x, y, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+            torch.mm(x, y, out_dtype=torch.float32, out=total)
         else:
-            torch.addmm(total, x, y, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
+            torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
     elif fresh:
         torch.mm(x, y, out=total)
     else:

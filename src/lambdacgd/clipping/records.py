@@ -11,7 +11,7 @@ the weighted sum of its per-example gradients to a total (`add`). Two kinds serv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,10 +50,16 @@ class Norm:
         if self.square.dim() == 1:
             return [self]
         fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
-        return [
-            Norm(*f, self.gamma, self.kappa, self.fold_a)
-            for f in zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
-        ]
+        rows = zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
+        return [bounded_norm(row, self.gamma, self.kappa, self.fold_a) for row in rows]
+
+
+def bounded_norm(parts: Sequence[Tensor], gamma: float, kappa: float, fold_a: bool = False) -> Norm:
+    """The norm made of ⟨G_a, G_b⟩ alone, or of that, both traces and both Frobenius norms."""
+    if len(parts) == 1:
+        return Norm(parts[0])
+    square, trace_a, trace_b, gram_a, gram_b = parts
+    return Norm(square, trace_a, trace_b, gram_a, gram_b, gamma, kappa, fold_a)
 
 
 class Record:
@@ -219,7 +225,7 @@ class Outer(Record):
         groups = self._rows(max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0))
         parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
-        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
+        return bounded_norm(sums, gamma, kappa, fold_a)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes

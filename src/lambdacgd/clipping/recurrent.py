@@ -47,6 +47,7 @@ class OpenRNN(_Open, nn.RNN):
 def unrolled(m: Any, input: Any, hx: Any, watch: Watch) -> Any:
     """All layers and directions of ``m`` on a padded or packed batch, with results shaped like the original's."""
     lengths, packed = None, isinstance(input, PackedSequence)
+    x: Any
     if packed:
         x, lengths = pad_packed_sequence(input, batch_first=True)
         lengths = lengths.to(x.device)

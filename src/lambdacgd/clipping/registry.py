@@ -39,7 +39,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     for base in kind.__mro__:
         rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
-            return rule if kind.forward is base.forward else None
+            return rule if kind.forward is getattr(base, "forward", None) else None
     return None
 
 

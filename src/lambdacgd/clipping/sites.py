@@ -83,7 +83,7 @@ def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]
         if before is None:
             del module.forward
         else:
-            module.forward = before  # type: ignore[method-assign]
+            module.forward = before
 
     return undo
 
@@ -226,7 +226,8 @@ def cast_weights(clipper: Clipper) -> dict[Site, tuple[Tensor, Tensor | None]]:
     if kind != "cuda" or not torch.is_autocast_enabled(kind) or not clipper.linear_sites:
         return {}
     low = torch.get_autocast_dtype(kind)
-    found = [p for site in clipper.linear_sites for p in (site.module.weight, site.module.bias) if p is not None]
+    layers: list[nn.Linear] = [site.module for site in clipper.linear_sites]  # type: ignore[misc]
+    found: list[Tensor] = [p for m in layers for p in (m.weight, m.bias) if p is not None]
     found.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
     flat = torch.empty(sum(p.numel() for p in found), dtype=low, device=clipper.anchor.device)
     parts = [part.view(p.shape) for p, part in zip(found, flat.split([p.numel() for p in found]), strict=True)]
@@ -234,6 +235,6 @@ def cast_weights(clipper: Clipper) -> dict[Site, tuple[Tensor, Tensor | None]]:
         torch._foreach_copy_(parts, found)
     by_parameter = {id(p): part for p, part in zip(found, parts, strict=True)}
     return {
-        site: (by_parameter[id(site.module.weight)], by_parameter.get(id(site.module.bias)))
-        for site in clipper.linear_sites
+        site: (by_parameter[id(m.weight)], by_parameter.get(id(m.bias)))
+        for site, m in zip(clipper.linear_sites, layers, strict=True)
     }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lambdacgd.clipping import precision
 from lambdacgd.clipping.batchfree import lookup
 from lambdacgd.clipping.capture import Site, tap
-from lambdacgd.clipping.records import Norm, Outer, Record, chunk_rows, masked
+from lambdacgd.clipping.records import Norm, Outer, Record, bounded_norm, chunk_rows, masked
 from lambdacgd.clipping.registry import finds_batch, register
 
 
@@ -45,7 +45,7 @@ class Rows(Record):
         # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
         low = self.b.dtype in (torch.bfloat16, torch.float16)
         kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
-        return Norm(*sums, gamma=gamma, kappa=kappa)
+        return bounded_norm(sums, gamma, kappa)
 
     @staticmethod
     def _norm(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:

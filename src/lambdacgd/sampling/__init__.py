@@ -7,6 +7,7 @@ from typing import Any
 from lambdacgd.sampling.balls_in_bins import BallsInBins
 from lambdacgd.sampling.base import DEFAULT_RUN, Sampling
 from lambdacgd.sampling.cyclic import Cyclic
+from lambdacgd.sampling.parquet import BinSortedParquet
 from lambdacgd.sampling.poisson import Poisson
 from lambdacgd.validation import InvalidInput
 
@@ -22,4 +23,13 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
     return SAMPLINGS[name].from_fields(parameters)
 
 
-__all__ = ["DEFAULT_RUN", "SAMPLINGS", "BallsInBins", "Cyclic", "Poisson", "Sampling", "sampling_from_dict"]
+__all__ = [
+    "DEFAULT_RUN",
+    "SAMPLINGS",
+    "BallsInBins",
+    "BinSortedParquet",
+    "Cyclic",
+    "Poisson",
+    "Sampling",
+    "sampling_from_dict",
+]

@@ -45,7 +45,9 @@ class Sampling:
 
     def batches(self, key: SecretKey, *, run: str = DEFAULT_RUN, start_step: int = 1) -> Iterator[Indices]:
         """The example indices of steps ``start_step`` … n, one array a step (an empty one where nobody takes part)."""
-        integer("start_step", start_step, maximum=self.steps + 1, why=": the horizon is fixed, and n + 1 yields nothing")
+        integer(
+            "start_step", start_step, maximum=self.steps + 1, why=": the horizon is fixed, and n + 1 yields nothing"
+        )
         return self._batches(key, run, start_step)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:

@@ -1,0 +1,154 @@
+"""What every sampling promises, and what each one adds to it."""
+
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import binom, chi2
+
+from lambdacgd.keys import SecretKey
+from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling, sampling_from_dict
+from lambdacgd.validation import InvalidInput
+
+KEY = SecretKey.from_bytes(bytes(range(32)))
+OTHER = SecretKey.from_bytes(bytes(range(1, 33)))
+ALL = [BallsInBins(200, 7, 3), Poisson(200, 7, 3), Cyclic(200, 7, 3, 28)]
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+def test_batches_are_a_function_of_key_run_and_step(sampling: Sampling) -> None:
+    batches = list(sampling.batches(KEY))
+    assert len(batches) == sampling.steps == sampling.horizon.steps == 21
+    for start in (1, 2, 8, 21, 22):
+        rest = list(sampling.batches(KEY, start_step=start))
+        assert len(rest) == 22 - start
+        assert all((a == b).all() for a, b in zip(rest, batches[start - 1 :], strict=True))
+    for other in (sampling.batches(OTHER), sampling.batches(KEY, run="1")):
+        assert any(len(a) != len(b) or (a != b).any() for a, b in zip(other, batches, strict=True))
+    for batch in batches:
+        assert batch.dtype == np.int64
+        assert len(np.unique(batch)) == len(batch)
+        assert len(batch) == 0 or (batch.min() >= 0 and batch.max() < 200)
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+def test_samplings_are_public_and_serialisable(sampling: Sampling) -> None:
+    assert sampling_from_dict(json.loads(json.dumps(sampling.to_dict()))) == sampling
+    with pytest.raises(InvalidInput, match="takes"):
+        sampling_from_dict(sampling.to_dict() | {"key": 1})
+    with pytest.raises(InvalidInput, match="one of balls-in-bins, poisson, cyclic"):
+        sampling_from_dict({"name": "shuffle"})
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("step", [0, 23, 1.5])
+def test_steps_outside_the_horizon_are_refused_at_once(sampling: Sampling, step: int) -> None:
+    with pytest.raises(InvalidInput, match=r"^start_step is"):
+        sampling.batches(KEY, start_step=step)
+
+
+def test_balls_in_bins_uses_every_example_once_an_epoch_in_the_same_place() -> None:
+    sampling = BallsInBins(500, 9, 4)
+    batches = list(sampling.batches(KEY))
+    bins = sampling.bin_of(KEY, range(500))
+    for step, batch in enumerate(batches):
+        assert (np.flatnonzero(bins == step % 9) == batch).all()
+    assert sorted(np.concatenate(batches[:9]).tolist()) == list(range(500))
+
+
+@given(ids=st.lists(st.integers(0, 999), max_size=50))
+def test_bins_do_not_depend_on_order_or_company(ids: list[int]) -> None:
+    sampling = BallsInBins(1000, 13, 1)
+    whole = sampling.bin_of(KEY, range(1000))
+    assert sampling.bin_of(KEY, np.array(ids, dtype=np.int64)).tolist() == [whole[i] for i in ids]
+
+
+def test_bins_of_other_key_run_or_count_are_other_bins() -> None:
+    sampling = BallsInBins(1000, 50, 1)
+    mine = sampling.bin_of(KEY, range(1000))
+    assert (sampling.bin_of(OTHER, range(1000)) != mine).mean() > 0.9
+    assert (sampling.bin_of(KEY, range(1000), run="1") != mine).mean() > 0.9
+
+
+def test_bins_are_uniform_and_independent() -> None:
+    """Four χ² tests at N = 10⁶, each with a false-alarm rate of 1e-6 (fixed key: it either always passes or never)."""
+    sampling = BallsInBins(1_000_000, 37, 1)
+    bins = sampling.bin_of(KEY, np.arange(1_000_000))
+    tables = [
+        np.bincount(bins, minlength=37),  # uniform
+        np.bincount(37 * bins[:-1] + bins[1:], minlength=37**2),  # neighbours, with overlap: conservative enough
+        np.bincount(37 * bins[:-8:2] + bins[8::2], minlength=37**2),  # one cipher block apart
+        np.bincount(37 * bins + sampling.bin_of(KEY, np.arange(1_000_000), run="1"), minlength=37**2),  # two runs
+    ]
+    for table in tables:
+        expected = table.sum() / len(table)
+        statistic = float(((table - expected) ** 2 / expected).sum())
+        assert chi2.sf(statistic, len(table) - 1) > 1e-6
+
+
+def test_empty_bins_are_yielded_and_nothing_is_rebalanced() -> None:
+    sizes = [len(batch) for batch in BallsInBins(20, 20, 1).batches(KEY)]
+    assert len(sizes) == 20
+    assert sum(sizes) == 20
+    assert 0 in sizes
+    assert max(sizes) > 1
+
+
+def test_more_bins_than_examples_is_an_error() -> None:
+    with pytest.raises(InvalidInput, match=r"only 10 examples.*at most 10"):
+        BallsInBins(10, 11, 1)
+
+
+@pytest.mark.parametrize("ids", [[-1], [10], [0.5]])
+def test_ids_outside_the_data_set_are_refused(ids: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="from 0 to 9"):
+        BallsInBins(10, 2, 1).bin_of(KEY, ids)
+    assert BallsInBins(10, 2, 1).bin_of(KEY, []).shape == (0,)
+
+
+def test_poisson_sizes_are_binomial_and_steps_independent() -> None:
+    """Total count within the central 1 − 1e-6; repeats between steps as independence says (5 standard errors)."""
+    sampling = Poisson(20_000, 10, 3)
+    batches = list(sampling.batches(KEY))
+    total = sum(len(batch) for batch in batches)
+    assert binom.ppf(5e-7, 600_000, 0.1) <= total <= binom.ppf(1 - 5e-7, 600_000, 0.1)
+    times = np.bincount(np.concatenate(batches), minlength=20_000)
+    assert abs(times.var() - 30 * 0.1 * 0.9) < 5 * math.sqrt(2 / 20_000) * 2.7 * 1.1
+    assert sampling.rate == 0.1
+    assert (sampling.members(KEY, 7) == batches[6]).all()
+
+
+def test_poisson_with_one_step_an_epoch_takes_everyone() -> None:
+    assert [len(batch) for batch in Poisson(9, 1, 2).batches(KEY)] == [9, 9]
+
+
+def test_cyclic_repeats_one_permutation_and_drops_the_rest() -> None:
+    sampling = Cyclic(103, 10, 3, 10)
+    batches = list(sampling.batches(KEY))
+    order = sampling.order(KEY)
+    assert sorted(order.tolist()) == list(range(103))
+    for step, batch in enumerate(batches):
+        place = step % 10
+        assert (batch == order[10 * place : 10 * place + 10]).all()
+    seen = Counter(np.concatenate(batches).tolist())
+    assert set(seen.values()) == {3}
+    assert len(seen) == 100
+
+
+def test_cyclic_needs_enough_examples() -> None:
+    with pytest.raises(InvalidInput, match=r"need 110.*there are 103; use at most 10"):
+        Cyclic(103, 10, 1, 11)
+
+
+@pytest.mark.parametrize("bad", [0, -3, 2.5, True, None])
+def test_counts_must_be_positive_integers(bad: object) -> None:
+    with pytest.raises(InvalidInput):
+        BallsInBins(bad, 1, 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput):
+        Poisson(10, bad, 1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput):
+        Cyclic(10, 1, 1, bad)  # type: ignore[arg-type]

@@ -12,7 +12,8 @@ from lambdacgd.tuning.choice import AmplifiedError, choose_gamma
 from lambdacgd.validation import integer, number
 
 MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gains nothing
-_EVALUATIONS = 60  # for each coefficient
+_EVALUATIONS = 40  # for each coefficient
+_SHRINK = (0.01, 0.02, 0.04, 0.08)
 _SMALLEST = 1e-6
 
 
@@ -20,8 +21,8 @@ def amplified_band_inv_mf(bands: int, horizon: Horizon, *, epsilon: float, delta
     """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
     The coefficients after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
-    Balls-in-Bins accounting needs. The search starts at the best γ-BIFR (of which BISR is one) and, where that is
-    better, at the optimum without amplification. σ is a quick estimate with common random numbers; no privacy
+    Balls-in-Bins accounting needs. The search starts at the best of γ-BIFR, BISR and the optimum without
+    amplification, each also with its correlation reduced. σ is a quick estimate with common random numbers; no privacy
     rests on it, since the plan's σ is certified for the coefficients found.
     """
     integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, horizon.steps))
@@ -52,8 +53,10 @@ def _optimise(bands: int, horizon: Horizon, epsilon: float, delta: float) -> lis
     gamma = choose_gamma(bands, horizon, objective="amplified-rmse", epsilon=epsilon, delta=delta).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(horizon)]
     points = [_logs(np.asarray(start.noising(horizon.steps))[1:], bands - 1) for start in starts]
-    best = min(points, key=error)
-    simplex = np.vstack([best] + [best + 0.15 * np.eye(bands - 1)[i] * (-1) ** i for i in range(bands - 1)])
+    # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
+    shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
+    best = min(shrunk, key=error)
+    simplex = np.vstack([best] + [best - 0.1 * np.eye(bands - 1)[i] for i in range(bands - 1)])
     found = minimize(
         error,
         best,

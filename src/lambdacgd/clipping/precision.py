@@ -82,6 +82,24 @@ def bmm(x: Tensor, y: Tensor) -> Tensor:
     return torch.bmm(x, y)
 
 
+def bmm_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """``out = x @ y`` for batches, accumulated in ``out``'s float32 or float64."""
+    if x.dtype in _LOW:
+        out.copy_(bmm(x, y))
+    else:
+        torch.bmm(x, y, out=out)
+
+
+def sum_of_products_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
+    """``total += Σ_i x_i @ y_i`` (``fresh``: ``=``) over a batch, in ``total``'s float32 or float64."""
+    x, y = x.to(total.dtype), y.to(total.dtype)
+    if total.is_cuda:  # addbmm would launch a kernel for every example there
+        part = torch.bmm(x, y).sum(0)
+        total.copy_(part) if fresh else total.add_(part)
+    else:
+        torch.addbmm(total, x, y, beta=0 if fresh else 1, out=total)
+
+
 def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
     """``total += x @ y`` (``fresh``: ``total = x @ y``), accumulated in ``total``'s float32 or float64."""
     if x.dtype in _LOW and not _native_float32_out(x):

@@ -20,7 +20,9 @@ from torch import Tensor
 from lambdacgd.clipping import precision
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
-CHUNK_CPU, CHUNK_CUDA = 1 << 22, 1 << 27
+CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
+# Per-example gradients of one layer that are kept although Gram matrices would cost less, at most this many elements.
+_KEPT_PATCHES, _KEPT_CPU = 1 << 25, 1 << 22
 
 
 def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
@@ -185,8 +187,15 @@ class Outer(Record):
     @property
     def direct(self) -> bool:
         """Whether forming the per-example gradients costs less than the two Gram matrices."""
-        _, tokens, inner, outer = self.sizes
-        return tokens > 1 and inner * outer <= tokens * (inner + outer)
+        examples, tokens, inner, outer = self.sizes
+        if tokens == 1:
+            return False
+        if inner * outer <= tokens * (inner + outer):
+            return True
+        # Kept gradients also save the sum's product (and making patches again): worth their memory while they are small.
+        if callable(self.a):
+            return examples * inner * outer <= _KEPT_PATCHES
+        return self.device.type == "cpu" and examples * inner * outer <= _KEPT_CPU
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -199,23 +208,25 @@ class Outer(Record):
         return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
 
     def materialise(self, rows: slice) -> Tensor:
-        parts = []
         start, stop = rows.start or 0, min(rows.stop, self.examples)
-        _, tokens, inner, outer = self.sizes
-        step = chunk_rows(stop - start, max(tokens * inner, inner * outer), self.device)
+        _, tokens, inner, _ = self.sizes
+        kept = precision.accumulator(self.dtype)
+        whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
+        step = chunk_rows(stop - start, tokens * inner, self.device) if callable(self.a) else stop - start
         for i in range(start, stop, step):
             part = slice(i, min(i + step, stop))
             a, b = self.left(part), self.right(part)
             first, second = (a, b) if self.transposed else (b, a)
-            parts.append(precision.bmm(first.transpose(1, 2), second))
-        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return whole.reshape(-1, *self.shape)
+            precision.bmm_into(whole[i - start : part.stop - start], first.transpose(1, 2), second)
+        return whole.view(-1, *self.shape)
 
     def norm(self) -> Norm:
         examples, tokens, inner, outer = self.sizes
         fold_a = inner < outer
         gamma = precision.accumulation_unit(max(inner, outer), self.dtype)
         kappa = precision.folding_unit(self.dtype, self.device)
+        if callable(self.a):  # their sum is formed in float32
+            kappa = max(kappa, precision.folding_unit(precision.accumulator(self.dtype), self.device))
         if tokens == 1:
             every = slice(0, examples)
             kept = precision.accumulator(self.dtype)
@@ -247,6 +258,9 @@ class Outer(Record):
         else:
             b = scaled(b, factor)
             a = a if b.dtype == a.dtype else a.to(b.dtype)
+        if callable(self.a):
+            precision.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
+            return
         a, b = a.reshape(-1, inner), b.reshape(-1, outer)
         first, second = (a, b) if self.transposed else (b, a)
         precision.mm_into(matrix, first.t(), second, fresh=fresh)

@@ -55,10 +55,10 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     examples, outer, positions = response.shape
 
     def rows_of_patches(rows: slice) -> Tensor:
-        # [n, C, *out, *kernel] -> [n, *out, C, *kernel] -> [n, T, C·K]
+        # [n, C, *out, *kernel] -> [n, C, *kernel, *out] (long runs to copy) -> [n, T, C·K], positions adjacent in memory
         p = view(image[rows])
-        order = (0, *range(2, 2 + spatial), 1, *range(2 + spatial, 2 + 2 * spatial))
-        return p.permute(order).reshape(p.shape[0], positions, -1)
+        order = (0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
+        return p.permute(order).reshape(p.shape[0], -1, positions).transpose(1, 2)
 
     if groups == 1:
         one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
@@ -71,8 +71,8 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         rows = slice(i, min(i + step, examples))
         p = view(image[rows])
         n = p.shape[0]
-        order = (0, 1, *range(3, 3 + spatial), 2, *range(3 + spatial, 3 + 2 * spatial))
-        p = p.unflatten(1, (groups, -1)).permute(order).reshape(n * groups, positions, inner)
+        order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
+        p = p.unflatten(1, (groups, -1)).permute(order).reshape(n * groups, inner, positions).transpose(1, 2)
         r = response[rows].reshape(n * groups, outer // groups, positions)
         parts.append(precision.bmm(r, p).view(n, *shape))
     return Stored(name, torch.cat(parts))

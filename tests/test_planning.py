@@ -82,6 +82,10 @@ def test_a_strategy_with_negative_entries_is_refused_under_balls_in_bins():
         lc.plan(400, 20, epochs=2, epsilon=4.0, delta=1e-4, mechanism=lc.BandInvMF(2, (1.0, 0.5)))
 
 
+def test_the_objective_can_be_chosen():
+    assert cyclic(objective="maxse").mechanism.lam > cyclic(objective="rmse").mechanism.lam
+
+
 def test_automatic_gamma_without_amplification_is_rmse_optimal():
     plan = cyclic(mechanism="gamma-bifr", bands=4)
     assert plan.mechanism.gamma == pytest.approx(0.94, abs=0.02)
@@ -167,6 +171,10 @@ def test_steps_per_epoch_can_be_given():
         ({"mechanism": "blt", "buffers": 0}, "buffers"),
         ({"mechanism": lc.LambdaCGD(0.5), "lam": 0.9}, "lam"),
         ({"mechanism": "bandinvmf", "amplified": True}, "amplified"),
+        ({"objective": "guideline"}, "objective"),
+        ({"objective": "luck"}, "objective"),
+        ({"objective": "rmse", "lam": 0.5}, "objective"),
+        ({"objective": "rmse", "mechanism": "bisr"}, "objective"),
         ({"mechanism": "bisr", "amplified": True}, "amplified"),
         ({"steps_per_epoch": 0}, "steps_per_epoch"),
         ({"steps_per_epoch": 391}, "steps_per_epoch"),

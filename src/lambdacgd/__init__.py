@@ -29,11 +29,13 @@ if TYPE_CHECKING:
         Workload,
         maxse,
         rmse,
-        sensitivity,
     )
+    from lambdacgd.mechanisms.sensitivity import sensitivity
     from lambdacgd.planning import Plan, plan
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
-    from lambdacgd.training import EMA, CheckpointError, Noiser, Private, TrainingError, export, privatize
+    from lambdacgd.training import EMA, CheckpointError, Noiser, Private, TrainingError
+    from lambdacgd.training.export import export
+    from lambdacgd.training.privatize import privatize
     from lambdacgd.tuning import choose_gamma, choose_lambda
     from lambdacgd.validation import InvalidInput
 

@@ -37,10 +37,10 @@ Auto = Literal["auto"]
 # Which parameters each mechanism is described by; anything else given for it is an error.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "dp-sgd": (),
-    "lambda-cgd": ("lam", "normalized"),
+    "lambda-cgd": ("lam", "normalized", "objective"),
     "bisr": ("bands",),
     "bandinvmf": ("bands", "amplified"),
-    "gamma-bifr": ("bands", "gamma"),
+    "gamma-bifr": ("bands", "gamma", "objective"),
     "blt": ("buffers",),
     "bsr": ("bands",),
     "bandmf": ("bands",),
@@ -187,12 +187,15 @@ def plan(
     buffers: int | None = None,
     gamma: float | Auto | None = None,
     amplified: bool | None = None,
+    objective: str | None = None,
     estimate: bool = False,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
 
     ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
-    further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given.
+    further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
+    by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the guideline under
+    Balls-in-Bins and to RMSE elsewhere.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
     ...      mechanism=LambdaCGD(0.95), sampling="cyclic").sigma  # doctest: +ELLIPSIS
@@ -205,7 +208,15 @@ def plan(
     number("epsilon", epsilon, above=0, include=(math.inf,))
     number("delta", delta, above=0, below=1)
     chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
-    given = {"lam": lam, "normalized": normalized, "bands": bands, "buffers": buffers, "gamma": gamma, "amplified": amplified}
+    given = {
+        "lam": lam,
+        "normalized": normalized,
+        "bands": bands,
+        "buffers": buffers,
+        "gamma": gamma,
+        "amplified": amplified,
+        "objective": objective,
+    }
     described, choice = make_mechanism(
         mechanism, chosen, epsilon=epsilon, delta=delta, parameters={k: v for k, v in given.items() if v is not None}
     )
@@ -293,10 +304,11 @@ def _lambda_cgd(
     normalized = parameters.get("normalized", False)
     lam = parameters.get("lam", "auto")
     if lam != "auto":
+        _refuse_objective(parameters, "lam")
         return LambdaCGD(lam, normalized), None
     from lambdacgd.tuning import choose_lambda
 
-    choice = choose_lambda(sampling.horizon, normalized=normalized, **_objective(sampling, epsilon, delta))
+    choice = choose_lambda(sampling.horizon, normalized=normalized, **_objective(sampling, parameters, epsilon, delta))
     return LambdaCGD(choice.value, normalized), {"parameter": "lambda"} | choice.to_dict()
 
 
@@ -305,10 +317,11 @@ def _gamma_bifr(
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     gamma = parameters.get("gamma", "auto")
     if gamma != "auto" or bands == 1:
+        _refuse_objective(parameters, "gamma")
         return GammaBIFR(bands, 0.0 if gamma == "auto" else gamma).resolve(sampling.horizon), None
     from lambdacgd.tuning import choose_gamma
 
-    choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, epsilon, delta))
+    choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, parameters, epsilon, delta))
     return GammaBIFR(bands, choice.value).resolve(sampling.horizon), {"parameter": "gamma"} | choice.to_dict()
 
 
@@ -324,11 +337,20 @@ def _amplified_band_inv_mf(
     return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
 
 
-def _objective(sampling: Sampling, epsilon: float, delta: float) -> dict[str, Any]:
+def _refuse_objective(parameters: dict[str, Any], given: str) -> None:
+    if "objective" in parameters:
+        raise InvalidInput(
+            "objective", parameters["objective"], f"it applies where {given} is auto; leave one of them out"
+        )
+
+
+def _objective(sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float) -> dict[str, Any]:
     """What an automatic parameter is chosen by: the paper's guideline where there is amplification, else RMSE."""
-    if isinstance(sampling, BallsInBins) and math.isfinite(epsilon):
-        return {"objective": "guideline", "epsilon": epsilon, "delta": delta}
-    return {"objective": "rmse"}
+    amplified = isinstance(sampling, BallsInBins) and math.isfinite(epsilon)
+    objective = parameters.get("objective", "guideline" if amplified else "rmse")
+    if not amplified and objective in ("amplified-rmse", "guideline"):
+        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
+    return {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified else {})
 
 
 def _plain(value: Any) -> Any:

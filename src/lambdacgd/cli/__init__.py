@@ -16,7 +16,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lambdacgd.cli.app import command
 
     try:
-        result = command()(args=list(sys.argv[1:] if argv is None else argv), prog_name="lambdacgd", standalone_mode=False)
+        result = command()(
+            args=list(sys.argv[1:] if argv is None else argv), prog_name="lambdacgd", standalone_mode=False
+        )
         return result if isinstance(result, int) else 0
     except InvalidInput as error:
         flag = _FLAGS.get(error.parameter, "--" + error.parameter.replace("_", "-"))

@@ -34,7 +34,9 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Differentially private training whose noise cancels itself."""
 
@@ -51,7 +53,8 @@ StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="St
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute everything anew, keep nothing on disk.")]
 Estimate = Annotated[
-    bool, typer.Option("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim.")
+    bool,
+    typer.Option("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
 ]
 
 
@@ -68,14 +71,22 @@ def plan(
             "--mechanism", help="dp-sgd, lambda-cgd, bisr, bandinvmf, gamma-bifr, blt, bsr, bandmf or diagonal."
         ),
     ] = "lambda-cgd",
-    lam: Annotated[str | None, typer.Option("--lambda", help="λ of λCGD: a number in [0, 1) or auto (default).")] = None,
+    lam: Annotated[
+        str | None, typer.Option("--lambda", help="λ of λCGD: a number in [0, 1) or auto (default).")
+    ] = None,
     normalized: Annotated[bool, typer.Option("--normalized", help="Column-normalised λCGD.")] = False,
     bands: Bands = None,
     buffers: Buffers = None,
-    gamma: Annotated[str | None, typer.Option("--gamma", help="γ of γ-BIFR: a number in [0, 1) or auto (default).")] = None,
+    gamma: Annotated[
+        str | None, typer.Option("--gamma", help="γ of γ-BIFR: a number in [0, 1) or auto (default).")
+    ] = None,
     amplified: Annotated[
         bool, typer.Option("--amplified", help="Optimise BandInvMF for the amplified RMSE, the accountant in the loop.")
     ] = False,
+    objective: Annotated[
+        str | None,
+        typer.Option("--objective", help="What auto minimises: guideline, amplified-rmse, rmse or maxse."),
+    ] = None,
     sampling: SamplingName = "balls-in-bins",
     steps_per_epoch: StepsPerEpoch = None,
     estimate: Estimate = False,
@@ -106,6 +117,7 @@ def plan(
             buffers=buffers,
             gamma=_number_or_auto("gamma", gamma),
             amplified=amplified or None,
+            objective=objective,
             sampling=sampling,
             steps_per_epoch=steps_per_epoch,
             estimate=estimate,

@@ -15,7 +15,9 @@ Out = Annotated[Path | None, typer.Option("--out", help="Write JSON here, after 
 
 @bench.command()
 def noise(
-    model: Annotated[list[str] | None, typer.Option("--model", help="May be given more than once; default: all.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="May be given more than once; default: all.")
+    ] = None,
     device: Device = None,
     bands: Annotated[list[int] | None, typer.Option("--bands", help="Default: 2, 4 and 16.")] = None,
     seconds: Annotated[float, typer.Option("--seconds", help="Time spent on each contender.")] = 0.5,
@@ -30,11 +32,17 @@ def noise(
 
 @bench.command()
 def step(
-    model: Annotated[list[str] | None, typer.Option("--model", help="May be given more than once; default: all.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="May be given more than once; default: all.")
+    ] = None,
     mode: Annotated[list[str] | None, typer.Option("--mode", help="May be given more than once; default: all.")] = None,
-    precision: Annotated[list[str] | None, typer.Option("--precision", help="fp32, tf32 or bf16; default: both last.")] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option("--precision", help="fp32, tf32 or bf16; default: both last.")
+    ] = None,
     device: Device = None,
-    batch: Annotated[int | None, typer.Option("--batch", help="Examples in a batch; default: each model's own.")] = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Examples in a batch; default: each model's own.")
+    ] = None,
     warm_up: Annotated[int, typer.Option("--warm-up", help="Steps before the clock starts.")] = 5,
     repeats: Annotated[int, typer.Option("--repeats", help="Steps measured; the median counts.")] = 20,
     out: Out = None,

@@ -15,22 +15,33 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache
-from lambdacgd.mechanisms import LambdaCGD, Mechanism
+from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 
-# What ``compare`` sets side by side, in the order of the paper's table. Parameters that do not apply are dropped.
-COMPARED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("dp-sgd", {}),
-    ("lambda-cgd", {}),
-    ("lambda-cgd", {"normalized": True}),
-    ("gamma-bifr", {"bands": True}),
-    ("bisr", {"bands": True}),
-    ("bandinvmf", {"bands": True}),
-    ("blt", {"buffers": True}),
-    ("bsr", {"bands": True}),
-    ("bandmf", {"bands": True}),
-)
+
+def compared(sampling: str, bands: int | None, buffers: int | None) -> list[tuple[str, str, dict[str, Any]]]:
+    """What ``compare`` sets side by side: mechanism, sampling and parameters."""
+    if sampling == "poisson":
+        return [("dp-sgd", "poisson", {})]
+    amplified = sampling == "balls-in-bins"
+    best = {"objective": "amplified-rmse" if amplified else "rmse"}
+    banded = {"bands": bands}
+    rows: list[tuple[str, dict[str, Any]]] = [
+        ("dp-sgd", {}),
+        ("lambda-cgd", best),
+        ("lambda-cgd", best | {"normalized": True}),
+        ("gamma-bifr", best | banded),
+        ("bisr", banded),
+        ("bandinvmf", banded),
+        ("blt", {"buffers": buffers}),
+        ("bsr", banded),
+        ("bandmf", banded),
+    ]
+    if amplified:
+        rows.insert(1, ("lambda-cgd", {"objective": "guideline"}))
+    poisson = [("dp-sgd", "poisson", dict[str, Any]())] if amplified else []
+    return [*poisson, *((name, sampling, parameters) for name, parameters in rows)]
 
 
 @contextlib.contextmanager
@@ -54,7 +65,9 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.name}", expand=False))
+    console.print(
+        Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.name}", expand=False)
+    )
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -65,17 +78,15 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
 def show_comparison(
     *, as_json: bool, plot: Path | None, bands: int | None, buffers: int | None, estimate: bool, **request: Any
 ) -> None:
-    given = {"bands": bands, "buffers": buffers}
-    examples, batch_size = request.pop("examples"), request.pop("batch_size")
-    sampling = request.pop("sampling")
-    rows = [(name, sampling, parameters) for name, parameters in COMPARED if sampling != "poisson" or name == "dp-sgd"]
-    if sampling == "balls-in-bins":
-        rows.insert(0, ("dp-sgd", "poisson", {}))
+    examples, batch_size, sampling = request.pop("examples"), request.pop("batch_size"), request.pop("sampling")
     plans = []
-    for name, how, parameters in rows:
-        filled = {key: given[key] if key in given else value for key, value in parameters.items()}
+    for name, how, parameters in compared(sampling, bands, buffers):
         with _busy(as_json, f"{name}, {how}"):
-            plans.append(make_plan(examples, batch_size, mechanism=name, sampling=how, estimate=estimate, **filled, **request))
+            plans.append(
+                make_plan(
+                    examples, batch_size, mechanism=name, sampling=how, estimate=estimate, **parameters, **request
+                )
+            )
     if plot:
         from lambdacgd.cli import plots
 
@@ -85,7 +96,10 @@ def show_comparison(
         return
     console = Console()
     console.print(_comparison_table(plans))
-    console.print("RMSE and MaxSE are of the sum of gradients, in units of the clipping norm; stored counts noise vectors.")
+    console.print(
+        "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
+        "Stored: noise vectors of the model's size; 0 means that the noise is regenerated."
+    )
     if any(plan.certificate.kind == "estimate" for plan in plans):
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
@@ -109,6 +123,7 @@ _SYMBOLS = {"lam": "λ", "bands": "p", "gamma": "γ", "buffers": "m"}
 def describe(mechanism: Mechanism) -> str:
     """A mechanism in a few words.
 
+    >>> from lambdacgd.mechanisms import LambdaCGD
     >>> describe(LambdaCGD(0.9, normalized=True))
     'λCGD λ=0.9 normalised'
     """
@@ -131,13 +146,18 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     table = Table.grid(padding=(0, 2))
     add = table.add_row
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
-    add("training", f"{plan.examples} examples, batch {plan.batch_size}, {plan.epochs} epochs × {plan.steps_per_epoch} steps")
+    add(
+        "training",
+        f"{plan.examples} examples, batch {plan.batch_size}, {plan.epochs} epochs × {plan.steps_per_epoch} steps",
+    )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
     add("past noise", f"{memory(plan.mechanism, plan.steps)} (vectors of the model's size)")
     certificate = plan.certificate
-    sure = "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
+    sure = (
+        "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
+    )
     kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
     add(kind, f"{certificate.method}, {certificate.direction}, {sure}")
     if check:
@@ -152,38 +172,41 @@ def _remarks(plan: Plan) -> list[str]:
     if plan.certificate.kind == "estimate":
         lines.append("[yellow]This σ is an estimate, not a privacy claim; leave out --estimate to certify it.[/]")
     if plan.delta * plan.examples > 1:
-        lines.append(f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]")
+        lines.append(
+            f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
+        )
     if plan.choice:
         lines.append(f"{plan.choice['parameter']} was chosen by {plan.choice['objective']}: {plan.choice['because']}")
         for candidate in plan.choice.get("candidates", ()):
             where = "amplified" if candidate["amplified"] else "at unit noise"
-            lines.append(f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}")
+            lines.append(
+                f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}"
+            )
     return lines
 
 
 def _comparison_table(plans: list[Plan]) -> Table:
-    first = plans[-1]
-    title = f"N = {first.examples}, B = {first.batch_size}, k = {first.epochs}, ε = {first.epsilon:g}, δ = {first.delta:g}"
-    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("mechanism", "sampling"):
-        table.add_column(heading)
-    for heading in ("σ", "RMSE", "MaxSE"):
-        table.add_column(heading, justify="right")
-    table.add_column("stored", justify="right")
-    table.add_column("certificate")
+    last = plans[-1]
+    settings = (
+        f"N = {last.examples}, B = {last.batch_size}, k = {last.epochs}, ε = {last.epsilon:g}, δ = {last.delta:g}"
+    )
+    table = Table(title=f"{settings}, {last.sampling.name}", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("mechanism", no_wrap=True)
+    for heading in ("σ", "RMSE", "MaxSE", "stored"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("certificate", no_wrap=True)
     best = min(plan.rmse for plan in plans)
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""
-        bold = "bold" if plan.rmse == best else ""
+        apart = "" if plan.sampling.name == last.sampling.name else f" ({plan.sampling.name})"
         table.add_row(
-            describe(plan.mechanism),
-            plan.sampling.name,
+            describe(plan.mechanism) + apart,
             f"{mark}{plan.sigma:.4g}",
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
             "0" if plan.mechanism.regenerates(plan.steps) else str(plan.mechanism.past_vectors(plan.steps)),
             plan.certificate.method,
-            style=bold,
+            style="bold" if plan.rmse == best else "",
         )
     return table
 

@@ -50,7 +50,12 @@ def plan_figure(plan: Plan, path: Path) -> None:
         if isinstance(plan.mechanism, LambdaCGD):
             mean, largest = error_norms(plan.mechanism, plan.steps)
             here = 1 / (1 - plan.mechanism.lam)
-            axes.plot([here, here], [mean * plan.sigma, largest * plan.sigma], "k*", label=f"this plan, λ = {plan.mechanism.lam:.4g}")
+            axes.plot(
+                [here, here],
+                [mean * plan.sigma, largest * plan.sigma],
+                "k*",
+                label=f"this plan, λ = {plan.mechanism.lam:.4g}",
+            )
         axes.set_xlabel("1 / (1 − λ)")
         axes.set_ylabel("error, in clipping norms")
         axes.set_title(f"N = {plan.examples}, b = {plan.steps_per_epoch}, k = {plan.epochs}, ε = {plan.epsilon:g}")

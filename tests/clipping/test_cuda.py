@@ -102,3 +102,45 @@ def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
     close = sum((results[0][k] - results[1][k]).square().sum() for k in results[0]) ** 0.5
     size = sum(v.square().sum() for v in results[0].values()) ** 0.5
     assert close <= (0.05 if low else 0.01) * size
+
+
+def test_a_captured_step_gives_the_same_sums() -> None:
+    """Forward, backward, clipping and padding by weightless examples inside one CUDA graph, replayed on other data."""
+    model = ViT(64, 2, 4, patch=4, image=16).cuda()
+    x, y = torch.randn(6, 3, 16, 16, device="cuda"), torch.randint(0, 10, (6,), device="cuda")
+    weights = torch.ones(6, device="cuda")
+    clipper = attach(model, 0.5)
+
+    def step() -> dict[str, torch.Tensor]:
+        clipper.weigh(weights)
+        F.cross_entropy(model(x), y).backward()
+        return clipper.take()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    x.copy_(torch.randn_like(x))
+    x[5] = float("nan")
+    weights[5] = 0
+    graph.replay()
+    found = {n: t.clone() for n, t in captured.items()}
+    for name, total in step().items():
+        torch.testing.assert_close(found[name], total, rtol=0.02, atol=1e-3)
+
+
+def test_weights_cast_together_give_the_same_outputs() -> None:
+    """Weights cast in one launch give what autocast's own casts give."""
+    model = ViT(64, 2, 4, patch=4, image=16).cuda()
+    x = torch.randn(4, 3, 16, 16, device="cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        plain = model(x)
+        clipper = attach(model, 0.5)
+        seen = model(x)
+    torch.testing.assert_close(seen, plain, rtol=2e-2, atol=2e-2)
+    clipper.detach()

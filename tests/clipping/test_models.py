@@ -136,6 +136,19 @@ def test_relative_positions_of_t5(oracle: Oracle) -> None:
     oracle(t.T5EncoderModel(config), torch.randint(1, 25, (3, 6)), 3, loss=loss, tolerance=1e-6)
 
 
+def test_checkpointing_of_hugging_face() -> None:
+    model = _hugging_face("gpt2")
+    ids = torch.randint(1, 25, (3, 6))
+    batch = (ids, torch.ones_like(ids))
+    clipper = attach(model, 0.1)
+    language_loss(model, batch).backward()
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # type: ignore[operator]
+    language_loss(model, batch).backward()
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
 def test_lora_adapters(oracle: Oracle) -> None:
     import peft
 

@@ -34,8 +34,15 @@ def sensitivity_tolerance(dtype: torch.dtype) -> float:
     return 2.0**-30 if dtype == torch.float64 else 2.0**-10
 
 
-@lru_cache(maxsize=64)
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constants on the device, copied there once."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # no copies from the host in a CUDA graph
+        return torch.cat([torch.full((1, 1), v, dtype=dtype, device=device) for v in values])
+    return _copied_column(values, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _copied_column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
 
 

@@ -56,11 +56,16 @@ class NormPass:
     """
 
     def __init__(self) -> None:
+        self._usable: bool | None = None
         self._waiting: list[Outer] = []
         self._blocks: list[tuple[list[str], Norm]] = []
 
     def put(self, record: Record) -> None:
-        if type(record) is Outer and grouped.usable_on(record.device):
+        if type(record) is Outer:
+            if self._usable is None:
+                self._usable = grouped.usable_on(record.device)
+            if not self._usable:
+                return
             self._waiting.append(record)
             if len(self._waiting) >= _TOGETHER:
                 self._launch()
@@ -129,7 +134,7 @@ class Totals:
             total = torch.empty(like.shape, dtype=precision.accumulator(like.dtype), device=like.device)
             self._buffers[name] = total
         self.filled[name] = total
-        record.add(total, factor, keep, fresh=fresh)
+        record.add(total, factor.to(total.dtype), keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
         together = Stored("", pack.flat)
@@ -138,7 +143,7 @@ class Totals:
         whole, views = self._packs[pack.key]
         fresh = not any(name in self.filled for name in views)
         if fresh or all(self.filled.get(name) is view for name, view in views.items()):
-            together.add(whole, factor, keep, fresh=fresh)
+            together.add(whole, factor.to(whole.dtype), keep, fresh=fresh)
             self.filled.update(views)
             return
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one

@@ -21,8 +21,8 @@ from lambdacgd.clipping import precision
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
-# Per-example gradients of one layer that are kept although Gram matrices would cost less, at most this many elements.
-_KEPT_PATCHES, _KEPT_CPU = 1 << 25, 1 << 22
+# Per-example gradients of a convolution are kept up to this many elements, even where Gram matrices would cost less.
+_KEPT_PATCHES = 1 << 25
 
 
 def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
@@ -192,10 +192,8 @@ class Outer(Record):
             return False
         if inner * outer <= tokens * (inner + outer):
             return True
-        # Kept gradients also save the sum's product (and making patches again): worth their memory while they are small.
-        if callable(self.a):
-            return examples * inner * outer <= _KEPT_PATCHES
-        return self.device.type == "cpu" and examples * inner * outer <= _KEPT_CPU
+        # Kept gradients also save making patches again: worth their memory while they are small.
+        return callable(self.a) and examples * inner * outer <= _KEPT_PATCHES
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""

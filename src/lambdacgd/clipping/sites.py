@@ -27,6 +27,9 @@ _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "i
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """Trainable parameters by their first name in the model; tied ones once."""
     found = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    devices = sorted({str(p.device) for p in found.values()})
+    if len(devices) > 1:
+        raise ClippingError(f"the trainable parameters lie on several devices ({', '.join(devices)}). Put them on one.")
     for name, p in found.items():
         if isinstance(p, nn.parameter.UninitializedParameter):
             raise ClippingError(f"parameter '{name}' is not initialised yet: run one forward pass before attaching.")

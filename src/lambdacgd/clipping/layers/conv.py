@@ -55,7 +55,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     examples, outer, positions = response.shape
 
     def rows_of_patches(rows: slice) -> Tensor:
-        # [n, C, *out, *kernel] -> [n, C, *kernel, *out] (long runs to copy) -> [n, T, C·K], positions adjacent in memory
+        # [n, C, *out, *kernel] -> [n, C, *kernel, *out] (long runs to copy) -> [n, T, C·K], positions adjacent
         p = view(image[rows])
         order = (0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
         return p.permute(order).reshape(p.shape[0], -1, positions).transpose(1, 2)

@@ -15,6 +15,8 @@ from lambdacgd.clipping.registry import register
 
 def tokens(x: Tensor) -> Tensor:
     """[B, ..., d] as [B, T, d]."""
+    if x.dim() == 3:
+        return x
     return x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)
 
 

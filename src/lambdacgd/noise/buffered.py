@@ -111,13 +111,14 @@ class BufferedNoise:
         self._prepare(jobs, step)
         scale = self._scaling.scale_at(step)
         noise = self._advance(jobs, step)
+        torch._foreach_mul_(noise, scale)
+        results = []
         for job, x in zip(jobs, noise, strict=True):
-            wide = x.to(job.source.device, non_blocking=True).mul(scale)
             if job.target is job.source:
-                result = job.source.add_(wide)
+                results.append(job.source.add_(x))
             else:
-                result = job.target.copy_(wide.to(job.source.dtype).add_(job.source))
-            self._flag(result)
+                results.append(job.target.copy_(x.to(job.source.dtype).add_(job.source)))
+        self._flag(results)
         self._next = step + 1
         if check:
             self.check()
@@ -179,25 +180,21 @@ class BufferedNoise:
             for weight, vectors in zip(recurrence.weights, self._store, strict=True):
                 _add(x, vectors, -weight)
             for decay, vectors in zip(recurrence.decays, self._store, strict=True):
-                for buffer, value in zip(vectors, x, strict=True):
-                    if buffer.device == value.device:
-                        buffer.mul_(decay).add_(value)
-                    else:  # update where the arithmetic is fast, then store
-                        buffer.copy_(
-                            buffer.to(value.device, non_blocking=True).mul_(decay).add_(value), non_blocking=True
-                        )
+                near = [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)]
+                torch._foreach_mul_(near, decay)  # where the arithmetic is fast; in place if the buffers live there
+                torch._foreach_add_(near, x)
+                _store(vectors, near)
             return x
         if isinstance(recurrence, BandedInverse):
             z = x
-            x = [value * recurrence.coefficients[0] for value in z]
+            x = list(torch._foreach_mul(z, recurrence.coefficients[0]))
             for a, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
                 _add(x, vectors, a)
             self._push(z)
             return x
         for c, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
             _add(x, vectors, -c)
-        for value in x:
-            value.div_(recurrence.coefficients[0])
+        torch._foreach_div_(x, recurrence.coefficients[0])
         self._push(x)
         return x
 
@@ -205,17 +202,29 @@ class BufferedNoise:
         if not self._store:
             return
         self._store.insert(0, self._store.pop())
-        for buffer, value in zip(self._store[0], newest, strict=True):
-            buffer.copy_(value, non_blocking=True)
+        _store(self._store[0], newest)
 
-    def _flag(self, result: torch.Tensor) -> None:
-        finite = torch.isfinite(result).all()
-        if result.device.type == "cuda":
-            self.field._backend(result.device).flags.bitwise_or_((~finite).to(torch.int32))
-        else:
-            self.field._bad |= not bool(finite)
+    def _flag(self, results: Vectors) -> None:
+        """Remember whether all results are finite: on CUDA in device memory, without waiting for it."""
+        for device in {result.device for result in results}:
+            mine = [result for result in results if result.device == device and result.numel()]
+            if not mine:
+                continue
+            largest = torch.stack([norm.float() for norm in torch._foreach_norm(mine, float("inf"))])
+            bad = ~torch.isfinite(largest).all()
+            if device.type == "cuda":
+                self.field._backend(device).flags.bitwise_or_(bad.to(torch.int32))
+            else:
+                self.field._bad |= bool(bad)
 
 
 def _add(x: Vectors, vectors: Vectors, weight: float) -> None:
-    for value, buffer in zip(x, vectors, strict=True):
-        value.add_(buffer.to(value.device, non_blocking=True), alpha=weight)
+    torch._foreach_add_(
+        x, [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)], alpha=weight
+    )
+
+
+def _store(buffers: Vectors, values: Vectors) -> None:
+    for buffer, value in zip(buffers, values, strict=True):
+        if buffer is not value:
+            buffer.copy_(value, non_blocking=True)

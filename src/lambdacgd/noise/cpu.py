@@ -18,7 +18,8 @@ from lambdacgd.chacha import keystream_into
 from lambdacgd.noise.jobs import Job
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS
 
-_GROUPS = 64  # groups of a piece: 32 768 elements, each array at most 256 KiB, and no torch call worth splitting
+_GROUPS = 128  # groups of a piece: 65 536 elements, in arrays of 256 KiB: smaller ones would queue for Python's lock
+_SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
 _ZEROS = bytes(64 * GROUP_BLOCKS * _GROUPS)
 
 Bands = Sequence[tuple[int, float]]  #: (field step, coefficient) pairs
@@ -58,40 +59,58 @@ def pieces(jobs: Sequence[Job]) -> list[Piece]:
     return found
 
 
+class _Views:
+    """A thread's buffers for one number of groups, sliced once: each slice a piece would cost Python's lock."""
+
+    def __init__(self, scratch: _Scratch, groups: int) -> None:
+        elements = groups * GROUP_ELEMENTS
+        words = scratch.words[:elements].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)
+        halves = scratch.halves[: 2 * elements : 2].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)
+        self.radius_words, self.angle_words, self.shared_bits = words[:, :8], words[:, 8:], halves[:, 8:]
+        self.radius, self.angle, self.cosine = (array[:groups] for array in scratch.arrays)
+        self.x, self.y = scratch.total[:groups, 0], scratch.total[:groups, 1]
+        self.total = scratch.total[:groups].view(-1)
+
+
 class _Scratch(threading.local):
-    """Each thread's own buffers, about 1.5 MiB, made once."""
+    """Each thread's own buffers, about 2 MiB, made once."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(len(_ZEROS))
         self.words = torch.frombuffer(self.bytes, dtype=torch.uint32)
         self.halves = torch.frombuffer(self.bytes, dtype=torch.uint16)  # little-endian: even ones are low halves
-        half = (_GROUPS, 8, GROUP_BLOCKS)
-        self.radius, self.angle, self.cosine = (torch.empty(half, dtype=torch.float64) for _ in range(3))
+        self.arrays = [torch.empty((_GROUPS, 8, GROUP_BLOCKS), dtype=torch.float64) for _ in range(3)]
         self.total = torch.empty((_GROUPS, 2, 8, GROUP_BLOCKS), dtype=torch.float64)
-        self.single = torch.empty(_GROUPS * GROUP_ELEMENTS, dtype=torch.float32)
+        self.single = torch.empty(_SERIAL, dtype=torch.float32)
+        self.views: dict[int, _Views] = {}
 
 
 _scratch = _Scratch()
+_HALF_CELL = torch.tensor(2.0**-49, dtype=torch.float64)
+_TURN = 2.0 * math.pi * 2.0**-32  # the angle of one unit of a word
+_HALF_TURN = torch.tensor(0.5 * _TURN, dtype=torch.float64)
 
 
 def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: float) -> torch.Tensor:
     """scale·Σ a·z[step] over ``bands`` for whole groups: a float64 tensor that the thread's next call overwrites."""
-    s = _scratch
-    total = s.total[:groups].zero_()
+    v = _scratch.views.get(groups)
+    if v is None:
+        v = _scratch.views[groups] = _Views(_scratch, groups)
+    v.x.zero_()
+    v.y.zero_()
     for step, coefficient in bands:
         _fill_words(subkey, first_group * GROUP_BLOCKS, groups * GROUP_BLOCKS, step)
-        words = s.words[: groups * GROUP_ELEMENTS].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)
-        radius, angle, cosine = s.radius[:groups], s.angle[:groups], s.cosine[:groups]
-        radius.copy_(words[:, :8])
-        angle.copy_(words[:, 8:])
-        cosine.copy_(s.halves[: 2 * groups * GROUP_ELEMENTS : 2].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)[:, 8:])
-        radius.mul_(2.0**-32).add_(cosine, alpha=2.0**-48).add_(2.0**-49).log_().mul_(-2.0).sqrt_()
-        angle.add_(0.5).mul_(2.0 * math.pi * 2.0**-32)
-        torch.cos(angle, out=cosine)
-        angle.sin_()
-        total[:, 0].addcmul_(radius, cosine, value=coefficient * scale)
-        total[:, 1].addcmul_(radius, angle, value=coefficient * scale)
-    return total.view(-1)
+        v.radius.copy_(v.radius_words)
+        v.cosine.copy_(v.shared_bits)
+        torch.add(_HALF_CELL, v.radius, alpha=2.0**-32, out=v.radius).add_(v.cosine, alpha=2.0**-48)  # u
+        v.radius.log_().mul_(-2.0).sqrt_()
+        v.angle.copy_(v.angle_words)
+        torch.add(_HALF_TURN, v.angle, alpha=_TURN, out=v.angle)
+        torch.cos(v.angle, out=v.cosine)
+        v.angle.sin_()
+        v.x.addcmul_(v.radius, v.cosine, value=coefficient * scale)
+        v.y.addcmul_(v.radius, v.angle, value=coefficient * scale)
+    return v.total
 
 
 def _fill_words(subkey: bytes, block: int, count: int, step: int) -> None:
@@ -122,11 +141,16 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, *, rea
 
 def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, read: bool) -> bool:
     job, begin, end = part
-    skip = job.offset + begin - (first_group - job.entry.first_block // GROUP_BLOCKS) * GROUP_ELEMENTS
-    values = noise[skip : skip + end - begin]
-    if job.source.dtype == torch.float32:
-        values = _scratch.single[: end - begin].copy_(values)
-    return all([_add_view(*views, read) for views in _views(job.source, job.target, begin, end, values)])
+    skip = job.offset - (first_group - job.entry.first_block // GROUP_BLOCKS) * GROUP_ELEMENTS
+    finite = True
+    for a in range(begin, end, _SERIAL):
+        b = min(a + _SERIAL, end)
+        values = noise[skip + a : skip + b]
+        if job.source.dtype == torch.float32:
+            values = _scratch.single[: b - a].copy_(values)
+        for views in _views(job.source, job.target, a, b, values):
+            finite &= _add_view(*views, read)
+    return finite
 
 
 def _add_view(source: torch.Tensor, target: torch.Tensor, noise: torch.Tensor, read: bool) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import math
 
@@ -14,9 +15,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
+from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
-from lambdacgd.training.card import replace_one
+from lambdacgd.training.card import _rounded_up, replace_one
 
 
 def secrets_of(private, losses, sums):
@@ -131,10 +133,9 @@ def test_the_card_says_what_is_claimed(tmp_path):
     assert card["claim"] == "(2, 1e-05)-differentially private"
     assert (card["epsilon"], card["delta"], card["sigma"]) == (2.0, 1e-5, p.sigma)
     assert "zero-out" in card["adjacency"]
-    assert (card["replace_one"]["epsilon"], card["replace_one"]["delta"]) == (
-        4.0,
-        pytest.approx((1 + math.e**2) * 1e-5),
-    )
+    doubled = gaussian_delta(card["replace_one"]["epsilon"], p.sigma / (2 * p.sensitivity))
+    assert doubled == pytest.approx(1e-5, rel=1e-6)
+    assert card["replace_one"]["delta"] == 1e-5
     assert card["mechanism"] == {"name": "lambda-cgd", "lam": 0.6, "normalized": False}
     assert card["sampling"]["name"] == "cyclic"
     assert card["certificate"]["method"] == "analytic"
@@ -164,9 +165,13 @@ def test_a_card_that_claims_nothing(tmp_path):
     assert card["epsilon"] == "inf"
 
 
-def test_replace_one_of_nothing():
-    assert replace_one(math.inf, 1e-5) == (math.inf, 1.0)
-    assert replace_one(1000.0, 1e-5)[1] == 1.0
+def test_replacing_an_example():
+    p = oracle.binned_plan(48, 12, 2)  # ε = 1, δ = 1e-5
+    assert replace_one(p)[:2] == (2.0, pytest.approx((1 + math.e) * 1e-5))
+    assert replace_one(dataclasses.replace(p, epsilon=1000.0))[:2] == (2000.0, 1.0)
+    assert replace_one(oracle.plan(epsilon=math.inf))[:2] == (math.inf, 1.0)
+    assert _rounded_up(3.14151) == "3.142"
+    assert float(_rounded_up(2.0001)) >= 2.0001
 
 
 def test_refusals(tmp_path):

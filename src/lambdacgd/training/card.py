@@ -10,6 +10,7 @@ import json
 import math
 from typing import Any
 
+from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.planning import Plan
 from lambdacgd.training.trained import Trained
 from lambdacgd.version import __version__
@@ -25,17 +26,24 @@ NOT_COVERED = (
 )
 
 
-def replace_one(epsilon: float, delta: float) -> tuple[float, float]:
-    """(2ε, (1 + e^ε)δ): replacing an example is zeroing one out and putting one in, by group privacy of two."""
-    if not math.isfinite(epsilon):
-        return math.inf, 1.0
-    return 2 * epsilon, min(1.0, (1 + math.exp(min(epsilon, 700.0))) * delta)
+def replace_one(plan: Plan) -> tuple[float, float, str]:
+    """(ε, δ) for replacing an example by another, and why.
+
+    Without amplification it is the Gaussian mechanism at twice the sensitivity. Otherwise replacing is zeroing one
+    example out and putting one in, so (2ε, (1 + e^ε)δ) by group privacy.
+    """
+    if not math.isfinite(plan.epsilon):
+        return math.inf, 1.0, "no noise"
+    if plan.certificate.method == "analytic":
+        return gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta), plan.delta, "twice the sensitivity"
+    delta = min(1.0, (1 + math.exp(min(plan.epsilon, 700.0))) * plan.delta)
+    return 2 * plan.epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
 def card(trained: Trained) -> dict[str, Any]:
     """The card of a model trained by ``privatize``."""
     plan = trained.plan
-    epsilon, delta = replace_one(plan.epsilon, plan.delta)
+    epsilon, delta, why = replace_one(plan)
     certificate = plan.certificate.to_dict()
     return {
         "format": FORMAT,
@@ -44,11 +52,7 @@ def card(trained: Trained) -> dict[str, Any]:
         "epsilon": _finite(plan.epsilon),
         "delta": plan.delta,
         "adjacency": "zero-out of one example; the number of examples, of bins and the example ids are public",
-        "replace_one": {
-            "epsilon": _finite(epsilon),
-            "delta": delta,
-            "reading": "replacing one example by another: twice the sensitivity, bounded here by group privacy of two",
-        },
+        "replace_one": {"epsilon": _finite(epsilon), "delta": delta, "reading": why},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
         "sigma": plan.sigma,
@@ -84,6 +88,14 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _rounded_up(value: float | str) -> str:
+    """Four digits, never less than the value: a bound must not be rounded down."""
+    if isinstance(value, str) or value == 0:
+        return str(value)
+    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return f"{math.ceil(value / unit) * unit:.4g}"
+
+
 def to_json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
@@ -96,7 +108,7 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
         ("Adjacency", facts["adjacency"]),
-        ("Replace-one", f"ε ≤ {other['epsilon']}, δ ≤ {other['delta']:.3g} ({other['reading']})"),
+        ("Replace-one", f"ε ≤ {_rounded_up(other['epsilon'])}, δ ≤ {_rounded_up(other['delta'])} ({other['reading']})"),
         ("Mechanism", _described(mechanism)),
         ("Sampling", _described(sampling)),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),

@@ -234,6 +234,64 @@ def test_batch_folded_into_another_dimension_is_refused() -> None:
         step(flat, torch.randn(3, 5, 4))
 
 
+class Positions(nn.Module):
+    """Three tables without a batch dimension, each of as many rows as there are examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(9, 4), nn.Embedding(5, 4), nn.Linear(4, 2)
+        self.shift, self.mix = nn.Parameter(torch.randn(5, 4)), nn.Parameter(torch.randn(5, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.place(torch.arange(5)) + self.shift.tanh()
+        return self.head(h + self.mix @ h).mean(1)  # type: ignore[no-any-return]
+
+
+def test_a_size_that_equals_the_batch_by_chance_is_not_taken_for_it(oracle: Any) -> None:
+    oracle(Positions(), torch.randint(0, 9, (5, 5)), 5)
+
+
+def test_time_first_is_refused_even_where_the_sizes_agree() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer((2 * x).transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+    model = TimeFirst()
+    attach(model)
+    with pytest.raises(ClippingError, match="batch"):
+        step(model, torch.randn(5, 5, 4))
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    x = torch.randn(6, 4)
+    torch.manual_seed(3)
+    plain = model(x)
+    attach(model)
+    torch.manual_seed(3)
+    torch.testing.assert_close(model(x), plain)
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(6, 4))  # type: ignore[no-any-return]
+
+    fixed = Fixed()
+    clipper = attach(fixed)
+    with pytest.raises(ClippingError, match="probe=False"):
+        step(fixed, x)
+    clipper.detach()
+    attach(fixed, probe=False)
+    step(fixed, x)
+
+
 def test_bad_arguments() -> None:
     for options in (
         {"max_grad_norm": 0},

@@ -91,13 +91,12 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     site, values = roots[0].site, [plain(x) for x in flat]
     batch = site.clipper.batch
     others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
-    batched = [x for x in others if x.shape[0] == batch]
     if name.endswith("_") and not name.startswith("__") and isinstance(flat[0], BatchFree):
         raise _refuse(roots, f"it is changed in place by {name}")
     if name in _CASTING:  # the other tensor only lends its type or device
-        batched = others = []
-    if others:
-        _check_consistent(site, (roots[0].name, name, tuple(x.dim() for x in others)), bool(batched))
+        others = []
+    places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
+    batched = [x for place, x in zip(places, others, strict=True) if site.clipper.sizing.batch_first(place, x)]
     if not batched and any(x.requires_grad for x in others):
         shape = tuple(next(x.shape for x in others if x.requires_grad))
         raise _refuse(
@@ -109,16 +108,18 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
         if name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree) and batch > 1:
-            spread = _spread(flat[0], out, batch, roots)
+            spread = _spread(flat[0], out, roots)
             if spread is not None:
                 return spread
         return _wrap(out, roots)
     if name in _ELEMENTWISE:
         depth = max(x.dim() for x in batched)
+        if any(x.dim() > depth for x in others):
+            raise _refuse(roots, f"in {name} it meets tensors with and without the batch first")
         split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
-    return _product(site, func, name, flat, tree, roots)
+    return _product(site, func, name, flat, tree, roots, batched)
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
@@ -139,20 +140,6 @@ def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
         "it into a module of "
         "its own whose forward takes and returns tensors with the batch first, or freeze it (requires_grad_(False))."
     )
-
-
-def _check_consistent(site: Site, key: tuple[Any, ...], batched: bool) -> None:
-    """A size that equals the batch size by chance must not pass for the batch dimension."""
-    if site.clipper.batch == 1:
-        return  # one example: every reading gives the same gradient
-    if site.clipper.readings.setdefault(key, batched) != batched:
-        raise site.refuse(
-            f"parameter '{key[0]}' meets a tensor in {key[1]} whose first dimension equals the batch "
-            "size in one batch and "
-            "not in another, so it is unclear whether it is the batch. Pad to a length that no batch "
-            "size takes, or use "
-            "another max_physical_batch_size."
-        )
 
 
 class _Split(torch.autograd.Function):
@@ -219,16 +206,21 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
     return _Split.apply(site.clipper.anchor, value.detach(), call, shape)
 
 
-def _spread(x: BatchFree, out: Tensor, batch: int, roots: tuple[Root, ...]) -> Tensor | None:
+def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
     """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
-    if out.shape[0] != batch or not (x.dim() < out.dim() or x.shape[0] == 1):
+    site = roots[0].site
+    if not (x.dim() < out.dim() or x.shape[0] == 1):
+        return None
+    if not site.clipper.sizing.batch_first(f"{site}, parameter '{roots[0].name}' expanded", out):
         return None
     per_example = _split(x, out.dim(), roots)
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
     return per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
 
 
-def _product(site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]) -> Any:
+def _product(
+    site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
+) -> Any:
     """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
     from lambdacgd.clipping.layers.linear import tapped_linear
 
@@ -236,11 +228,12 @@ def _product(site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots
     if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
         ours = [t for t in (weight, bias) if isinstance(t, BatchFree)]
-        if not isinstance(x, BatchFree) and x.dim() > 1 and weight.dim() == 2 and all(_is_parameter(t) for t in ours):
+        plain_input = any(x is b for b in batched) and x.dim() > 1
+        if plain_input and weight.dim() == 2 and all(_is_parameter(t) for t in ours):
             names = (_parameter_name(weight), _parameter_name(bias))
             matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
             return tapped_linear(site, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
-    return _vmapped(site, func, name, flat, tree, roots)
+    return _vmapped(site, func, name, flat, tree, roots, {id(b) for b in batched})
 
 
 def _is_parameter(x: BatchFree) -> bool:
@@ -253,20 +246,22 @@ def _parameter_name(x: Any) -> str | None:
 
 
 def _vmapped(
-    site: Site, func: Callable[..., Any], name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...]
+    site: Site,
+    func: Callable[..., Any],
+    name: str,
+    flat: list[Any],
+    tree: Any,
+    roots: tuple[Root, ...],
+    with_batch: set[int],
 ) -> Tensor:
-    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from the saved
-    inputs.
-    """
-    batch = site.clipper.batch
+    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from saved inputs."""
     ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]
-    batched = [
-        i for i, x in enumerate(flat) if isinstance(x, Tensor) and i not in ours and x.dim() > 0 and x.shape[0] == batch
-    ]
+    batched = [i for i, x in enumerate(flat) if id(x) in with_batch]
     fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
-    if not isinstance(out, Tensor) or out.dim() == 0 or out.shape[0] != batch:
+    place = f"{site}, parameter '{roots[0].name}', result of {name}"
+    if not isinstance(out, Tensor) or not site.clipper.sizing.batch_first(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
 

@@ -37,10 +37,9 @@ class Site:
     names: dict[str, str]
     original: Callable[..., Any]
     recorder: Any = None  # kept by rules whose recorder never changes
-    batched: bool | None = None  # whether the first dimension of this module's inputs has been seen to be the batch
 
-    def trains(self, name: str) -> bool:
-        return name in self.names
+    def __str__(self) -> str:
+        return f"module '{self.path}'" if self.path else "the model itself"
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""
@@ -54,8 +53,7 @@ class Site:
             own.update(kept)
 
     def refuse(self, why: str) -> ClippingError:
-        where = f"module '{self.path}'" if self.path else "the model itself"
-        return ClippingError(f"{where} ({type(self.module).__name__}): {why}")
+        return ClippingError(f"{self} ({type(self.module).__name__}): {why}")
 
 
 class Call:

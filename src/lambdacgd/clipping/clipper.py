@@ -15,6 +15,7 @@ from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
 from lambdacgd.clipping.records import Norm, Record
+from lambdacgd.clipping.sizing import Sizing, probe
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
@@ -30,6 +31,7 @@ def attach(
     mode: Mode = "flat",
     nonfinite: Literal["zero", "raise"] = "zero",
     batch_of: BatchOf | None = None,
+    probe: bool = True,
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
@@ -38,9 +40,17 @@ def attach(
     normalising instead of clipping ("automatic"); the sum's sensitivity is ζ in each. ``nonfinite="raise"`` turns
     a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args,
     kwargs)`` gives the number of examples where it is not the first dimension of the model's first tensor argument.
+    ``probe`` runs the first batch once more without its last example, to learn which dimensions are the batch (see
+    `sizing`).
     """
     return Clipper(
-        model, max_grad_norm, loss_reduction=loss_reduction, mode=mode, nonfinite=nonfinite, batch_of=batch_of
+        model,
+        max_grad_norm,
+        loss_reduction=loss_reduction,
+        mode=mode,
+        nonfinite=nonfinite,
+        batch_of=batch_of,
+        probe_sizes=probe,
     )
 
 
@@ -62,6 +72,7 @@ class Clipper:
         mode: Mode,
         nonfinite: Literal["zero", "raise"],
         batch_of: BatchOf | None,
+        probe_sizes: bool = True,
     ) -> None:
         _choice("loss_reduction", loss_reduction, get_args(LossReduction))
         _choice("mode", mode, get_args(Mode))
@@ -77,7 +88,8 @@ class Clipper:
         self._norm_pass = NormPass()
         self.batch = 0  # examples in the forward pass under way
         self.generation = 0
-        self.readings: dict[Any, bool] = {}
+        self.sizing = Sizing()
+        self._probe = probe_sizes
         self.linear_sites: list[Site] = []
         self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
         self._norms: list[Tensor] = []
@@ -162,15 +174,23 @@ class Clipper:
 
     # --- the forward pass --------------------------------------------------------------------------------------------
 
+    def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """The number of examples in the model's arguments."""
+        return self._batch_of(args, kwargs) if self._batch_of else sites.batch_size(args, kwargs)
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return
-        batch = self._batch_of(args, kwargs) if self._batch_of else sites.batch_size(args, kwargs)
+        batch = self.count(args, kwargs)
         if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
             self.generation += 1
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
+            if self._probe and batch > 1:
+                probe(self, args, kwargs, batch)
+                self._probe = False
             self.casts = sites.cast_weights(self)
+            self.sizing.start(batch)
         self.batch = batch
 
     def _reset(self) -> None:
@@ -179,21 +199,14 @@ class Clipper:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.casts = {}
         if torch.is_grad_enabled():
-            sites.check_output(self, output)
+            self.check_output(output)
+
+    def check_output(self, output: Any) -> None:
+        sites.check_output(self, output)
 
     def is_batched(self, site: Site, x: Tensor) -> bool:
-        """Whether ``x`` has the batch first; sizes that agree by chance in one batch and not in another are refused."""
-        batched = x.dim() > 0 and x.shape[0] == self.batch
-        if self.batch > 1:
-            if site.batched is None:
-                site.batched = batched
-            elif site.batched != batched:
-                raise site.refuse(
-                    f"its input has the batch first in one batch and not in another (now "
-                    f"{tuple(x.shape)} for {self.batch} "
-                    "examples). Put the batch first, and pad to lengths that no batch size takes."
-                )
-        return batched
+        """Whether ``x``, an input of a site, has the batch first."""
+        return self.sizing.batch_first(site, x)
 
     # --- the backward pass -------------------------------------------------------------------------------------------
 

@@ -144,7 +144,7 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
 
     def watch(suffix: str, part: str, projection: Tensor, inputs: Any) -> Tensor:
         x, before = inputs
-        if x.shape[0] != site.clipper.batch:
+        if not site.clipper.is_batched(site, x):
             raise site.refuse(
                 f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in "
                 "the model's input, or pass batch_of= to attach."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lambdacgd.clipping import Clipper
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint, schedulers
+from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import TrainingError
@@ -70,6 +71,7 @@ class Private:
         self._names = {id(p): name for name, p in clipper.parameters.items()}
         self._stage: NoiseStage | None = None
         self._written: dict[str, tuple[Tensor, int]] = {}
+        self.hooks_rest = False  # while a step is captured, which does all of it by itself
         self._undo = [*undo, run.close]
         self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
@@ -152,6 +154,16 @@ class Private:
         self.after_step.append(average.update)
         return average
 
+    def captured_step(
+        self, loss: Callable[..., Tensor], data: Sequence[Tensor], *, padded: int | None = None
+    ) -> CapturedStep:
+        """A fast step for small models on CUDA: ``step = private.captured_step(loss, (x, y)); step.run()``.
+
+        ``loss(model, *batch)`` computes the loss of a batch; ``data`` are the dataset's examples as CUDA tensors, in
+        its order. Batches are padded to ``padded`` examples (by default B + 3√B, rounded up) and split where larger.
+        """
+        return CapturedStep(self, loss, data, padded)
+
     # --- schedulers, and the way back --------------------------------------------------------------------------------
 
     def attach(self, scheduler: LRScheduler) -> None:
@@ -208,6 +220,8 @@ class Private:
     # --- around optimizer.step() -------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.hooks_rest:
+            return
         if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
             raise TrainingError(
                 "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
@@ -229,7 +243,7 @@ class Private:
                 self._write_gradients()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.cycle.phase is not Phase.NOISED:
+        if self.hooks_rest or self.cycle.phase is not Phase.NOISED:
             return
         self.cycle.acted()
         self.trained.steps_taken = self.cycle.done

@@ -1,0 +1,239 @@
+"""A captured step for small models on CUDA: all of it, from gathering to the optimizer, in one graph launch.
+
+The training data lies on the device; the examples of every step are rows of a table there, padded by examples of
+weight exactly zero and split where a batch is larger; step and position are counters in device memory. What is
+computed is what the ordinary loop computes, up to the order of float32 additions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lambdacgd.noise import RegeneratedNoise
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.loader import cut
+from lambdacgd.training.stage import noise_stage
+from lambdacgd.validation import InvalidInput, integer
+
+if TYPE_CHECKING:
+    from lambdacgd.training.private import Private
+
+LossFunction = Callable[..., Tensor]
+_WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
+
+
+class CapturedStep:
+    """Call it once a logical step, or ``run()`` for the rest of the run. ``loss`` is the last batch's, not private.
+
+    Guarantee
+    ---------
+    As for ``Private``, except that a sum that is not finite is found after the weights have changed: the error says
+    so, and the run goes on from its last checkpoint.
+    """
+
+    def __init__(self, private: Private, loss: LossFunction, data: Sequence[Tensor], padded: int | None) -> None:
+        self._private, self._loss_of, self._data = private, loss, tuple(data)
+        self._device = _check(private, self._data)
+        plan = private.plan
+        if padded is None:
+            spread = math.sqrt(plan.batch_size)
+            padded = min(plan.examples, 8 * math.ceil((plan.batch_size + 3 * spread) / 8))
+        self.padded = integer("padded", padded)
+        self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
+        self._step = torch.ones(1, dtype=torch.int64, device=self._device)
+        self.loss = torch.zeros((), device=self._device)
+        self._table = torch.full((1, self.padded), -1, dtype=torch.int64, device=self._device)
+        self._parts: list[list[tuple[bool, bool]]] = []
+        self._first_step = 0
+        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        self._rates: list[Any] = []
+        self._stage: RegeneratedNoise | None = None
+
+    def __call__(self) -> None:
+        """One logical step."""
+        self.run(1)
+
+    def run(self, steps: int | None = None) -> None:
+        """The next ``steps`` logical steps, or the rest of the run."""
+        private = self._private
+        private.check_usable()
+        left = private.plan.steps - private.steps_taken
+        if not private.between_steps:
+            raise TrainingError("an ordinary logical batch is under way; finish it before a captured step")
+        if left == 0 or (steps is not None and steps > left):
+            raise TrainingError(f"{left} of the plan's {private.plan.steps} steps are left; the horizon is fixed")
+        for _ in range(left if steps is None else steps):
+            self._one()
+        if self._stage is not None:
+            self._stage.check()
+
+    def _one(self) -> None:
+        private = self._private
+        step = private.cycle.current
+        if not self._first_step <= step < self._first_step + len(self._parts):
+            self._fill_table(step)
+        if self._rates != self._current_rates():
+            self._graphs, self._rates = {}, self._current_rates()
+        kinds = self._parts[step - self._first_step]
+        for kind in kinds:  # all before the first replay: capturing writes the clipper's buffers
+            if kind not in self._graphs:
+                self._graphs[kind] = self._capture(kind)
+        for kind in kinds:
+            self._graphs[kind].replay()
+        private.cycle.acted()
+        private.trained.steps_taken = private.cycle.done
+        private.loader.restart()
+        for act in private.after_step:
+            act()
+
+    def _current_rates(self) -> list[Any]:
+        """What the graphs hold as constants: a change (a scheduler's) means capturing again."""
+        groups = self._private.optimizer.param_groups
+        return [{k: v for k, v in group.items() if isinstance(v, (int, float, bool, tuple))} for group in groups]
+
+    def _fill_table(self, step: int) -> None:
+        """The rows of the rest of this epoch, in one copy to the device."""
+        private, plan = self._private, self._private.plan
+        end = -(-step // plan.steps_per_epoch) * plan.steps_per_epoch
+        batches = plan.sampling.batches(private.run.key, run=private.run.id, start_step=step)
+        rows, parts = [], []
+        for number in range(step, end + 1):
+            kinds = []
+            for chunk in cut(number, next(batches), self.padded):
+                chosen = [] if chunk.empty else chunk.indices
+                rows.append(chosen + [-1] * (self.padded - len(chosen)))
+                kinds.append((chunk.first == 0, chunk.last))
+            parts.append(kinds)
+        table = torch.tensor(rows, dtype=torch.int64)
+        if len(rows) > self._table.shape[0]:
+            self._table = table.to(self._device)
+            self._graphs = {}  # the table moved
+        else:
+            self._table[: len(rows)].copy_(table)
+        self._parts, self._first_step = parts, step
+        self._cursor.zero_()
+        self._step.fill_(step)
+
+    def _work(self, first: bool, last: bool, step: Tensor) -> None:
+        private, clipper = self._private, self._private.clipper
+        row = self._table.index_select(0, self._cursor).view(-1)
+        chosen = row.clamp_min(0)
+        if first:
+            clipper.zero()
+        clipper.weigh((row >= 0).to(torch.float32))
+        loss = self._loss_of(private.model, *(tensor.index_select(0, chosen) for tensor in self._data))
+        loss.backward()
+        self.loss.copy_(loss.detach())
+        self._cursor.add_(1)
+        if not last:
+            return
+        with torch.no_grad():
+            sums = clipper.take()
+            if self._stage is not None:
+                self._stage.add_(sums, step, check=False)
+            torch._foreach_div_(list(sums.values()), private.plan.batch_size)
+            for name, p in clipper.parameters.items():
+                p.grad = sums[name].data if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
+            private.optimizer.step()
+            step.add_(1)
+
+    def _capture(self, kind: tuple[bool, bool]) -> torch.cuda.CUDAGraph:
+        private = self._private
+        if self._stage is None and private.plan.sigma:
+            stage = noise_stage(
+                private.plan,
+                private.run.key,
+                run_id=private.run.id,
+                layout=private.layout,
+                max_grad_norm=private.max_grad_norm,
+            )
+            assert isinstance(stage, RegeneratedNoise)
+            self._stage = stage
+        cursor, step = self._cursor.clone(), self._step.clone()
+        kept = {id(p): p.detach().clone() for p in private.clipper.parameters.values()}
+        states = {id(p): _tensors(state) for p, state in private.optimizer.state.items()}
+        private.hooks_rest = True
+        try:
+            side = torch.cuda.Stream(self._device)
+            side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(side):
+                for _ in range(_WARM_UP):
+                    self._cursor.copy_(cursor)
+                    self._step.copy_(step)
+                    self._work(True, True, self._step)  # a whole step, so that the optimizer's state exists
+                self._restore(kept, states)
+                if not kind[0]:
+                    self._cursor.copy_(cursor)
+                    self._work(True, False, self._step)  # the clipper must be adding to what an earlier part left
+            torch.cuda.current_stream(self._device).wait_stream(side)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._work(*kind, self._step)
+            self._cursor.copy_(cursor)
+            self._step.copy_(step)
+        finally:
+            private.hooks_rest = False
+            private.clipper.zero()
+            private.clipper.weigh(None)
+            for p in private.clipper.parameters.values():
+                p.grad = None
+        return graph
+
+    @torch.no_grad()
+    def _restore(self, weights: dict[int, Tensor], states: dict[int, dict[str, Tensor]]) -> None:
+        """Undo what warming up did, in place: captured kernels know these addresses."""
+        for p in self._private.clipper.parameters.values():
+            p.copy_(weights[id(p)])
+            before = states.get(id(p), {})
+            for name, value in self._private.optimizer.state.get(p, {}).items():
+                if isinstance(value, Tensor):
+                    value.copy_(before[name] if name in before else torch.zeros_like(value))
+
+
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
+    devices = {p.device for p in private.clipper.parameters.values()} | {tensor.device for tensor in data}
+    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        raise InvalidInput(
+            "data",
+            f"tensors and a model on {sorted(map(str, devices))}",
+            "a captured step needs all on one CUDA device",
+        )
+    if not data or any(len(tensor) != private.plan.examples for tensor in data):
+        raise InvalidInput(
+            "data",
+            [len(tensor) for tensor in data],
+            f"give tensors of {private.plan.examples} rows, in the dataset's order",
+        )
+    if private.augmentations != 1:
+        raise InvalidInput("augmentations", private.augmentations, "a captured step reads examples once; use the loop")
+    if not private.plan.mechanism.regenerates(private.plan.steps):
+        raise InvalidInput(
+            "plan",
+            private.plan.mechanism.name,
+            "its noise needs buffers that advance on the host; use the ordinary loop",
+        )
+    _check_optimizer(private.optimizer)
+    return next(iter(devices))
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer)
+    for group in optimizer.param_groups:
+        if kind is torch.optim.SGD and not group["dampening"]:
+            continue
+        if kind in (torch.optim.Adam, torch.optim.AdamW) and group["capturable"]:
+            continue
+        raise InvalidInput(
+            "optimizer",
+            kind.__name__,
+            "a captured step takes SGD without dampening, or Adam and AdamW with capturable=True",
+        )

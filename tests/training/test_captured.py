@@ -1,0 +1,152 @@
+"""The captured step against the ordinary loop. Needs CUDA, except for what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training import oracle
+from torch import nn
+from torch.nn import functional as F
+
+import lambdacgd as lc
+from lambdacgd.training import TrainingError, privatize
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.2, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02, capturable=True),
+}
+
+
+def loss(model, x, y):
+    return F.cross_entropy(model(x), y)
+
+
+def build(optimizer="sgd", p=None, device="cuda", convolution=False, **options):
+    if convolution:
+        torch.manual_seed(1)
+        module = nn.Sequential(
+            nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(12, 3)
+        )
+    else:
+        module = oracle.model()
+    module.to(device)
+    p = p or oracle.binned_plan(96, 12, 3)
+    dataset = torch.utils.data.TensorDataset(*(t.to(device) for t in oracle.data(p.examples).tensors))
+    chosen = OPTIMIZERS[optimizer](module.parameters())
+    private = privatize(module, chosen, dataset, p, max_grad_norm=0.7, key=oracle.key(), **options)
+    private.run._id = "one"
+    return private, dataset.tensors
+
+
+def agree(one, two, tolerance=2e-4):
+    for (name, a), (_, b) in zip(one.model.named_parameters(), two.model.named_parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("padded", [None, 5, 96])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_same_as_the_loop(optimizer, padded):
+    ordinary, _ = build(optimizer)
+    oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
+    captured, data = build(optimizer)
+    captured.captured_step(loss, data, padded=padded).run()
+    assert captured.finished
+    agree(ordinary, captured)
+
+
+@pytest.mark.gpu
+@cuda
+@pytest.mark.parametrize("mechanism", [lc.Identity(), lc.LambdaCGD(0.6, normalized=True), lc.BISR(3)], ids=str)
+def test_mechanisms_layers_and_empty_bins(mechanism):
+    p = oracle.binned_plan(12, 1, 3, mechanism=mechanism)
+    ordinary, _ = build(p=p, convolution=True)
+    oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
+    captured, data = build(p=p, convolution=True)
+    step = captured.captured_step(loss, data, padded=2)
+    while not captured.finished:
+        step()
+    agree(ordinary, captured)
+
+
+@pytest.mark.gpu
+@cuda
+def test_mixes_with_the_loop_and_with_schedulers():
+    ordinary, _ = build()
+    captured, data = build()
+    schedules = [torch.optim.lr_scheduler.StepLR(p.optimizer, 5, gamma=0.5) for p in (ordinary, captured)]
+    for x, y in ordinary.loader:
+        loss(ordinary.model, x, y).backward()
+        ordinary.optimizer.step()
+        ordinary.optimizer.zero_grad()
+        schedules[0].step()
+    average = captured.ema(0.5)
+    step = captured.captured_step(loss, data)
+    for _ in range(7):
+        step()
+        schedules[1].step()
+    for x, y in captured.loader:  # two steps of the ordinary loop in between
+        loss(captured.model, x, y).backward()
+        captured.optimizer.step()
+        captured.optimizer.zero_grad()
+        schedules[1].step()
+        if captured.steps_taken == 9:
+            break
+    while not captured.finished:
+        step()
+        schedules[1].step()
+    agree(ordinary, captured)
+    assert average._updates == captured.plan.steps
+
+
+@pytest.mark.gpu
+@cuda
+def test_a_checkpoint_goes_on_captured(tmp_path):
+    key = oracle.key()
+    key.save(tmp_path / "run.key")
+    whole, data = build("momentum")
+    whole.run.key, whole.run._id = key, None
+    step = whole.captured_step(loss, data)
+    step.run(10)
+    whole.save(tmp_path / "c.pt")
+    step.run()
+    whole.detach()
+    again, data = build("momentum")
+    again.run.key, again.run._id = key, None
+    again.load(tmp_path / "c.pt")
+    again.captured_step(loss, data).run()
+    agree(whole, again, 1e-6)
+
+
+@pytest.mark.gpu
+@cuda
+def test_the_horizon_is_fixed_here_too():
+    private, data = build()
+    step = private.captured_step(loss, data)
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        step.run(25)
+    step.run()
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        step()
+
+
+@pytest.mark.gpu
+@cuda
+def test_refused_on_cuda():
+    private, data = build()
+    with pytest.raises(lc.InvalidInput, match="96 rows"):
+        private.captured_step(loss, [t[:5] for t in data])
+    private, data = build(p=oracle.plan(96, 12, mechanism=lc.BSR(3)))
+    with pytest.raises(lc.InvalidInput, match="buffers"):
+        private.captured_step(loss, data)
+
+
+def test_needs_cuda():
+    private, data = build(device="cpu")
+    with pytest.raises(lc.InvalidInput, match="one CUDA device"):
+        private.captured_step(loss, data)

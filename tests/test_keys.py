@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import pickle
 import stat
@@ -250,6 +251,21 @@ def test_an_existing_file_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="never overwritten"):
         SecretKey.generate().save(path)
     assert SecretKey.load(path) == first
+    assert os.listdir(tmp_path) == ["run.key"]
+
+
+def test_a_file_system_without_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(os, "link", refuse)
+    path = tmp_path / "run.key"
+    key = SecretKey.generate()
+    key.save(path)
+    assert SecretKey.load(path) == key
+    with pytest.raises(FileExistsError, match="never overwritten"):
+        SecretKey.generate().save(path)
+    assert SecretKey.load(path) == key
     assert os.listdir(tmp_path) == ["run.key"]
 
 

@@ -8,6 +8,7 @@ or an export. What is public about it is its ``fingerprint()``.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import hmac
 import os
@@ -23,6 +24,7 @@ __all__ = ["DestroyedKeyError", "KeyFileError", "Ledger", "LedgerError", "Releas
 
 _HEADER = b"lambdacgd secret key, version 1\n"
 _BYTES = 32
+_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 class KeyFileError(ValueError):
@@ -101,20 +103,21 @@ class SecretKey:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read (0600). An existing file is never replaced.
 
-        The file appears whole or not at all: it is written and synced under another name, then linked into place.
+        The file appears whole or not at all: it is written and synced under another name, then linked into place
+        (where the file system has no links, it is written in place, and ``load`` refuses one that a crash cut off).
         """
         if not self._secret:
             raise DestroyedKeyError("this key was destroyed; there is nothing left to save")
         target = Path(path)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            with open(descriptor, "wb") as file:
-                os.fchmod(descriptor, 0o600)
-                file.write(_HEADER + self._secret.hex().encode() + b"\n")
-                file.flush()
-                os.fsync(descriptor)
-            os.link(draft, target)  # fails if the target exists, where a rename would replace it
+            self._write_new(draft)
+            try:
+                os.link(draft, target)  # fails if the target exists, where a rename would replace it
+            except OSError as error:
+                if error.errno not in _NO_LINKS:
+                    raise
+                self._write_new(target)
         except FileExistsError:
             raise FileExistsError(
                 f"{target} exists; a key file is never overwritten. Load it, or choose another name"
@@ -123,6 +126,14 @@ class SecretKey:
             draft.unlink(missing_ok=True)
         _sync_folder(target)
         self._path = target.absolute()
+
+    def _write_new(self, path: Path) -> None:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "wb") as file:
+            os.fchmod(descriptor, 0o600)
+            file.write(_HEADER + self._secret.hex().encode() + b"\n")
+            file.flush()
+            os.fsync(descriptor)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -13,6 +13,7 @@ from scipy import special, stats
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout, NoiseField, cpu
+from lambdacgd.noise.jobs import match
 from lambdacgd.noise.layout import Entry
 from lambdacgd.noise.reference import gaussian_pairs, normals
 
@@ -187,3 +188,16 @@ def test_pairs_are_isotropic(sample: np.ndarray) -> None:
     assert stats.kstest(np.exp(-(x**2 + y**2) / 2), "uniform").pvalue > 1e-6
     table = np.histogram2d(angle, np.exp(-(x**2 + y**2) / 2), bins=16)[0]
     assert stats.chi2_contingency(table).pvalue > 1e-6
+
+
+def test_a_device_without_a_kernel_gets_the_cpu_noise_by_copy(caplog: pytest.LogCaptureFixture) -> None:
+    """What another device type runs, exercised on the CPU: the same noise, said once."""
+    direct, copied = tensors(), tensors()
+    f = field()
+    bands = [(2, 1.0), (1, -0.5)]
+    cpu.apply(match(f.layout, direct), SUBKEY, bands, 3.0)
+    for _ in range(2):
+        copied = tensors()
+        f._by_copy(match(f.layout, copied), bands, 3.0, True)
+    assert all(torch.equal(direct[name], copied[name]) for name in direct)
+    assert len([r for r in caplog.records if "no noise kernel" in r.message]) == 1

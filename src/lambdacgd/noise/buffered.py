@@ -106,6 +106,7 @@ class BufferedNoise:
         if isinstance(step, torch.Tensor):
             raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
         check_step(step, self.horizon)
+        step = int(step)
         jobs = match(self.field.layout, sums, out=out, offsets=offsets)
         self.field._agree(self._terms)
         self._prepare(jobs, step)

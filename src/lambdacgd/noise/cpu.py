@@ -133,8 +133,8 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, *, rea
             return all([_add(part, noise, piece.first_group, read) for part in piece.parts])
 
     todo = pieces(jobs)
-    threads = min(torch.get_num_threads(), len(todo))
-    if threads <= 1:
+    threads = torch.get_num_threads()
+    if threads == 1 or len(todo) == 1:
         return all([work(piece) for piece in todo])
     return all(list(_pool(threads).map(work, todo)))
 

@@ -97,12 +97,13 @@ class RegeneratedNoise:
         A sum that is not finite sets a flag while it is read. ``check=True`` reads the flag (on CUDA this waits for
         the device) and raises ``NonFiniteSum``; with ``check=False`` call ``check()`` before the weights change.
 
-        For CUDA graphs ``step`` may be an int64 tensor of one element on the device; outside 1 … n it yields NaN.
+        For CUDA graphs (with ``check=False``) ``step`` may be an int64 tensor of one element on the device; outside
+        1 … n it yields NaN.
         """
         check_step(step, self.horizon)
         add = self.field._plan(sums, out, offsets)
         self.field._agree(self._terms)
-        add(self._combination, step)
+        add(self._combination, step if isinstance(step, torch.Tensor) else int(step))
         if check:
             self.check()
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         rmse,
     )
     from lambdacgd.mechanisms.sensitivity import sensitivity
+    from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
     from lambdacgd.planning import Plan, plan
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
     from lambdacgd.training import EMA, CheckpointError, Noiser, Private, TrainingError
@@ -46,6 +47,7 @@ _HOMES = {
         "BISR", "BLT", "BSR", "BandInvMF", "BandMF", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD",
         "Mechanism", "Workload", "maxse", "rmse", "sensitivity",
     ),
+    "lambdacgd.noise": ("BufferedNoise", "Layout", "NoiseField", "NonFiniteSum", "RegeneratedNoise"),
     "lambdacgd.planning": ("Plan", "plan"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
     "lambdacgd.training": ("EMA", "CheckpointError", "Noiser", "Private", "TrainingError", "export", "privatize"),
@@ -55,10 +57,48 @@ _HOMES = {
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BISR", "BLT", "BSR", "EMA", "AccountingError", "BallsInBins", "BandInvMF", "BandMF", "Calibration", "Certificate",
-    "CheckpointError", "Cyclic", "Diagonal", "GammaBIFR", "Horizon", "Identity", "InvalidInput", "LambdaCGD", "Ledger",
-    "Mechanism", "Noiser", "Plan", "Poisson", "Private", "Sampling", "SecretKey", "TrainingError", "Workload",
-    "__version__", "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
+    "BISR",
+    "BLT",
+    "BSR",
+    "EMA",
+    "AccountingError",
+    "BallsInBins",
+    "BandInvMF",
+    "BandMF",
+    "BufferedNoise",
+    "Calibration",
+    "Certificate",
+    "CheckpointError",
+    "Cyclic",
+    "Diagonal",
+    "GammaBIFR",
+    "Horizon",
+    "Identity",
+    "InvalidInput",
+    "LambdaCGD",
+    "Layout",
+    "Ledger",
+    "Mechanism",
+    "NoiseField",
+    "Noiser",
+    "NonFiniteSum",
+    "Plan",
+    "Poisson",
+    "Private",
+    "RegeneratedNoise",
+    "Sampling",
+    "SecretKey",
+    "TrainingError",
+    "Workload",
+    "__version__",
+    "choose_gamma",
+    "choose_lambda",
+    "export",
+    "maxse",
+    "plan",
+    "privatize",
+    "rmse",
+    "sensitivity",
 ]  # fmt: skip
 
 

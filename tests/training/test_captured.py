@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from tests.training import oracle
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import TrainingError, privatize
+from lambdacgd.training.captured import CapturedStep
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
@@ -144,6 +147,39 @@ def test_refused_on_cuda():
     private, data = build(p=oracle.plan(96, 12, mechanism=lc.BSR(3)))
     with pytest.raises(lc.InvalidInput, match="buffers"):
         private.captured_step(loss, data)
+
+
+class Eager(CapturedStep):
+    """All of the captured step but the graph: table, padding, splitting, counters, on any device."""
+
+    def _capture(self, kind):
+        self._make_stage()
+        return SimpleNamespace(replay=lambda: self._eager(kind))
+
+    def _eager(self, kind):
+        self._private.hooks_rest = True
+        self._work(*kind, self._step)
+        self._private.hooks_rest = False
+
+    def _add_noise(self, sums, step):
+        if self._stage is not None:
+            self._stage.add_(sums, int(step), check=False)
+
+
+@pytest.mark.parametrize("padded", [None, 5, 96])
+@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
+def test_padding_splitting_and_counting(optimizer, padded, monkeypatch):
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    ordinary, _ = build(optimizer, device="cpu")
+    oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
+    private, data = build(optimizer, device="cpu")
+    step = Eager(private, loss, data, padded)
+    step()
+    step.run(6)
+    assert private.steps_taken == 7
+    step.run()
+    assert private.finished
+    agree(ordinary, private)
 
 
 def test_needs_cuda():

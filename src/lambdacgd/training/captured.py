@@ -134,15 +134,18 @@ class CapturedStep:
             return
         with torch.no_grad():
             sums = clipper.take()
-            if self._stage is not None:
-                self._stage.add_(sums, step, check=False)
+            self._add_noise(sums, step)
             torch._foreach_div_(list(sums.values()), private.plan.batch_size)
             for name, p in clipper.parameters.items():
                 p.grad = sums[name].data if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
             private.optimizer.step()
             step.add_(1)
 
-    def _capture(self, kind: tuple[bool, bool]) -> torch.cuda.CUDAGraph:
+    def _add_noise(self, sums: dict[str, Tensor], step: Tensor) -> None:
+        if self._stage is not None:
+            self._stage.add_(sums, step, check=False)
+
+    def _make_stage(self) -> None:
         private = self._private
         if self._stage is None and private.plan.sigma:
             stage = noise_stage(
@@ -154,6 +157,10 @@ class CapturedStep:
             )
             assert isinstance(stage, RegeneratedNoise)
             self._stage = stage
+
+    def _capture(self, kind: tuple[bool, bool]) -> torch.cuda.CUDAGraph:
+        private = self._private
+        self._make_stage()
         cursor, step = self._cursor.clone(), self._step.clone()
         kept = {id(p): p.detach().clone() for p in private.clipper.parameters.values()}
         states = {id(p): _tensors(state) for p, state in private.optimizer.state.items()}

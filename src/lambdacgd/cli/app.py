@@ -9,6 +9,7 @@ import typer
 
 from lambdacgd.cli.bench import bench
 from lambdacgd.cli.reproduce import reproduce
+from lambdacgd.cli.train import train
 from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
 
@@ -175,5 +176,6 @@ def _number_or_auto(parameter: str, text: str | None) -> Any:
         raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
 
 
+app.command()(train)
 app.command()(reproduce)
 app.add_typer(bench, name="bench")

@@ -57,16 +57,20 @@ def gram_norms(records: list[Outer]) -> list[tuple[list[int], Norm]]:
         if _fits(record):
             key = (record.dtype, record.sizes, record.a.stride(), record.b.stride())  # type: ignore[union-attr]
             groups.setdefault(key, []).append(k)
-    found = []
+    if not groups:
+        return []
+    device = records[0].device
+    order = [records[k] for members in groups.values() for k in members]
+    addresses = tuple(x.data_ptr() for r in order for x in (r.a, r.b))  # type: ignore[union-attr]
+    table = _table(addresses, device)
+    found, start = [], 0
     for (dtype, sizes, a_stride, b_stride), members in groups.items():
         examples, tokens, inner, outer = sizes
         tiles = -(-tokens // _TILE)
         pairs = tiles * (tiles + 1) // 2
-        device = records[members[0]].device
-        table = _table(tuple(p for k in members for p in (records[k].a.data_ptr(), records[k].b.data_ptr())), device)  # type: ignore[union-attr]
         out = torch.empty(len(members), examples, pairs, 5, device=device)
         kernels().gram_kernel[(pairs, examples, len(members))](
-            table, out, examples, tokens, inner, outer, a_stride[0], a_stride[1], b_stride[0], b_stride[1], pairs,
+            table[2 * start :], out, examples, tokens, inner, outer, a_stride[0], a_stride[1], b_stride[0], b_stride[1], pairs,
             LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
             EXACT=False, num_warps=4, num_stages=3,
         )  # fmt: skip
@@ -75,13 +79,17 @@ def gram_norms(records: list[Outer]) -> list[tuple[list[int], Norm]]:
         kappa = precision.folding_unit(dtype, device)
         norm = Norm(square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt(), gamma, kappa, fold_a=inner < outer)
         found.append((members, norm))
+        start += len(members)
     return found
 
 
 @lru_cache(maxsize=64)
 def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """Addresses on the device; the caching allocator gives the same ones step after step."""
-    return torch.tensor(values, dtype=torch.int64).to(device)
+    """Addresses on the device; the caching allocator often gives the same ones step after step.
+
+    Sent from pinned memory: a copy from pageable memory may wait for the device.
+    """
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
 
 def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:

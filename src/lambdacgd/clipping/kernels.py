@@ -7,8 +7,10 @@ Imported only where there is a CUDA device (`grouped`). Tensors come as tables o
 import triton
 import triton.language as tl
 
+# Sizes that change with the batch are not specialised: a drawn batch size must not make Triton compile again.
 
-@triton.jit
+
+@triton.jit(do_not_specialize=["examples", "tokens", "pairs"])
 def gram_kernel(
     table, out, examples, tokens, inner, outer, a_batch, a_token, b_batch, b_token, pairs,
     LOW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
@@ -51,7 +53,7 @@ def gram_kernel(
     tl.store(place + 4, tl.sum(gram_b * gram_b) * twice)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width"])
 def column_sum_kernel(table, out, width, LOW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """out[example, offset + j] = Σ_t b[example, t, j] for every layer of the table."""
     block = tl.program_id(0)
@@ -72,7 +74,7 @@ def column_sum_kernel(table, out, width, LOW: tl.constexpr, BLOCK: tl.constexpr,
         tl.store(out + example.to(tl.int64) * width + tl.load(row + 5) + j, tl.sum(total, 0), j < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def layer_norm_kernel(
     x, gradient, mean, rstd, scale, shift, tokens, size,
     BLOCK: tl.constexpr, ROWS: tl.constexpr,

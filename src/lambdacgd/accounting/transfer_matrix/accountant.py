@@ -13,6 +13,7 @@ from lambdacgd.accounting.transfer_matrix.measure import (
     COARSE,
     FINE,
     LARGEST_LOSS_VARIANCE,
+    SLACK_SHARE,
     Precision,
     Scale,
     measure,
@@ -21,10 +22,10 @@ from lambdacgd.accounting.transfer_matrix.selection import select
 
 METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999
+SMALLEST_LAMBDA = 1e-6
+SMALLEST_DELTA = 1e-12
 ROUNDING_SHARE = 0.01
 """a rounding margin above this share of δ is refused"""
-SLACK_SHARE = 0.05
-"""an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""
 
 
 @dataclass(frozen=True)
@@ -90,9 +91,10 @@ class TransferMatrix:
     def chain(self, sigma: float) -> Chain:
         """The exact chain at this σ (for the normalised form, the one that dominates it)."""
         make = normalized_chain if self.normalized else plain_chain
+        # Every entry of G grows with λ, so a tiny λ may be rounded up (Lemma 7).
         if self.lam == 0:
             return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
-        return make(self.lam, self.steps_per_epoch, self.epochs, sigma)
+        return make(max(self.lam, SMALLEST_LAMBDA), self.steps_per_epoch, self.epochs, sigma)
 
     @property
     def smallest_sigma(self) -> float:
@@ -150,8 +152,11 @@ class TransferMatrix:
             if best.delta <= (1e-3 * remove.delta if tight else remove.delta):
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
-            law = measure(chain, scale, step, direction="add", device=self._device())
-            fourier = evaluate_add(law, epsilon, scale, step)
+            try:
+                law = measure(chain, scale, step, direction="add", device=self._device())
+                fourier = evaluate_add(law, epsilon, scale, step)
+            except AccountingError:
+                break  # Jensen's bound stands
             size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
             slope = max(fourier.slope, 1.0)
             best = min(best, fourier, key=lambda item: item.delta)
@@ -175,19 +180,24 @@ class TransferMatrix:
             found = next_scale(scale, self.evaluate(sigma, epsilon, scale, COARSE))
             settled = abs(math.log(found.delta / scale.delta)) < 1 and abs(math.log(found.slope / scale.slope)) < 0.3
             scale = found
-            if settled or scale.delta < 1e-18:
+            if scale.delta < SMALLEST_DELTA / 10:
+                raise AccountingError(
+                    f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
+                    "certifies; ask at a smaller σ or ε"
+                )
+            if settled:
                 break
         return scale
 
-    def checked(self, bound: Bound) -> Bound:
+    def checked(self, bound: Bound, *, slack: float = SLACK_SHARE) -> Bound:
         """The bound, if its slack is within limits; otherwise an error that says what can be reached."""
         rounding = bound.budget.get("rounding", 0.0)
         if rounding > ROUNDING_SHARE * bound.delta:
             raise AccountingError(
-                f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g}: the rounding margin is {rounding:.2g}; "
-                f"the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
+                f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g}: rounding may reach "
+                f"{rounding:.2g}; the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
             )
-        if sum(bound.budget.values()) <= SLACK_SHARE * bound.delta:
+        if sum(bound.budget.values()) <= slack * bound.delta:
             return bound
         raise AccountingError(
             f"the bound at σ = {bound.sigma:g}, ε = {bound.epsilon:g} stayed loose: δ ≤ {bound.delta:.3g} "
@@ -239,7 +249,7 @@ class TransferMatrix:
             )
         if epsilon is not None and not 0 < epsilon <= 20:
             raise AccountingError(f"ε is {epsilon!r}; this accountant takes 0 < ε ≤ 20")
-        if delta is not None and not 1e-12 <= delta < 1:
+        if delta is not None and not SMALLEST_DELTA <= delta < 1:
             raise AccountingError(
                 f"δ is {delta!r}; this accountant takes 1e-12 ≤ δ < 1, nearest {min(max(delta, 1e-12), 0.999)}"
             )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lambdacgd.accounting.base import AccountingError, calibrate
 from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
-from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, Precision, Scale
+from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Precision, Scale
 
 if TYPE_CHECKING:
     from lambdacgd.accounting.transfer_matrix.accountant import Bound, TransferMatrix
@@ -26,7 +26,13 @@ def final_precision(rtol: float) -> Precision:
         scales=FINE.scales * factor,
         negligible=FINE.negligible * factor,
         wrap=FINE.wrap * factor,
+        rounding=FINE.rounding,
     )
+
+
+def allowed_slack(rtol: float) -> float:
+    """The share of δ that inequalities may add: more where a coarser answer is asked for."""
+    return SLACK_SHARE * min(max(rtol / 2e-4, 1.0), 8.0)
 
 
 class _Search:
@@ -76,6 +82,8 @@ class _Search:
         if above and below:
             width = below[0] - above[0]
             x = min(max(x, above[0] + 0.02 * width), below[0] - 0.02 * width)
+            if abs(value) > 3:
+                x = above[0] + 0.5 * width
         return min(max(x, self.limits[0]), self.limits[1])
 
     def bracketed(self, width: float) -> bool:
@@ -127,7 +135,7 @@ def calibrate_sigma(
         limits=(smallest, math.log(most * 1.01)),
     )
     _, bound = _solve(search, min(max(math.log(guess), smallest), math.log(most)), rtol, 0.35)
-    return bound.sigma, accountant.checked(bound)
+    return bound.sigma, accountant.checked(bound, slack=allowed_slack(rtol))
 
 
 def calibrate_epsilon(accountant: TransferMatrix, sigma: float, delta: float, *, rtol: float) -> tuple[float, Bound]:
@@ -145,4 +153,4 @@ def calibrate_epsilon(accountant: TransferMatrix, sigma: float, delta: float, *,
         limits=(math.log(1e-3), math.log(20.0)),
     )
     _, bound = _solve(search, 0.0, rtol, 0.7)
-    return bound.epsilon, accountant.checked(bound)
+    return bound.epsilon, accountant.checked(bound, slack=allowed_slack(rtol))

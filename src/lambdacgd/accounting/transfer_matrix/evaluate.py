@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -13,10 +13,8 @@ from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
 from lambdacgd.accounting.transfer_matrix.measure import Measure, Precision, Scale
 from lambdacgd.accounting.transfer_matrix.put import EXTENDED_GAIN, Window, choose_window, put, rounding_unit, weights
 
-EXTENDED_SHARE = 5e-3
-"""float64 is left for extended precision where its rounding margin exceeds this share of δ"""
 EXTENDED_LIMIT = 3e10
-"""and the work is at most this many real operations (about a minute)"""
+"""the most real operations spent in extended precision on one evaluation (half a minute)"""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ def evaluate_remove(law: Measure, epsilon: float, scale: Scale, precision: Preci
     window = choose_window(
         law, "up", strike, width, scale.slope, scale.delta, precision, unit=unit, decreasing_beyond=True
     )
-    extended = _needs_extended(law, strike, width, window, unit, scale.delta)
+    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * scale.delta)
     unit *= EXTENDED_GAIN if extended else 1.0
     mass, mean = law.mass_and_mean("up", extended=extended)
     transform = law.transform(1j * window.frequencies - window.tilt, "up", extended=extended)
@@ -63,7 +61,7 @@ def evaluate_remove(law: Measure, epsilon: float, scale: Scale, precision: Preci
     smoothing = _smoothing_cost(width / strike, slope, max(core, 0.0))
     # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike in between.
     between = max(strike, window.high - strike / slope)
-    beyond = max(sum((call(between)[0], *call(between)[1].values())), 0.0) / (window.high - between)
+    beyond = abs(call(between)[0]) / (window.high - between)
     copies = beyond * (strike - window.low) / math.expm1(window.tilt * window.period)
     budget = parts | {"lattice exits": law.exit_remove, "grid top": law.cap}
     delta = law.inflation * (core + sum(budget.values()))
@@ -86,8 +84,9 @@ def evaluate_add(law: Measure, epsilon: float, scale: Scale, precision: Precisio
     window = choose_window(
         law, "down", strike, width, scale.slope, value, precision, unit=unit, decreasing_beyond=False
     )
-    extended = _needs_extended(law, strike, width, window, unit, value)
+    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * value)
     unit *= EXTENDED_GAIN if extended else 1.0
+    law.mass_and_mean("down")  # the self-check only
     transform = law.transform(1j * window.frequencies - window.tilt, "down", extended=extended)
     part = put(strike, width, window, transform, unit)
     core = float(part.series)
@@ -110,10 +109,10 @@ def evaluate_add(law: Measure, epsilon: float, scale: Scale, precision: Precisio
     return _checked(Evaluation(delta, slope, budget, "extended" if extended else "fourier"))
 
 
-def _needs_extended(law: Measure, strike: float, width: float, window: Window, unit: float, value: float) -> bool:
-    """Whether float64's rounding margin would be too large beside the value, and extended precision can help."""
+def _needs_extended(law: Measure, strike: float, width: float, window: Window, unit: float, allowed: float) -> bool:
+    """Whether float64's rounding margin would be too large, and extended precision can help."""
     margin = unit * (float(np.sum(np.abs(weights(strike, width, window)))) * window.total + strike)
-    return margin > EXTENDED_SHARE * value and AVAILABLE and law.product.flops() * window.count <= EXTENDED_LIMIT
+    return margin > allowed and AVAILABLE and law.product.flops() * window.count <= EXTENDED_LIMIT
 
 
 def _slope(core: float, other: float, ratio: float, fallback: float) -> float:
@@ -139,4 +138,4 @@ def _checked(result: Evaluation) -> Evaluation:
     """Fail closed: what is not a positive finite number is not an answer."""
     if not (math.isfinite(result.delta) and result.delta > 0 and np.isfinite(list(result.budget.values())).all()):
         raise AccountingError(f"the evaluation gave δ = {result.delta!r}, which certifies nothing; ask for a larger δ")
-    return result
+    return replace(result, delta=min(result.delta, 1.0))

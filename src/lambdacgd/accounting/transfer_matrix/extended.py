@@ -12,7 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.accounting.transfer_matrix.product import IndependentProduct, Rounding, TransferProduct, squarings
+from lambdacgd.accounting.transfer_matrix.product import (
+    IndependentProduct,
+    Rounding,
+    TransferProduct,
+    power_of_transform,
+    squarings,
+)
 
 AVAILABLE = bool(np.finfo(np.longdouble).eps < 1e-18)
 
@@ -61,5 +67,5 @@ def extended_transform(
     if isinstance(product, TransferProduct):
         return ExtendedProduct(product)(z, rounding)
     wide = np.clongdouble if np.iscomplexobj(z) else np.longdouble
-    departures = np.expm1(np.outer(z.astype(wide), product.grid)) @ product.table.astype(np.longdouble)
-    return np.asarray(np.exp(product.bins * np.log1p(departures)))
+    grid, table = product.grid.astype(np.longdouble), product.table.astype(np.longdouble)
+    return power_of_transform(z.astype(wide), grid, table, product.bins)

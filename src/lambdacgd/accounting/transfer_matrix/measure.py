@@ -26,6 +26,8 @@ from lambdacgd.accounting.transfer_matrix.product import (
     stretches,
 )
 
+SLACK_SHARE = 0.05
+"""an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""
 LARGEST_LOSS_VARIANCE = 500.0
 """Var(X) beyond which e^X comes near the largest float"""
 
@@ -44,10 +46,12 @@ class Precision:
     """each of: lattice exits, the grid's top, the window's far end, the Fourier tail"""
     wrap: float
     """periodic copies"""
+    rounding: float
+    """float64's rounding margin; above it extended precision is used"""
 
 
-FINE = Precision(smoothing=0.14, lattice=3e-4, scales=4e-4, negligible=1e-4, wrap=5e-4)
-COARSE = Precision(smoothing=0.4, lattice=1e-2, scales=5e-3, negligible=1e-3, wrap=1e-2)
+FINE = Precision(smoothing=0.14, lattice=3e-4, scales=4e-4, negligible=1e-4, wrap=5e-4, rounding=8e-3)
+COARSE = Precision(smoothing=0.4, lattice=1e-2, scales=5e-3, negligible=1e-3, wrap=1e-2, rounding=0.2)
 
 
 @dataclass(frozen=True)
@@ -60,9 +64,10 @@ class Scale:
     """−d log δ / d ε"""
 
     def width(self, precision: Precision) -> float:
-        """ς of the smoothing: κ·K/slope, and never so wide that the bulk of W (near 1) is carried across the strike."""
-        bulk = abs(self.strike - 1) / math.sqrt(2 * math.log(max(self.strike, 1) / (precision.negligible * self.delta)))
-        return min(precision.smoothing * self.strike / self.slope, bulk)
+        """ς of the smoothing: κ·K/slope, less where it would carry the bulk of W (near 1) across the strike."""
+        unit = self.strike / self.slope
+        reach = math.sqrt(2 * math.log(max(self.strike, 1.0) / (precision.negligible * self.delta)))
+        return min(precision.smoothing * unit, max(abs(self.strike - 1) / reach, 0.1 * unit))
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,12 @@ class Measure:
         value = self.transform(np.array([1j * step]), rounding, extended=extended)[0]
         mass, mean = np.longdouble(value.real), np.longdouble(value.imag) / np.longdouble(step)
         # Lemma 3 in numbers: a self-check that would notice a wrong kernel, a lattice too short or a lost table.
-        low = 2 - self.growth - self.exit_add - 1e-9
-        if not (low <= mass <= self.growth + 1e-9 and 0 < mean <= (self.growth + 1e-9) * (1 + self._largest_gap())):
+        least = 2 - self.growth - 1e-9
+        most = self.growth + 1e-9
+        least_mean = least - self.exit_remove - self.cap if rounding == "up" else 0.0
+        mass_fits = least - self.exit_add <= mass <= most
+        mean_fits = max(least_mean, 0.0) <= mean <= most * (1 + self._largest_gap())
+        if not (mass_fits and mean_fits):
             raise AccountingError(
                 f"self-check failed: total mass {mass!r}, mean {mean!r}; please report this as an error in lambdacgd"
             )
@@ -111,8 +120,9 @@ def measure(
     bins, variance = chain.bins, chain.gain * chain.peak_variance
     guard_overflow(variance)
     width = scale.width(precision)
-    # Rounding variance: b·fine²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
-    fine, ratio = 0.8 * width / math.sqrt(bins), min(1.2 * width / scale.strike, 0.25)
+    # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
+    spread = math.sqrt(float(np.sum(np.exp(2 * chain.log_scales))))
+    fine, ratio = 0.8 * width / spread, min(1.2 * width / scale.strike, 0.25)
     log_mean, deviation = -variance / 2 - math.log(bins), math.sqrt(variance)
     top = grid_top(log_mean, deviation, negligible / bins)
     if direction == "add":

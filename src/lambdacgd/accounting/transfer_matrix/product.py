@@ -133,25 +133,15 @@ class TransferProduct:
 
     def _evaluate(self, z: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         first, last = self.ends
-        strip = self.right.matrices(self._wave(z, last), z.is_complex())
-        scale, waves = None, None
+        strip = self.right.matrices(self._grid, z, last)
+        scale, matrices = None, None
         for stretch in self.plan:
-            if waves is None or stretch.log_scale(rounding) != scale:
+            if matrices is None or stretch.log_scale(rounding) != scale:
                 scale = stretch.log_scale(rounding)
-                waves = self.interior.matrices(self._wave(z, scale), z.is_complex())
-            strip = apply_power(waves, stretch.count, strip)
-        left = self.left.matrices(self._wave(z, first), z.is_complex())
+                matrices = self.interior.matrices(self._grid, z, scale)
+            strip = apply_power(matrices, stretch.count, strip)
+        left = self.left.matrices(self._grid, z, first)
         return (left.transpose(1, 2) * strip).sum((1, 2))
-
-    def _wave(self, z: torch.Tensor, log_scale: float) -> torch.Tensor:
-        """e^{z c y} on the grid, one row a z (complex z: real parts, then imaginary parts)."""
-        import torch
-
-        values = self._grid * float(np.exp(log_scale))
-        if not z.is_complex():
-            return torch.exp(torch.outer(z, values))
-        size, angle = torch.exp(torch.outer(z.real, values)), torch.outer(z.imag, values)
-        return torch.cat([size * torch.cos(angle), size * torch.sin(angle)])
 
 
 class _OnDevice:
@@ -163,17 +153,33 @@ class _OnDevice:
         self.kernel = torch.as_tensor(site.kernel, device=device)
         self.strides = site.strides
         self.table = torch.as_tensor(table.T.copy(), device=device)
+        self.total = torch.as_tensor(table.sum(axis=1), device=device)
 
-    def matrices(self, wave: torch.Tensor, is_complex: bool) -> torch.Tensor:
-        """One transfer matrix a z: kernel(v, v')·E[e^{zY} | v, v']."""
-        import torch
-
-        transform = wave @ self.table
-        if is_complex:
-            transform = torch.complex(*transform.chunk(2))
+    def matrices(self, grid: torch.Tensor, z: torch.Tensor, log_scale: float) -> torch.Tensor:
+        """One transfer matrix a z: kernel(v, v')·E[e^{zcY} | v, v']."""
+        transform = self.transform(grid * float(np.exp(log_scale)), z)
         # The mean depends on an integer combination of row and column only: a strided view, not a gather.
         spread = transform.as_strided((transform.shape[0], *self.kernel.shape), (transform.shape[1], *self.strides))
         return self.kernel * spread
+
+    def transform(self, values: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """E[e^{zY}], a row a z and a column a neighbourhood.
+
+        b bins repeat the rounding of one, so it is kept out where it can be: the part at real z is 1 + Σ p (e^{zy} − 1)
+        where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the
+        departure from it at complex z is added as −2 sin²(ωy/2) and sin(ωy).
+        """
+        import torch
+
+        exponents = torch.outer(z.real if z.is_complex() else z, values)
+        damping = torch.exp(exponents)
+        departure = torch.expm1(exponents) @ self.table
+        real = torch.where(departure > -0.5, self.total + departure, damping @ self.table)
+        if not z.is_complex():
+            return real
+        angle = torch.outer(z.imag, values)
+        turned = torch.cat([-2 * damping * torch.sin(angle / 2) ** 2, damping * torch.sin(angle)]) @ self.table
+        return torch.complex(real + turned[: len(z)], turned[len(z) :])
 
 
 def apply_power(matrix: torch.Tensor, count: int, strip: torch.Tensor) -> torch.Tensor:
@@ -200,9 +206,24 @@ class IndependentProduct:
         return 8.0 * len(self.grid)
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-        # Through expm1 and log1p: b − 1 factors of 1 + s would otherwise multiply the rounding of the 1 by b.
-        departures = np.expm1(np.outer(z, self.grid)) @ self.table
-        values = np.exp(self.bins * np.log1p(departures))
+        values = power_of_transform(z, self.grid, self.table, self.bins)
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
-        return np.asarray(values)
+        return values
+
+
+def power_of_transform(z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any], power: int) -> NDArray[Any]:
+    """(Σ_i table_i e^{z·grid_i})^power in the precision of its arguments.
+
+    Near 1 it goes through s = Σ table·(e^{zy} − 1), so that the rounding of the 1 is not repeated ``power`` times.
+    """
+    exponents = np.outer(z, grid)
+    direct = np.exp(exponents) @ table
+    departure = np.expm1(exponents) @ table
+    small = np.abs(departure) < 0.5
+    s = np.where(small, departure, 0)
+    if np.iscomplexobj(z):
+        logarithm = 0.5 * np.log1p(s.real * (2 + s.real) + s.imag**2) + 1j * np.arctan2(s.imag, 1 + s.real)
+    else:
+        logarithm = np.log1p(s)
+    return np.where(small, np.exp(power * logarithm), direct**power)

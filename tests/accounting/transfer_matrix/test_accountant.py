@@ -1,0 +1,302 @@
+"""The accountant as a whole: one-sided against quadrature and sampling, its special cases, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.transfer_matrix import METHOD, TransferMatrix
+from lambdacgd.accounting.transfer_matrix.evaluate import evaluate_add, evaluate_remove
+from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
+from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale, measure
+from lambdacgd.accounting.transfer_matrix.reference import gram, quadrature, sampled
+
+# Slack turned down until only errors could hide in what is left.
+TIGHT = Precision(smoothing=0.02, lattice=1e-6, scales=1e-6, negligible=1e-6, wrap=1e-6, rounding=8e-3)
+
+SMALL = [
+    # λ, b, k, σ, ε, quadrature step
+    (0.8, 3, 2, 4.451754, 2.0, 0.2),
+    (0.5, 3, 1, 1.3, 1.0, 0.2),
+    (0.97, 3, 4, 8.5, 4.0, 0.15),
+    (0.2, 3, 5, 3.5, 0.8, 0.2),
+    (0.6, 4, 5, 11.455930, 0.7, 0.3),
+    (0.9, 4, 1, 2.0, 2.5, 0.25),
+    (0.85, 5, 4, 5.5, 3.0, 0.4),
+]
+
+
+@pytest.mark.parametrize(("lam", "b", "k", "sigma", "epsilon", "step"), SMALL)
+def test_never_below_quadrature_and_close_to_it(
+    lam: float, b: int, k: int, sigma: float, epsilon: float, step: float
+) -> None:
+    """Both directions, with slack of order 1e-3 instead of 2e-2."""
+    truth_remove, truth_add = quadrature(gram(lam, b, k), sigma, epsilon, step=step)
+    accountant = TransferMatrix(lam, b, k)
+    rough = accountant.delta(sigma, epsilon)
+    chain = accountant.chain(sigma)
+    scale = Scale(math.exp(epsilon), rough.delta_remove, rough.slope)
+    law = measure(chain, scale, TIGHT, direction="remove", device="cpu")
+    remove = evaluate_remove(law, epsilon, scale, TIGHT)
+    assert truth_remove * (1 - 1e-7) <= remove.delta <= truth_remove * 1.002
+    assert remove.delta - truth_remove <= 1.2 * remove.added + 1e-6 * truth_remove
+    scale = Scale(math.exp(-epsilon), truth_add, 2 * rough.slope)
+    law = measure(chain, scale, TIGHT, direction="add", device="cpu")
+    add = evaluate_add(law, epsilon, scale, TIGHT)
+    assert truth_add * (1 - 1e-7) <= add.delta <= truth_add * 1.002
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"smoothing": 0.05},
+        {"smoothing": 0.25},
+        {"lattice": 1e-5},
+        {"lattice": 5e-3},
+        {"negligible": 1e-6},
+        {"wrap": 1e-6},
+        {"scales": 1e-6},
+        {"scales": 5e-3},
+    ],
+)
+def test_results_move_less_than_their_budget(changed: dict[str, float]) -> None:
+    accountant, sigma, epsilon = TransferMatrix(0.9, 60, 4), 4.0, 2.0
+    start = accountant.delta(sigma, epsilon)
+    scale = Scale(math.exp(epsilon), start.delta_remove, start.slope)
+    one = accountant.evaluate(sigma, epsilon, scale, FINE)
+    other = accountant.evaluate(sigma, epsilon, scale, replace(FINE, **changed))
+    budget = max(sum(one.budget.values()), sum(other.budget.values()))
+    assert abs(one.delta_remove - other.delta_remove) <= 1.2 * budget
+
+
+def test_where_a_float64_sum_falls_below_the_truth() -> None:
+    """λ = .5, b = 3, k = 3, ε = 12: cancellation swallows δ = 4.58e-10 unless rounding is covered."""
+    truth, _ = quadrature(gram(0.5, 3, 3), 1.11978, 12.0, step=0.02)
+    assert truth == pytest.approx(4.579e-10, rel=2e-3)
+    accountant = TransferMatrix(0.5, 3, 3)
+    if AVAILABLE:
+        bound = accountant.delta(1.11978, 12.0)
+        assert truth <= bound.delta_remove <= 1.05 * truth
+        assert bound.details["remove"] == "extended"
+    else:
+        with pytest.raises(AccountingError, match="smallest δ reachable"):
+            accountant.delta(1.11978, 12.0)
+
+
+def test_without_extended_precision_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lambdacgd.accounting.transfer_matrix.evaluate.AVAILABLE", False)
+    with pytest.raises(AccountingError, match=r"smallest δ reachable there is about|certifies nothing"):
+        TransferMatrix(0.5, 3, 3).delta(1.11978, 12.0)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    st.floats(0.0, 0.97),
+    st.integers(2, 40),
+    st.integers(1, 6),
+    st.floats(0.1, 6.0),
+    st.floats(0.15, 0.6),
+    st.booleans(),
+)
+def test_never_below_sampling(lam: float, b: int, k: int, epsilon: float, effort: float, normalized: bool) -> None:
+    """δ large enough to be sampled; false alarm at 5 standard errors on 30 one-sided looks: below 1e-5."""
+    matrix = gram(lam, b, k, normalized=normalized)
+    sigma = effort * math.sqrt(matrix[0, 0]) * (0.5 + 3 / epsilon)
+    (remove, remove_error), (add, add_error) = sampled(matrix, sigma, epsilon, samples=40_000, seed=7)
+    if remove < 2e-3:
+        return
+    bound = TransferMatrix(lam, b, k, normalized=normalized).delta(sigma, epsilon)
+    assert bound.delta_remove >= remove - 5 * remove_error
+    assert bound.delta_add >= add - 5 * add_error
+    slack = 1.6 if normalized else 1.05  # normalised: through a dominating chain, loose for few bins
+    assert bound.delta_remove <= slack * (remove + 5 * remove_error)
+
+
+def test_known_value_of_fixed_bins() -> None:
+    """n = 200, b = 20, λ = .9, σ = 8: δ(1) ≈ .0802 (Monte Carlo, about ±1%)."""
+    assert TransferMatrix(0.9, 20, 10).delta(8.0, 1.0).delta == pytest.approx(0.0802, rel=0.025)
+
+
+def test_identity_strategy_is_one_of_b_allocation() -> None:
+    """C = I: k epochs in the same bin are one epoch at σ/√k; another deterministic accountant says [8.102, 8.173]."""
+    many, one = TransferMatrix(0.0, 390, 10), TransferMatrix(0.0, 390, 1)
+    assert many.delta(1.2, 8.1).delta == pytest.approx(one.delta(1.2 / math.sqrt(10), 8.1).delta, rel=1e-9)
+    epsilon, bound = many.epsilon(1.2, 1e-5)
+    assert 8.102 <= epsilon <= 8.173
+    assert bound.delta <= 1e-5
+    nearly = TransferMatrix(1e-4, 390, 10).delta(1.2, 8.1)
+    assert nearly.delta == pytest.approx(many.delta(1.2, 8.1).delta, rel=0.01)
+
+
+def test_one_bin_is_the_gaussian_mechanism() -> None:
+    sigma, bound = TransferMatrix(0.0, 1, 1).sigma(1.0, 1e-5, rtol=1e-6)
+    assert sigma == pytest.approx(3.73063, rel=1e-5)
+    assert bound.delta_remove == bound.delta_add
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_two_bins(k: int) -> None:
+    truth = quadrature(gram(0.7, 2, k), 1.6 * k, 1.5, step=0.05)
+    bound = TransferMatrix(0.7, 2, k).delta(1.6 * k, 1.5)
+    assert truth[0] <= bound.delta_remove <= 1.03 * truth[0]
+    assert truth[1] <= bound.delta_add
+
+
+def test_monotone_in_every_argument() -> None:
+    def delta(lam: float = 0.9, k: int = 4, sigma: float = 5.0, epsilon: float = 1.5) -> float:
+        return TransferMatrix(lam, 60, k).delta(sigma, epsilon).delta
+
+    base = delta()
+    assert delta(sigma=5.2) < base
+    assert delta(epsilon=1.6) < base
+    assert delta(lam=0.91) > base
+    assert delta(k=5) > base
+    assert TransferMatrix(0.9, 70, 4).delta(5.0, 1.5).delta < base
+
+
+def test_normalised_columns_cost_less_noise_in_their_own_units() -> None:
+    """Unit columns: σ is smaller by about the column norm, and never below what its own Gram matrix needs."""
+    plain, _ = TransferMatrix(0.9, 40, 2).sigma(2.0, 1e-3)
+    unit, bound = TransferMatrix(0.9, 40, 2, normalized=True).sigma(2.0, 1e-3)
+    assert unit == pytest.approx(plain * math.sqrt(1 - 0.9**2), rel=0.05)
+    (remove, error), _ = sampled(gram(0.9, 40, 2, normalized=True), unit, 2.0, samples=200_000, seed=3)
+    assert remove - 5 * error <= bound.delta_remove
+
+
+def test_lumped_chains_are_used_near_one_and_lose_little() -> None:
+    sigma, bound = TransferMatrix(0.998, 120, 4).sigma(3.0, 1e-3, rtol=1e-3)
+    (remove, error), (add, add_error) = sampled(gram(0.998, 120, 4), sigma, 3.0, samples=60_000, seed=5)
+    assert remove - 5 * error <= bound.delta_remove
+    assert add - 5 * add_error <= bound.delta_add
+    assert bound.delta_remove <= 1.35 * (remove + 5 * error)
+
+
+def test_epsilon_inverts_sigma() -> None:
+    accountant = TransferMatrix(0.9, 100, 5)
+    sigma, _ = accountant.sigma(2.0, 1e-5)
+    epsilon, bound = accountant.epsilon(sigma, 1e-5)
+    assert epsilon == pytest.approx(2.0, rel=2e-3)
+    assert bound.delta <= 1e-5
+
+
+def test_a_start_and_a_coarser_tolerance_change_little() -> None:
+    accountant = TransferMatrix(0.9, 100, 5)
+    fine, _ = accountant.sigma(2.0, 1e-5)
+    coarse, bound = accountant.sigma(2.0, 1e-5, rtol=3e-3, start=1.3 * fine)
+    assert fine * 0.9995 <= coarse <= 1.008 * fine
+    assert bound.delta <= 1e-5
+
+
+def test_curve_agrees_with_single_evaluations() -> None:
+    accountant = TransferMatrix(0.9, 50, 1)
+    epsilons = [2.0, 0.5, 1.0]
+    curve = accountant.curve(1.6, epsilons)
+    assert [bound.epsilon for bound in curve] == epsilons
+    for bound in curve:
+        single = accountant.delta(1.6, bound.epsilon)
+        assert bound.delta_remove == pytest.approx(single.delta_remove, rel=0.02)
+        assert bound.delta_add <= single.delta_add * 1.02
+    (_, _), (add, error) = sampled(gram(0.9, 50, 1), 1.6, 0.5, samples=100_000, seed=11)
+    assert add - 5 * error <= curve[1].delta_add <= 1.05 * (add + 5 * error)
+
+
+def test_certificate_can_be_stored() -> None:
+    sigma, bound = TransferMatrix(0.8, 20, 3).sigma(2.0, 1e-4, rtol=1e-3)
+    certificate = bound.certificate(1e-4)
+    assert (certificate.method, certificate.confidence, certificate.direction) == (METHOD, 1.0, "both")
+    assert certificate.kind == "bound"
+    assert json.loads(json.dumps(certificate.to_dict()))["delta"] == 1e-4
+    assert bound.sigma == sigma
+    with pytest.raises(AccountingError, match="not certified"):
+        bound.certificate(bound.delta / 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: TransferMatrix(1.0, 10, 2), "0 ≤ λ ≤ 0.9999"),
+        (lambda: TransferMatrix(-0.1, 10, 2), "0 ≤ λ ≤ 0.9999"),
+        (lambda: TransferMatrix(math.nan, 10, 2), "0 ≤ λ ≤ 0.9999"),
+        (lambda: TransferMatrix(0.9, 0, 2), "steps_per_epoch is 0"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(0.0, 1.0), "σ is 0.0"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(math.inf, 1.0), "σ is inf"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(1e-3, 1.0), "the smallest is"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(1.0, math.nan), "ε is nan"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(1.0, 30.0), "0 < ε ≤ 20"),
+        (lambda: TransferMatrix(0.9, 10, 2).sigma(1.0, 1e-14), "nearest 1e-12"),
+        (lambda: TransferMatrix(0.9, 10, 2).sigma(1.0, 1.5), "nearest 0.999"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(500.0, 1.0), "below 1e-12"),
+    ],
+)
+def test_what_cannot_be_answered_is_an_error_that_says_what_can(call: object, says: str) -> None:
+    assert callable(call)
+    with pytest.raises(AccountingError, match=says):
+        call()
+
+
+def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    accountant = TransferMatrix(0.9, 10, 2)
+    for broken in (math.nan, -1.0, math.inf):
+        monkeypatch.setattr(
+            "lambdacgd.accounting.transfer_matrix.evaluate.float", lambda _, broken=broken: broken, raising=False
+        )
+        with pytest.raises((AccountingError, ValueError)):
+            accountant.sigma(1.0, 1e-5)
+        monkeypatch.undo()
+
+
+def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-check of the total mass: a lattice kernel off by 1% stops the accountant."""
+    from lambdacgd.accounting.transfer_matrix import measure as module
+
+    original = module.lattice
+
+    def wrong(*args: object, **kwargs: object) -> object:
+        path = original(*args, **kwargs)  # type: ignore[arg-type]
+        return replace(path, interior=replace(path.interior, kernel=path.interior.kernel * 1.01))
+
+    monkeypatch.setattr(module, "lattice", wrong)
+    with pytest.raises(AccountingError, match="self-check failed"):
+        TransferMatrix(0.9, 30, 2).delta(5.0, 1.0)
+
+
+def test_importing_needs_no_torch() -> None:
+    code = "import sys, lambdacgd.accounting.transfer_matrix; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_random_three_bin_cases_are_never_below_quadrature() -> None:
+    """A larger one-sided sweep (seed 13)."""
+    rng = np.random.default_rng(13)
+    done = 0
+    while done < 60:
+        lam, k, epsilon = rng.uniform(0.05, 0.97), int(rng.integers(1, 6)), float(np.exp(rng.uniform(-1.5, 2.2)))
+        matrix = gram(lam, 3, k)
+        sigma = math.sqrt(matrix[0, 0]) * rng.uniform(0.3, 0.9) * (0.3 + 4 / epsilon)
+        truth = quadrature(matrix, sigma, epsilon, step=0.08)
+        if truth[0] < 1e-9:
+            continue
+        bound = TransferMatrix(lam, 3, k).delta(sigma, epsilon)
+        assert truth[0] * (1 - 1e-6) <= bound.delta_remove <= 1.05 * truth[0]
+        assert truth[1] * (1 - 1e-6) <= bound.delta_add
+        done += 1
+
+
+@pytest.mark.gpu
+def test_cuda_agrees_with_the_cpu() -> None:
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    on_cpu = TransferMatrix(0.9, 390, 10, device="cpu").delta(5.5, 2.0)
+    on_gpu = TransferMatrix(0.9, 390, 10, device="cuda").delta(5.5, 2.0)
+    assert on_gpu.delta == pytest.approx(on_cpu.delta, rel=1e-8)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lambdacgd.clipping import ClippingError, attach, check_model, convert
 from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.factors import clip_factors
+from lambdacgd.clipping.layers.embedding import Rows, Tied
 from lambdacgd.clipping.records import outer
 
 SEED = 12
@@ -63,6 +64,23 @@ def test_rounded_contributions_stay_below_the_norm(dtype: torch.dtype, trial: in
         true = torch.einsum("ti,to->oi", folded.double(), b[i].double())
         assert float(true.norm()) <= 1e-3 * (1 + 2**-10)
         assert float(total.double().norm()) <= 1e-3 * (1 + 2**-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_tied_weights_that_cancel_stay_below_the_norm(scale: float) -> None:
+    """The embedding's gradient is minus the output layer's, up to ``scale``: only their inner product sees it."""
+    tokens, vocabulary, width = 6, 9, 8
+    index = torch.randint(0, vocabulary, (3, tokens))
+    inputs, outputs = torch.randn(3, tokens, width), F.one_hot(index, vocabulary).float()
+    rows = Rows("w", index, -inputs + scale * torch.randn_like(inputs), torch.Size((vocabulary, width)))
+    head = outer("w", inputs, outputs, torch.Size((vocabulary, width)))
+    tied = rows.merge(head)
+    assert isinstance(tied, Tied)
+    factors = clip_factors([[tied.norm()]], max_grad_norm=1e-5, mode="flat", scale=1.0, weights=None)
+    exact = tied.materialise(slice(0, 3)).double().flatten(1).norm(dim=1)
+    assert (factors.weight[0].double() * exact <= 1e-5 * (1 + 2**-10)).all()
+    if scale == 1.0:  # where little cancels, little is given away
+        assert (factors.weight[0].double() * exact >= 0.9e-5).all()
 
 
 @pytest.mark.parametrize("low", [False, True])

@@ -70,7 +70,8 @@ def gram_norms(records: list[Outer]) -> list[tuple[list[int], Norm]]:
         pairs = tiles * (tiles + 1) // 2
         out = torch.empty(len(members), examples, pairs, 5, device=device)
         kernels().gram_kernel[(pairs, examples, len(members))](
-            table[2 * start :], out, examples, tokens, inner, outer, a_stride[0], a_stride[1], b_stride[0], b_stride[1], pairs,
+            table[2 * start :], out, examples, tokens, inner, outer,
+            a_stride[0], a_stride[1], b_stride[0], b_stride[1], pairs,
             LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
             EXACT=False, num_warps=4, num_stages=3,
         )  # fmt: skip

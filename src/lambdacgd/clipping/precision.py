@@ -17,7 +17,9 @@ err towards smaller contributions.
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -46,6 +48,17 @@ def cpu_float32_is_bfloat16() -> bool:
         return torch.get_float32_matmul_precision() == "medium"
     except RuntimeError:
         return True
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """No TF32 (nor bfloat16 in its place) in float32 products, where terms of different products may cancel."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def folding_unit(dtype: torch.dtype, device: torch.device) -> float:

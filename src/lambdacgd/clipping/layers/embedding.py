@@ -98,33 +98,28 @@ class Tied(Record):
         return self.rows.examples
 
     def norm(self) -> Norm:
-        """Each part with its own bound; the cross term's error is bounded as the parts' are (Cauchy-Schwarz)."""
-        one, two = self.rows.norm(), self.head.norm()
-        cross = torch.cat([self._cross(rows) for rows in self.rows._groups()])
+        """‖rows‖² + ‖head‖² + 2⟨rows, head⟩, which may cancel against each other: no operand is rounded here (TF32).
+
+        The traces stand in for the Gram norms, which they exceed: (tr₁ + tr₂)(tr₁ + tr₂) then bounds both parts' errors
+        and, by Cauchy-Schwarz, the cross term's.
+        """
+        kappa = 2 * precision.folding_unit(self.head.dtype, self.head.device)
+        with precision.full_float32():
+            one, two = self.rows.norm(), self.head.norm()
+            cross = torch.cat([self._cross(rows) for rows in self.rows._groups()])
+        trace_a = 2 * (one.trace_a + two.trace_a)  # type: ignore[operator]
+        trace_b = one.trace_b + two.trace_b  # type: ignore[operator]
         square = one.square + two.square + 2 * cross
-        # tr(G_a)·‖G_b‖ and its like dominate the cross term's products: 2xy ≤ x² + y² twice over.
-        return Norm(
-            square,
-            trace_a=2 * (one.trace_a + two.trace_a),  # type: ignore[operator]
-            trace_b=one.trace_b + two.trace_b,  # type: ignore[operator]
-            gram_a=2 * (one.gram_a + two.gram_a),  # type: ignore[operator]
-            gram_b=one.gram_b + two.gram_b,  # type: ignore[operator]
-            gamma=max(one.gamma, two.gamma),
-            kappa=2 * max(one.kappa, two.kappa),
-            fold_a=False,
-        )
+        return Norm(square, trace_a, trace_b, trace_a, trace_b, max(one.gamma, two.gamma), kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
         assert isinstance(self.head.b, Tensor)
         kept = precision.accumulator(self.head.dtype)
-        index, b = self._scattered(rows)
+        index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
         picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]
         return (picked * torch.bmm(inputs, b.to(kept).transpose(1, 2))).sum((1, 2))
-
-    def _scattered(self, rows: slice) -> tuple[Tensor, Tensor]:
-        return self.rows._scatter(rows)
 
     def materialise(self, rows: slice) -> Tensor:
         return self.rows.materialise(rows) + self.head.materialise(rows)

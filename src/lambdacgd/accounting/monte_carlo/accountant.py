@@ -111,7 +111,7 @@ class MonteCarlo:
         )
 
     def certify(
-        self, epsilon: float, delta: float, *, failure_probability: float | None = None, max_samples: int = 10_000_000
+        self, epsilon: float, delta: float, *, failure_probability: float | None = None, max_samples: int = 5_000_000
     ) -> Calibration:
         """A certified σ: both directions, with probability of error β = ``failure_probability`` counted into δ.
 

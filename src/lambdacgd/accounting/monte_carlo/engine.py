@@ -12,17 +12,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
-from lambdacgd.accounting.monte_carlo.gram import Gram
+from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram
 from lambdacgd.accounting.monte_carlo.proposal import Level, Proposal, learned, tilted
+from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds, cuda_available
 
 Array = NDArray[np.float64]
 
+_WORTH_A_DEVICE = 64  # bins from which a dense round is faster on CUDA
 _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
 
 
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
     """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
+    if isinstance(proposal.envelope.gram, DenseGram) and size >= _WORTH_A_DEVICE and cuda_available():
+        yield from TorchRounds(proposal, "cuda").rounds(seeds, count)
+        return
     whole = proposal.round
     slab = max(1, min(whole, _SLAB // size))
     cuts = [(first, min(first + slab, whole)) for first in range(0, whole, slab)]

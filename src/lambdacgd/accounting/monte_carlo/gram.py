@@ -57,7 +57,7 @@ class DenseGram:
         self.matrix = matrix + excess
         self.matrix[np.diag_indices_from(self.matrix)] += excess
         try:
-            self._factor_t = np.ascontiguousarray(np.linalg.cholesky(self.matrix).T)
+            self.factor_t = np.ascontiguousarray(np.linalg.cholesky(self.matrix).T)
         except np.linalg.LinAlgError as error:
             raise AccountingError("the matrix is not positive semi-definite, so it is no Gram matrix") from error
         self._sums = np.vstack([np.zeros(len(matrix)), np.cumsum(self.matrix, axis=0)])
@@ -67,7 +67,7 @@ class DenseGram:
         return np.diag(self.matrix).copy()
 
     def sample(self, rng: np.random.Generator, count: int) -> Array:
-        return rng.standard_normal((count, len(self.matrix))) @ self._factor_t
+        return rng.standard_normal((count, len(self.matrix))) @ self.factor_t
 
     def rows(self, starts: Index, length: int) -> Array:
         if length == 1:

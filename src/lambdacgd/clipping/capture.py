@@ -142,11 +142,11 @@ class LinearTap(torch.autograd.Function):
         low = autocast_dtype(x)
         if low is not None:
             ready = call.clipper.casts.get(call.site)
+            x = call.clipper.cast_input(x, low)
             if ready is not None and ready[0].dtype == low:
-                x, (weight, bias) = x.to(low), ready
+                weight, bias = ready
             else:
-                x, weight = x.to(low), weight.to(low)
-                bias = None if bias is None else bias.to(low)
+                weight, bias = weight.to(low), None if bias is None else bias.to(low)
         if x.dim() > 2 and bias is not None:  # F.linear would return a view here: see Tap
             y = x.new_empty(*x.shape[:-1], weight.shape[0])
             torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))

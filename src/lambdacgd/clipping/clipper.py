@@ -92,6 +92,7 @@ class Clipper:
         self._probe = probe_sizes
         self.linear_sites: list[Site] = []
         self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
+        self._last_cast: tuple[Tensor, int, Tensor] | None = None
         self._norms: list[Tensor] = []
         self._dropped: Tensor | None = None
         self._weights: Tensor | None = None
@@ -197,12 +198,22 @@ class Clipper:
         self._pending, self._norm_pass, self._task, self._seen = {}, NormPass(), -1, set()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.casts = {}
+        self.casts, self._last_cast = {}, None
         if torch.is_grad_enabled():
             self.check_output(output)
 
     def check_output(self, output: Any) -> None:
         sites.check_output(self, output)
+
+    def cast_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` in autocast's type; query, key and value layers, which share their input, share the copy too."""
+        last = self._last_cast
+        if last is not None and last[0] is x and last[1] == x._version and last[2].dtype == dtype:
+            return last[2]
+        copy = x.to(dtype)
+        if copy is not x:
+            self._last_cast = (x, x._version, copy)
+        return copy
 
     def is_batched(self, site: Site, x: Tensor) -> bool:
         """Whether ``x``, an input of a site, has the batch first."""

@@ -11,7 +11,7 @@ from lambdacgd.clipping import grouped, precision
 from lambdacgd.clipping.records import ColumnSum, Norm, Outer, Record, Stored
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
-_SMALL = 1 << 16
+_SMALL = 1 << 13
 # Layers whose norms share a launch on CUDA; several launches, so that they overlap with the rest of the backward pass.
 _TOGETHER = 24
 

@@ -169,18 +169,24 @@ def test_zero_grad_forgotten():
     check_same_end(private, module, optimizer)
 
 
-def test_zero_grad_to_zeros_is_as_good():
+@pytest.mark.parametrize("physical", [None, 5])
+def test_zero_grad_to_none_or_zeros_before_or_after(physical):
     ends = []
     for to_none in (True, False):
-        module = oracle.model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
-        private, module, optimizer = start(module, max_physical_batch_size=5, optimizer=optimizer)
-        for batch in private.loader:
-            backward(module, batch)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-        ends.append(oracle.weights(module))
-    assert all(torch.equal(v, ends[1][n]) for n, v in ends[0].items())
+        for first in (True, False):
+            module = oracle.model()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+            private, module, optimizer = start(module, max_physical_batch_size=physical, optimizer=optimizer)
+            for batch in private.loader:
+                if first:
+                    optimizer.zero_grad(set_to_none=to_none)
+                backward(module, batch)
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad(set_to_none=to_none)
+            ends.append(oracle.weights(module))
+    for end in ends[1:]:
+        assert all(torch.equal(v, end[n]) for n, v in ends[0].items())
 
 
 def test_gradients_written_by_hand():

@@ -199,6 +199,26 @@ def test_bfloat16_weights_get_gradients_rounded_once():
         assert bool((error <= exact.abs() * 2.0**-8 + 1e-6).all())  # half a unit of bfloat16, and float32's rounding
 
 
+def test_the_loop_is_the_loop():
+    """One function, no line of it about privacy, trains from a DataLoader and from the private loader."""
+
+    def train_on(loader, module, optimizer):
+        for x, y in loader:
+            loss = F.cross_entropy(module(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    module, dataset = oracle.model(), oracle.data()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    train_on(torch.utils.data.DataLoader(dataset, batch_size=12), module, optimizer)
+    private = privatize(module, optimizer, dataset, oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=8)
+    train_on(private.loader, module, optimizer)
+    assert private.finished
+    private.detach()
+    train_on(torch.utils.data.DataLoader(dataset, batch_size=12), module, optimizer)
+
+
 def test_several_parameter_groups_and_frozen_parts():
     p = oracle.plan()
     module = oracle.model()

@@ -280,7 +280,7 @@ class Private:
                     f"{name}.grad still holds the gradient of step {self.cycle.done}: call optimizer.zero_grad() "
                     "after every step"
                 )
-            if bool(p.grad.any()):
+            if p.grad is not tensor and bool(p.grad.any()):
                 raise TrainingError(
                     f"{name}.grad was written by something other than this library; it would be lost, and it is not "
                     "private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
@@ -294,6 +294,8 @@ class Private:
             tensor, version = self._written.get(name, (None, 0))
             if tensor is not None and p.grad is tensor and p.grad._version != version:
                 p.grad = None
+            if p.grad is None:
+                self._written.pop(name, None)
 
     @torch.no_grad()
     def _write_gradients(self) -> None:

@@ -28,17 +28,8 @@ class Task:
 
 
 def digits_model() -> nn.Module:
-    """8×8 images: two convolutions and a linear layer, 3 130 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 16, 3, padding=1),
-        nn.Tanh(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64, 10),
-    )
+    """8×8 images: one hidden layer of 128, 9 610 parameters."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
 
 
 def cifar10_model() -> nn.Module:
@@ -77,7 +68,7 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Task(
-            "digits", digits.load, digits_model, 10, 16, 1e-4, 0.5, 1.0, "1 437 handwritten digits of 8×8; no download"
+            "digits", digits.load, digits_model, 5, 16, 1e-4, 0.25, 1.0, "1 437 handwritten digits of 8×8; no download"
         ),
         Task("cifar10", cifar10.load, cifar10_model, 10, 128, 1e-5, 1.0, 0.3, "50 000 small photographs"),
         Task(

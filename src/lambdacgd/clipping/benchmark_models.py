@@ -147,7 +147,7 @@ class Bert(nn.Module):
         self.bert = BertForSequenceClassification(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        place = torch.arange(x.shape[1], device=x.device).expand(x.shape)
+        place = torch.arange(x.shape[1], device=x.device).repeat(len(x), 1)
         return self.bert(input_ids=x, position_ids=place).logits
 
 

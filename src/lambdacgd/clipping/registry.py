@@ -36,6 +36,8 @@ def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module, or None: then its parameters are followed one by one (`batchfree`)."""
     kind = type(module)
+    if hasattr(module, "weight") and "weight" not in module._parameters:
+        return None  # a weight that is computed (torch.nn.utils.parametrizations) is no parameter
     for base in kind.__mro__:
         rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:

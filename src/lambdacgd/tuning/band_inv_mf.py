@@ -7,6 +7,7 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize
 
 from lambdacgd import cache
+from lambdacgd.accounting.monte_carlo.progress import progress
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon
 from lambdacgd.tuning.choice import AmplifiedError, choose_gamma
 from lambdacgd.validation import integer, number
@@ -35,13 +36,16 @@ def amplified_band_inv_mf(bands: int, horizon: Horizon, *, epsilon: float, delta
         "epsilon": epsilon,
         "delta": delta,
     }
-    found = cache.cached("amplified-bandinvmf", question, lambda: _optimise(bands, horizon, epsilon, delta))
+
+    def compute() -> list[float]:
+        with progress(f"optimising {bands} bands for ε = {epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
+            return _optimise(bands, horizon, AmplifiedError(horizon, epsilon, delta, tick=tick))
+
+    found = cache.cached("amplified-bandinvmf", question, compute)
     return BandInvMF(bands, coefficients=tuple(found))
 
 
-def _optimise(bands: int, horizon: Horizon, epsilon: float, delta: float) -> list[float]:
-    search = AmplifiedError(horizon, epsilon, delta)
-
+def _optimise(bands: int, horizon: Horizon, search: AmplifiedError) -> list[float]:
     def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
         return (1.0, *(-float(value) for value in np.exp(logs)))
 
@@ -50,7 +54,7 @@ def _optimise(bands: int, horizon: Horizon, epsilon: float, delta: float) -> lis
             return 1e300
         return search.rmse(BandInvMF(bands, coefficients=coefficients(logs)))
 
-    gamma = choose_gamma(bands, horizon, objective="amplified-rmse", epsilon=epsilon, delta=delta).value
+    gamma = choose_gamma(bands, horizon, objective="amplified-rmse", epsilon=search.epsilon, delta=search.delta).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(horizon)]
     points = [_logs(np.asarray(start.noising(horizon.steps))[1:], bands - 1) for start in starts]
     # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.

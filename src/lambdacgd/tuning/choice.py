@@ -12,6 +12,7 @@ from scipy.optimize import minimize_scalar
 from lambdacgd import cache
 from lambdacgd.accounting.monte_carlo.build import gram_of
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
+from lambdacgd.accounting.monte_carlo.progress import progress
 from lambdacgd.mechanisms import GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, maxse, rmse
 from lambdacgd.validation import InvalidInput, integer, number
 
@@ -132,7 +133,13 @@ def _candidates(
         return [
             Candidate(name, x, 1.0, rmse(make(x), horizon), maxse(make(x), horizon), False) for name, x in plain.items()
         ]
-    search = AmplifiedError(horizon, epsilon, delta)
+    with progress(f"choosing for ε = {epsilon:g}") as tick:
+        return _amplified_candidates(make, horizon, AmplifiedError(horizon, epsilon, delta, tick=tick), plain)
+
+
+def _amplified_candidates(
+    make: Callable[[float], Mechanism], horizon: Horizon, search: AmplifiedError, plain: dict[Objective, float]
+) -> list[Candidate]:
     top = max(_scale(plain["rmse"]), 0.1)
     smallest = _minimise(lambda x: search.rmse(make(x)), top, 0.05)
     chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
@@ -153,8 +160,10 @@ def shrink(value: float) -> float:
 class AmplifiedError:
     """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins from few, common random numbers: smooth from mechanism to mechanism."""
 
-    def __init__(self, horizon: Horizon, epsilon: float, delta: float) -> None:
-        self.horizon, self.epsilon, self.delta = horizon, epsilon, delta
+    def __init__(
+        self, horizon: Horizon, epsilon: float, delta: float, *, tick: Callable[[int], None] = lambda amount: None
+    ) -> None:
+        self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
         self._last: float | None = None
 
     def sigma(self, mechanism: Mechanism, *, round_size: int = _FEW) -> float:
@@ -164,6 +173,7 @@ class AmplifiedError:
         start = None if self._last is None else self._last * norm
         found = estimator.quick_sigma(self.epsilon, self.delta, start=start)
         self._last = found / norm
+        self._tick(1)
         return found
 
     def rmse(self, mechanism: Mechanism) -> float:

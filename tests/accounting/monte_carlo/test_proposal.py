@@ -78,3 +78,19 @@ def test_what_float64_cannot_hold_is_refused() -> None:
         tilted(gram, levels_of(gram), 1.0, 0.05, "remove", pilot=pilot)
     with pytest.raises(AccountingError, match="below the smallest number"):
         tilted(gram, levels_of(gram), 200.0, 100.0, "remove", pilot=pilot)
+
+
+@pytest.mark.parametrize("mechanism", [LambdaCGD(0.9), BISR(3)], ids=str)
+def test_penalties_are_the_variances_of_the_tilts(mechanism: LambdaCGD | BISR) -> None:
+    """Exactly aᵀGa for a = local·window + common·(all bins)/b, also where windows do not cover the bins evenly."""
+    gram = gram_of(mechanism, Horizon(31, 2))
+    matrix = gram.rows(np.arange(31), 1)
+    pilot = gram.sample(np.random.default_rng(0), 64)
+    tilts = tilted(gram, levels_of(gram), 0.6, 4.0, "remove", pilot=pilot).tilts
+    assert any(tilt.common for tilt in tilts)
+    for tilt in tilts:
+        directions = np.full((len(tilt.level.starts), 31), tilt.common / 31)
+        for row, start in enumerate(tilt.level.starts):
+            directions[row, (start + np.arange(tilt.level.length)) % 31] += tilt.local / tilt.level.length
+        expected = np.einsum("wi,ij,wj->w", directions, matrix, directions)
+        np.testing.assert_allclose(tilt.penalties(), expected, rtol=1e-10)

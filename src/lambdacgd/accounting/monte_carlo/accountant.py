@@ -69,16 +69,24 @@ class MonteCarlo:
         _check(epsilon=epsilon, sigma=sigma, direction=direction)
         integer("samples", samples)
         question = {"epsilon": epsilon, "sigma": sigma, "samples": samples, "direction": direction}
-        compute = lambda: self.estimator.delta(epsilon, sigma, samples=samples, direction=direction).to_dict()  # noqa: E731
-        return Estimate(**self._cached("delta", question, compute))
+        found = self._cached(
+            "delta",
+            question,
+            lambda: self.estimator.delta(epsilon, sigma, samples=samples, direction=direction).to_dict(),
+        )
+        return Estimate(**found)
 
     def epsilon(self, delta: float, sigma: float, *, samples: int = 32_768, direction: Direction = "both") -> float:
         """ε(δ, σ), a point estimate."""
         _check(delta=delta, sigma=sigma, direction=direction)
         integer("samples", samples)
         question = {"delta": delta, "sigma": sigma, "samples": samples, "direction": direction}
-        compute = lambda: self.estimator.epsilon(delta, sigma, samples=samples, direction=direction)  # noqa: E731
-        return float(self._cached("epsilon", question, compute))
+        found = self._cached(
+            "epsilon",
+            question,
+            lambda: self.estimator.epsilon(delta, sigma, samples=samples, direction=direction),
+        )
+        return float(found)
 
     def estimate_sigma(
         self,
@@ -93,9 +101,14 @@ class MonteCarlo:
         _check(epsilon=epsilon, delta=delta, direction=direction)
         number("relative_error", relative_error, above=0, below=1)
         integer("max_samples", max_samples, minimum=4096)
-        settings = {"relative_error": relative_error, "max_samples": max_samples, "direction": direction}
-        compute = lambda: self.estimator.sigma(epsilon, delta, **settings).to_dict()  # type: ignore[arg-type]  # noqa: E731
-        found = self._cached("sigma", {"epsilon": epsilon, "delta": delta} | settings, compute)
+        question = {"epsilon": epsilon, "delta": delta, "relative_error": relative_error}
+        found = self._cached(
+            "sigma",
+            question | {"max_samples": max_samples, "direction": direction},
+            lambda: self.estimator.sigma(
+                epsilon, delta, relative_error=relative_error, max_samples=max_samples, direction=direction
+            ).to_dict(),
+        )
         return SigmaEstimate(**(found | {"delta": Estimate(**found["delta"])}))
 
     def estimate(self, epsilon: float, delta: float) -> Calibration:

@@ -14,6 +14,7 @@ from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaus
 from lambdacgd.accounting.monte_carlo.engine import Pilot, stratified, weights_of
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.gram import Gram
+from lambdacgd.accounting.monte_carlo.progress import progress
 from lambdacgd.accounting.monte_carlo.proposal import levels_of
 
 _ENVELOPE_SHARE = 0.05
@@ -97,9 +98,22 @@ class Estimator:
         direction: Direction,
     ) -> SigmaEstimate:
         """σ with δ(ε, σ) = ``delta``: a search with few samples, then secant steps with as many as the error asks."""
+        with progress(f"estimating σ for ε = {epsilon:g}") as tick:
+            return self._sigma(epsilon, delta, relative_error, max_samples, direction, tick)
+
+    def _sigma(
+        self,
+        epsilon: float,
+        delta: float,
+        relative_error: float,
+        max_samples: int,
+        direction: Direction,
+        tick: Callable[[int], None],
+    ) -> SigmaEstimate:
         widest = math.sqrt(float(self.gram.diagonal.max())) * gaussian_sigma(epsilon, delta)
 
         def gap(log_sigma: float, samples: int) -> tuple[float, Estimate | None]:
+            tick(1)
             try:
                 found = self.delta(epsilon, math.exp(log_sigma), samples=samples, direction=direction)
             except AccountingError:  # σ so small that δ is nearly 1

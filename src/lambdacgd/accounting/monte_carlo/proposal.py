@@ -74,17 +74,20 @@ def levels_of(gram: Gram) -> tuple[Level, ...]:
 
 @dataclass(frozen=True)
 class Tilt:
-    """The component R_l: one window of ``level``, drawn uniformly, moved by ``local``, and all bins by ``common``."""
+    """The component R_l: one window of ``level``, drawn uniformly, moved by ``local``, and all bins by ``common``.
+
+    ``whole`` is the variance of u's mean over all bins.
+    """
 
     level: Level
     local: float
     common: float = 0.0
+    whole: float = 0.0
 
     def penalties(self) -> Array:
         """Variance of local·(window's mean of u) + common·(mean of u), for each window."""
-        whole = self.level.covariances.mean() if self.common else 0.0
         return self.local**2 * self.level.variances + self.common * (
-            2 * self.local * self.level.covariances + self.common * whole
+            2 * self.local * self.level.covariances + self.common * self.whole
         )
 
     def density(self, means: Array, whole: Array, sigma: float) -> Array:
@@ -92,7 +95,7 @@ class Tilt:
         exponents = self.local * means
         exponents -= (0.5 / sigma**2) * self.penalties()
         if self.common:
-            exponents += self.common * whole
+            exponents += self.common * self.whole
         # A cap on the exponent makes the density smaller, so the weight larger: the safe side.
         np.minimum(exponents, _LARGEST_EXPONENT, out=exponents)
         return np.exp(exponents, out=exponents).mean(axis=1)
@@ -200,7 +203,7 @@ def tilted(
         if local := _amplitude(losses, step, target):
             tilts.append(Tilt(level, local))
         if common and level is not levels[-1] and (local := _amplitude(losses + common * whole, step, target)):
-            tilts.append(Tilt(level, local, common))
+            tilts.append(Tilt(level, local, common, gram.mean_variance()))
     # ½ variance − log(number of windows) is the price of a tilt in nats: far from the cheapest is not worth drawing.
     prices = [0.5 * float(t.penalties().mean()) / sigma**2 - math.log(len(t.level.starts)) for t in tilts]
     kept = tuple(tilt for tilt, price in zip(tilts, prices, strict=True) if price < min(prices) + _DEAR)

@@ -101,8 +101,8 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         shape = tuple(next(x.shape for x in others if x.requires_grad))
         raise _refuse(
             roots,
-            f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have the batch "
-            f"({batch}) first",
+            f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have the "
+            f"batch ({batch}) first",
         )
     if not batched or name == "expand_as":
         args, kwargs = tree_unflatten(values, tree)
@@ -136,9 +136,9 @@ def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
 
 def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
     return roots[0].site.refuse(
-        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move "
-        "it into a module of "
-        "its own whose forward takes and returns tensors with the batch first, or freeze it (requires_grad_(False))."
+        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a "
+        "module of its own whose forward takes and returns tensors with the batch first, or freeze it "
+        "(requires_grad_(False))."
     )
 
 

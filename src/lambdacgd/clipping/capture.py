@@ -70,17 +70,15 @@ class Call:
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         if self.spent:
             raise self.site.refuse(
-                "a second backward pass went through the same forward pass. Every example's gradient "
-                "is clipped and added "
-                "once; add the losses up and call backward() once, or run the model again."
+                "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
+                "added once; add the losses up and call backward() once, or run the model again."
             )
         if torch.is_grad_enabled():
             raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
         if self.within_backward:
             raise self.site.refuse(
-                "its forward ran inside a backward pass and is now differentiated there: reentrant "
-                "gradient checkpointing "
-                "splits an example's gradient into parts that would be clipped one by one. Use "
+                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
+                "checkpointing splits an example's gradient into parts that would be clipped one by one. Use "
                 "torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self.spent = True

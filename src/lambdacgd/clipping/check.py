@@ -55,9 +55,8 @@ def check_model(
     changed = tuple(name for name, b in twin.named_buffers() if not torch.equal(b, buffers[name]))
     if changed:
         raise ClippingError(
-            f"the forward pass changes the buffer(s) {', '.join(changed)}: statistics of examples "
-            "leave the model without clipping or "
-            "noise. Freeze them (eval mode), or use a layer without running statistics: "
+            f"the forward pass changes the buffer(s) {', '.join(changed)}: statistics of examples leave the model "
+            "without clipping or noise. Freeze them (eval mode), or use a layer without running statistics: "
             "lambdacgd.clipping.convert(model)."
         )
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
@@ -80,12 +79,11 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str) -> str
     text = f"clipped sums differ from one-example-at-a-time autograd in {len(wrong)} parameter(s): {named}. "
     if float(ratio.std()) < 1e-6 * float(ratio.mean()) and abs(float(ratio.mean()) - 1) > 1e-6:
         return text + (
-            f"All gradients are {float(ratio.mean()):.3g} times too large: "
-            f"loss_reduction={loss_reduction!r} does not describe the loss."
+            f"All gradients are {float(ratio.mean()):.3g} times too large: loss_reduction={loss_reduction!r} does "
+            "not describe the loss."
         )
     return text + (
         "Either the model mixes examples (BatchNorm, attention across the batch), or the loss is not a "
-        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a "
-        "batch weighs long examples more: average "
-        "within each example first), or the batch size took part in the computation."
+        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs "
+        "long examples more: average within each example first), or the batch size took part in the computation."
     )

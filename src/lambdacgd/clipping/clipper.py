@@ -226,22 +226,21 @@ class Clipper:
         if task != self._task:
             if self._pending:
                 raise call.site.refuse(
-                    "a backward pass inside another one (reentrant checkpointing, "
-                    "torch.autograd.grad in a hook) would clip "
-                    "parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
+                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) "
+                    "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
+                    "use_reentrant=False)."
                 )
             self._task, self._batch, self._seen = task, call.batch, set()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if call.generation in self._consumed:
             raise call.site.refuse(
-                "this forward pass has already been clipped and added by an earlier backward pass. "
-                "Add the losses up and call "
-                "backward() once."
+                "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
+                "up and call backward() once."
             )
         if call.batch != self._batch:
             raise call.site.refuse(
-                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; "
-                "examples cannot be matched."
+                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; examples "
+                "cannot be matched."
             )
         self._seen.add(call.generation)
         for record in records:

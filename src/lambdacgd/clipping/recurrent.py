@@ -146,8 +146,8 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
         x, before = inputs
         if not site.clipper.is_batched(site, x):
             raise site.refuse(
-                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in "
-                "the model's input, or pass batch_of= to attach."
+                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
+                "input, or pass batch_of= to attach."
             )
         parts = ("ih", "hh") if m.mode != "GRU" else (part,)
 

@@ -99,9 +99,8 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
     if site.clipper.batch == 0:
         raise site.refuse(
-            "it was called before the model itself, so the number of examples is unknown. Call the "
-            "model (model(x)); its "
-            "first tensor argument has the batch first, or pass batch_of= to attach."
+            "it was called before the model itself, so the number of examples is unknown. Call the model "
+            "(model(x)); its first tensor argument has the batch first, or pass batch_of= to attach."
         )
     if rule is not None:
         if getattr(rule, "finds_batch", False):
@@ -131,11 +130,10 @@ def _stray(name: str, parameter: Tensor) -> None:
     """A gradient that reached a parameter by way of autograd has not been clipped."""
     parameter.grad = None
     raise ClippingError(
-        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward "
-        "of the module that owns "
-        "it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
-        "called before attach). "
-        "Call the owning module instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
+        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module "
+        "that owns it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
+        "called before attach). Call the owning module instead, move penalties to the optimizer's weight_decay, or "
+        "freeze the parameter."
     )
 
 
@@ -149,9 +147,8 @@ def _guard(module: nn.Module, path: str) -> Undo:
 
 def _batch_norm_message(path: str, module: nn.Module) -> str:
     return (
-        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has "
-        "a gradient of its own. "
-        "Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
+        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of "
+        "its own. Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
     )
 
 
@@ -163,9 +160,8 @@ def refuse_modules(model: nn.Module) -> None:
             raise ClippingError(_batch_norm_message(path, m))
         if isinstance(m, nn.modules.instancenorm._InstanceNorm) and m.track_running_stats:
             raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an "
-                "unclipped, un-noised leak. "
-                "Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
+                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, "
+                "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
             )
         inside = any(p.requires_grad for p in m.parameters())
         if type(m) in (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN) and inside:
@@ -192,8 +188,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = found or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
     if not found:
         raise ClippingError(
-            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda "
-            "args, kwargs: … to attach."
+            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda args, kwargs: "
+            "… to attach."
         )
     return found[0].shape[0]
 
@@ -210,9 +206,8 @@ def check_unchanged(clipper: Clipper) -> None:
 def check_output(clipper: Clipper, output: Any) -> None:
     if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
         raise ClippingError(
-            f"the model's output does not have the batch ({clipper.batch} examples) first: some layer "
-            "sees examples folded into "
-            "another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first "
+            f"the model's output does not have the batch ({clipper.batch} examples) first: some layer sees examples "
+            "folded into another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first "
             "dimension of every layer's input."
         )
 

@@ -8,7 +8,6 @@ first forward pass is preceded by one on the same batch without its last example
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
@@ -50,9 +49,8 @@ class Sizing:
         if not agrees:
             if self._agreed.get(key) == -1:
                 raise ClippingError(
-                    f"{place}: the first dimension was the batch in earlier batches and now is "
-                    f"{tuple(x.shape)[:1]} for "
-                    f"{self.batch} examples. Keep the batch first in every batch."
+                    f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
+                    f"for {self.batch} examples. Keep the batch first in every batch."
                 )
             self._differed.add(key)
             self._ever_differed.add(place)
@@ -64,37 +62,39 @@ class Sizing:
             self._agreed[key] = -1
         elif known == self.batch and place in self._ever_differed:
             raise ClippingError(
-                f"{place}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) "
-                "first: other uses of it do "
-                "not. Run a batch of another size first."
+                f"{place}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
+                "uses of it do not. Run a batch of another size first."
             )
         return True
 
 
 def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
-    """One forward pass on all examples but the last, for its sizes alone; random numbers are put back."""
+    """One forward pass on all examples but the last, for its sizes alone; random numbers are put back.
 
-    def shorter(x: Any) -> Any:
-        return x[:-1] if isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch else x
+    Of two examples the last is taken twice instead: a batch of one tells nothing.
+    """
+    other = batch - 1 if batch > 2 else batch + 1
 
-    few_args, few_kwargs = tree_map(shorter, args), tree_map(shorter, kwargs)
-    if clipper.count(few_args, few_kwargs) != batch - 1:
+    def resized(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch):
+            return x
+        return x[:other] if other < batch else torch.cat([x, x[-1:]])
+
+    new_args, new_kwargs = tree_map(resized, args), tree_map(resized, kwargs)
+    if clipper.count(new_args, new_kwargs) != other:
         return  # a container that cannot be cut: the sizes of later batches have to do
     device = clipper.anchor.device
     devices = [device] if device.type == "cuda" else []
-    clipper.batch = batch - 1
-    clipper.sizing.start(batch - 1)
-    with torch.random.fork_rng(devices), contextlib.ExitStack() as stack:
-        stack.callback(clipper.sizing.start, batch)
+    clipper.batch = other
+    clipper.sizing.start(other)
+    with torch.random.fork_rng(devices):
         try:
-            clipper.check_output(clipper.model.forward(*few_args, **few_kwargs))
+            clipper.check_output(clipper.model.forward(*new_args, **new_kwargs))
         except ClippingError:
             raise
         except Exception as error:
             raise ClippingError(
-                f"the model failed on the first {batch - 1} of {batch} examples "
-                f"({type(error).__name__}: {error}). It is run so once, "
-                "to learn which dimensions are the batch. Start with a batch whose size no other "
-                "dimension of the inputs has, or "
-                "pass probe=False to attach and see to that yourself."
+                f"the model failed on {other} examples instead of {batch} ({type(error).__name__}: {error}). It is run "
+                "so once, to learn which dimensions are the batch. Start with a batch whose size no other dimension of "
+                "the inputs has, or pass probe=False to attach and see to that yourself."
             ) from error

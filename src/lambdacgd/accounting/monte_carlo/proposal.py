@@ -95,7 +95,7 @@ class Tilt:
         exponents = self.local * means
         exponents -= (0.5 / sigma**2) * self.penalties()
         if self.common:
-            exponents += self.common * self.whole
+            exponents += self.common * whole
         # A cap on the exponent makes the density smaller, so the weight larger: the safe side.
         np.minimum(exponents, _LARGEST_EXPONENT, out=exponents)
         return np.exp(exponents, out=exponents).mean(axis=1)

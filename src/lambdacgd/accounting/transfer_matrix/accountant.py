@@ -102,14 +102,14 @@ class TransferMatrix:
         one = self.chain(1.0)
         return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
 
-    def _device(self) -> str:
+    def torch_device(self) -> str:
         if self.device != "auto":
             return self.device
         import torch
 
         return "cuda" if torch.cuda.is_available() else "cpu"
 
-    def _working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
+    def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
         exact = self.chain(sigma)
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
@@ -128,9 +128,9 @@ class TransferMatrix:
             exact = self.chain(sigma)
             value = gaussian_delta(math.sqrt(exact.gain * exact.peak_variance), epsilon) * (1 + 1e-9)
             return Bound(sigma, epsilon, value, value, scale.slope, {}, {"remove": "gaussian", "add": "gaussian"})
-        chain, expected_loss = self._working_chain(sigma, scale.slope, coarse=precision is COARSE)
-        law = measure(chain, scale, precision, direction="remove", device=self._device())
-        remove = evaluate_remove(law, epsilon, scale, precision)
+        chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
+        law = measure(chain, scale, precision, direction="remove", device=self.torch_device())
+        remove = evaluate_remove(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision, tight=tight_add)
         details: dict[str, str | float] = {
             "remove": remove.method,
@@ -153,8 +153,8 @@ class TransferMatrix:
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
-                law = measure(chain, scale, step, direction="add", device=self._device())
-                fourier = evaluate_add(law, epsilon, scale, step)
+                law = measure(chain, scale, step, direction="add", device=self.torch_device())
+                fourier = evaluate_add(law, scale, step)
             except AccountingError:
                 break  # Jensen's bound stands
             size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
@@ -165,8 +165,7 @@ class TransferMatrix:
     def delta(self, sigma: float, epsilon: float) -> Bound:
         """Upper bounds on δ_remove(ε) and δ_add(ε) at noise multiplier σ, refined until their slack is small."""
         self._validate(sigma=sigma, epsilon=epsilon)
-        scale = Scale(math.exp(epsilon), 1e-5, first_slope(epsilon, 1e-5))
-        scale = self._settle(sigma, epsilon, scale)
+        scale = self.settle(sigma, epsilon)
         for _ in range(4):
             bound = self.evaluate(sigma, epsilon, scale, FINE)
             if sum(bound.budget.values()) <= SLACK_SHARE * bound.delta:
@@ -174,8 +173,9 @@ class TransferMatrix:
             scale = next_scale(scale, bound)
         return self.checked(bound)
 
-    def _settle(self, sigma: float, epsilon: float, scale: Scale) -> Scale:
-        """Learn how large and how steep δ is from coarse evaluations."""
+    def settle(self, sigma: float, epsilon: float) -> Scale:
+        """Learn how large and how steep δ is from coarse evaluations, flat ones first: those are cheap."""
+        scale = Scale(math.exp(epsilon), 1e-3, min(first_slope(epsilon, 1e-3), 4.0))
         for _ in range(12):
             found = next_scale(scale, self.evaluate(sigma, epsilon, scale, COARSE))
             settled = abs(math.log(found.delta / scale.delta)) < 1 and abs(math.log(found.slope / scale.slope)) < 0.3

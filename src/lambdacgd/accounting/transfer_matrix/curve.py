@@ -1,34 +1,112 @@
-"""δ(ε) at many ε for one σ: each evaluation starts from what its neighbour learned."""
+"""δ(ε) at many ε for one σ: neighbouring ε share one lattice and one set of transforms, a panel at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
-from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, add_at, evaluate_add, jensen, remove_at
+from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Scale, measure
 
 if TYPE_CHECKING:
     from lambdacgd.accounting.transfer_matrix.accountant import Bound, TransferMatrix
 
+NEGLIGIBLE = 1e-3
+"""share of δ_remove below which δ_add is not made tighter"""
+PANEL = 2.3
+"""a panel ends where δ has fallen by e^PANEL"""
 
-def evaluate_curve(
-    accountant: TransferMatrix, sigma: float, epsilons: list[float], *, tight_add: bool, precision: Precision = FINE
-) -> list[Bound]:
+
+def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[float], *, tight_add: bool) -> list[Bound]:
     """Bounds in the order of ``epsilons``; both directions tight if ``tight_add``."""
-    found: dict[float, Bound] = {}
-    previous: Bound | None = None
-    for epsilon in sorted(set(epsilons)):
-        if previous is None:
-            bound = accountant.delta(sigma, epsilon)
-            if tight_add:
-                scale = Scale(math.exp(epsilon), bound.delta_remove, bound.slope)
-                bound = accountant.evaluate(sigma, epsilon, scale, precision, tight_add=True)
-        else:
-            step = epsilon - previous.epsilon
-            # δ falls at least as fast as at the previous point, so the tuning is, if anything, too fine.
-            size = previous.delta_remove * math.exp(-previous.slope * step)
-            scale = Scale(math.exp(epsilon), size, previous.slope)
-            bound = accountant.evaluate(sigma, epsilon, scale, precision, tight_add=tight_add)
-        accountant.checked(bound)
-        found[epsilon] = previous = bound
-    return [found[epsilon] for epsilon in epsilons]
+    from lambdacgd.accounting.transfer_matrix.accountant import Bound
+
+    ordered = sorted(set(epsilons))
+    if accountant.steps_per_epoch == 1 or not tight_add:
+        found = {}
+        for epsilon in ordered:
+            found[epsilon] = accountant.delta(sigma, epsilon)
+        return [found[epsilon] for epsilon in epsilons]
+    remove = dict(_walk(accountant, sigma, ordered, accountant.settle(sigma, ordered[0]), "remove"))
+    chain = accountant.chain(sigma)
+    by_jensen = {epsilon: jensen(chain, epsilon) for epsilon in ordered}
+    # Where Jensen's bound is already negligible beside remove, nothing finer is needed.
+    open_end = [e for e in ordered if by_jensen[e].delta > NEGLIGIBLE * remove[e].delta]
+    add = dict(by_jensen)
+    if open_end:
+        scale = _settle_add(accountant, sigma, open_end[0], remove[open_end[0]], by_jensen[open_end[0]])
+        reached, latest = open_end[0], add[open_end[0]]
+        with contextlib.suppress(AccountingError):  # from there on Jensen's bound stands
+            for epsilon, value in _walk(accountant, sigma, open_end, scale, "add"):
+                latest = min(value, add[epsilon], key=lambda item: item.delta)
+                reached, add[epsilon] = epsilon, latest
+                if latest.delta <= NEGLIGIBLE * remove[epsilon].delta:
+                    break
+        # δ_add falls with ε, so the last value bounds all later ones.
+        for epsilon in ordered:
+            if epsilon > reached:
+                add[epsilon] = min(latest, add[epsilon], key=lambda item: item.delta)
+    bounds = {}
+    for epsilon in ordered:
+        one, other = remove[epsilon], add[epsilon]
+        governing = one if one.delta >= other.delta else other
+        details: dict[str, str | float] = {"remove": one.method, "add": other.method}
+        bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, one.slope, governing.budget, details)
+    return [bounds[epsilon] for epsilon in epsilons]
+
+
+def _walk(
+    accountant: TransferMatrix, sigma: float, ordered: list[float], scale: Scale, direction: Literal["remove", "add"]
+) -> Iterator[tuple[float, Evaluation]]:
+    """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there."""
+    evaluate: Callable[..., Iterator[Evaluation]] = remove_at if direction == "remove" else add_at
+    sign = 1.0 if direction == "remove" else -1.0
+    done, tries = 0, 0
+    while done < len(ordered):
+        first = ordered[done]
+        panel = [e for e in ordered[done:] if (e - first) * scale.slope <= PANEL and e - first <= 0.6]
+        scales = [
+            Scale(math.exp(sign * e), scale.delta * math.exp(-scale.slope * (e - first)), scale.slope) for e in panel
+        ]
+        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False)
+        # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
+        finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
+        law = measure(chain, finest, FINE, direction=direction, device=accountant.torch_device())
+        latest = None
+        for epsilon, value in zip(panel, evaluate(law, scales, FINE), strict=True):
+            if value.added > SLACK_SHARE * value.delta:
+                break
+            yield epsilon, value
+            latest, done, tries = (epsilon, value), done + 1, 0
+        if latest is not None and done < len(ordered):
+            step = ordered[done] - latest[0]
+            slope = max(latest[1].slope, 0.3)
+            scale = Scale(math.exp(sign * ordered[done]), latest[1].delta * math.exp(-slope * step), slope)
+        elif latest is None:
+            tries += 1
+            if tries > 4:
+                raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first:g} stayed loose; slack {value.budget}")
+            slope = min(max(value.slope, scale.slope / 3, 0.3), 3 * scale.slope)
+            scale = replace(scale, delta=min(max(value.core, value.delta * 1e-3), 1.0), slope=slope)
+
+
+def _settle_add(
+    accountant: TransferMatrix, sigma: float, epsilon: float, remove: Evaluation, best: Evaluation
+) -> Scale:
+    """How large and how steep δ_add is at ``epsilon``, from coarse evaluations."""
+    scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
+    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
+    for _ in range(6):
+        law = measure(chain, scale, COARSE, direction="add", device=accountant.torch_device())
+        value = evaluate_add(law, scale, COARSE)
+        size = min(max(value.core, value.delta * 1e-3), 1.0)
+        slope = min(max(value.slope, scale.slope / 3, 0.3), 3 * scale.slope)
+        settled = abs(math.log(size / scale.delta)) < 1 and abs(math.log(slope / scale.slope)) < 0.3
+        scale = replace(scale, delta=size, slope=slope)
+        if settled:
+            break
+    return scale

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.transfer_matrix.chain import Chain, jensen_add
 from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
 from lambdacgd.accounting.transfer_matrix.measure import Measure, Precision, Scale
-from lambdacgd.accounting.transfer_matrix.put import EXTENDED_GAIN, Window, choose_window, put, rounding_unit, weights
+from lambdacgd.accounting.transfer_matrix.product import Rounding
+from lambdacgd.accounting.transfer_matrix.put import (
+    EXTENDED_GAIN,
+    Put,
+    Window,
+    choose_window,
+    put,
+    rounding_unit,
+    weights,
+)
 
 EXTENDED_LIMIT = 3e10
 """the most real operations spent in extended precision on one evaluation (half a minute)"""
@@ -37,76 +49,103 @@ class Evaluation:
         return max(self.delta - self.added, 0.0)
 
 
-def evaluate_remove(law: Measure, epsilon: float, scale: Scale, precision: Precision) -> Evaluation:
-    """δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10)."""
-    strike = math.exp(epsilon)
-    width = scale.width(precision)
-    unit = rounding_unit(law.bins)
-    window = choose_window(
-        law, "up", strike, width, scale.slope, scale.delta, precision, unit=unit, decreasing_beyond=True
-    )
-    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * scale.delta)
-    unit *= EXTENDED_GAIN if extended else 1.0
-    mass, mean = law.mass_and_mean("up", extended=extended)
-    transform = law.transform(1j * window.frequencies - window.tilt, "up", extended=extended)
+@dataclass(frozen=True)
+class Series:
+    """Transforms of one law at one window's frequencies: enough for every strike inside the window."""
 
-    def call(k: float) -> tuple[float, dict[str, float]]:
-        part = put(k, width, window, transform, unit)
+    law: Measure
+    window: Window
+    transform: NDArray[Any]
+    unit: float
+    precision: Precision
+    method: str
+
+    def put(self, strike: float, width: float) -> Put:
+        return put(strike, width, self.window, self.transform, self.unit)
+
+
+def series(law: Measure, rounding: Rounding, scales: list[Scale], precision: Precision) -> Series:
+    """Set up for all of ``scales``: the highest strike, the narrowest smoothing and the smallest value decide."""
+    strike, width = max(s.strike for s in scales), min(s.width(precision) for s in scales)
+    value = min(s.delta * (s.strike if rounding == "down" else 1.0) for s in scales)
+    slope = min(s.slope for s in scales)
+    unit, upper_tail = rounding_unit(law.bins), rounding == "up"
+    window = choose_window(
+        law, rounding, strike, width, slope, value, precision, unit=unit, decreasing_beyond=upper_tail
+    )
+    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * value)
+    transform = law.transform(1j * window.frequencies - window.tilt, rounding, extended=extended)
+    unit *= EXTENDED_GAIN if extended else 1.0
+    return Series(law, window, transform, unit, precision, "extended" if extended else "fourier")
+
+
+def evaluate_remove(law: Measure, scale: Scale, precision: Precision) -> Evaluation:
+    """δ_remove at one strike; ``scale`` says where and what to expect."""
+    return next(remove_at(law, [scale], precision))
+
+
+def evaluate_add(law: Measure, scale: Scale, precision: Precision) -> Evaluation:
+    """δ_add at one strike; ``scale`` says where and what to expect."""
+    return next(add_at(law, [scale], precision))
+
+
+def remove_at(law: Measure, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
+    """δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10)."""
+    shared = series(law, "up", scales, precision)
+    window, unit = shared.window, shared.unit
+    mass, mean = law.mass_and_mean("up", extended=shared.method == "extended")
+
+    def call(k: float, width: float) -> tuple[float, dict[str, float]]:
+        part = shared.put(k, width)
         margin = part.rounding + unit * float(mean + k * mass)
         return float(mean - k * mass + part.series), {"window": part.far, "fourier tail": part.tail, "rounding": margin}
 
-    core, parts = call(strike)
-    nearby = min(1.02, 1 + 0.2 / scale.slope)
-    slope = _slope(core, call(strike * nearby)[0], nearby, scale.slope)
-    smoothing = _smoothing_cost(width / strike, slope, max(core, 0.0))
-    # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike in between.
-    between = max(strike, window.high - strike / slope)
-    beyond = abs(call(between)[0]) / (window.high - between)
-    copies = beyond * (strike - window.low) / math.expm1(window.tilt * window.period)
-    budget = parts | {"lattice exits": law.exit_remove, "grid top": law.cap}
-    delta = law.inflation * (core + sum(budget.values()))
-    budget |= {
+    for scale in scales:
+        strike, width = scale.strike, scale.width(precision)
+        core, parts = call(strike, width)
+        nearby = min(1.02, 1 + 0.2 / scale.slope)
+        slope = _slope(core, call(strike * nearby, width)[0], nearby, scale.slope)
+        # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike in between.
+        between = max(strike, window.high - strike / slope)
+        beyond = abs(call(between, width)[0]) / (window.high - between)
+        copies = beyond * (strike - window.low) / math.expm1(window.tilt * window.period)
+        budget = parts | {"lattice exits": law.exit_remove, "grid top": law.cap}
+        delta = law.inflation * (core + sum(budget.values()))
+        budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
+        yield _checked(Evaluation(delta, slope, budget, shared.method))
+
+
+def add_at(law: Measure, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
+    """δ_add(ε) = e^ε E (e^{−ε} − W)₊: a put with no parity and so less cancellation."""
+    law.mass_and_mean("down")  # the self-check only
+    shared = series(law, "down", scales, precision)
+    window = shared.window
+    for scale in scales:
+        strike, width = scale.strike, scale.width(precision)
+        part = shared.put(strike, width)
+        core = float(part.series) / strike
+        nearby = 1 - min(0.02, 0.2 / scale.slope)
+        slope = _slope(
+            core, float(shared.put(strike * nearby, width).series) / (strike * nearby), 1 / nearby, scale.slope
+        )
+        budget = {"window": part.far / strike, "fourier tail": part.tail / strike, "rounding": part.rounding / strike}
+        budget |= {"lattice exits": law.exit_add}
+        delta = law.inflation * (core + sum(budget.values()))
+        copies = (strike - window.low) / math.expm1(window.tilt * window.period) / strike
+        budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
+        yield _checked(Evaluation(delta, slope, budget, shared.method))
+
+
+def _estimated(law: Measure, relative_width: float, slope: float, value: float) -> dict[str, float]:
+    """What the inequalities without an explicit term can have added."""
+    # ½ ς² times the density of W at the strike, which is slope·(slope + 1)·value/K² where δ falls as K^{−slope}.
+    smoothing = 0.5 * relative_width**2 * slope * (slope + 1) * value
+    return {
         "smoothing": smoothing,
         "grid rounding": smoothing * _GRID_SHARE,
-        "periodic copies": copies,
-        "lattice spacing": (law.inflation * law.growth - 1) * max(core, 0.0),
-        "shared scales": law.scale_gap * max(core, 0.0),
+        "lattice spacing": (law.inflation * law.growth - 1) * value,
+        "shared scales": law.scale_gap * value,
     }
-    return _checked(Evaluation(delta, slope, budget, "extended" if extended else "fourier"))
-
-
-def evaluate_add(law: Measure, epsilon: float, scale: Scale, precision: Precision) -> Evaluation:
-    """δ_add(ε) = e^ε E (e^{−ε} − W)₊: a put with no parity and so less cancellation."""
-    strike = math.exp(-epsilon)
-    width = scale.width(precision)
-    unit = rounding_unit(law.bins)
-    value = scale.delta * strike
-    window = choose_window(
-        law, "down", strike, width, scale.slope, value, precision, unit=unit, decreasing_beyond=False
-    )
-    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * value)
-    unit *= EXTENDED_GAIN if extended else 1.0
-    law.mass_and_mean("down")  # the self-check only
-    transform = law.transform(1j * window.frequencies - window.tilt, "down", extended=extended)
-    part = put(strike, width, window, transform, unit)
-    core = float(part.series)
-    nearby = 1 - min(0.02, 0.2 / scale.slope)
-    other = float(put(strike * nearby, width, window, transform, unit).series) / nearby
-    slope = _slope(core, other, 1 / nearby, scale.slope)
-    smoothing = _smoothing_cost(width / strike, slope, max(core, 0.0))
-    delta = law.inflation * ((core + part.added) / strike + law.exit_add)
-    budget = {
-        "window": part.far / strike,
-        "fourier tail": part.tail / strike,
-        "rounding": part.rounding / strike,
-        "lattice exits": law.exit_add,
-        "smoothing": smoothing / strike,
-        "grid rounding": smoothing / strike * _GRID_SHARE,
-        "periodic copies": (strike - window.low) / math.expm1(window.tilt * window.period) / strike,
-        "lattice spacing": (law.inflation * law.growth - 1) * max(core, 0.0) / strike,
-        "shared scales": law.scale_gap * max(core, 0.0) / strike,
-    }
-    return _checked(Evaluation(delta, slope, budget, "extended" if extended else "fourier"))
 
 
 def _needs_extended(law: Measure, strike: float, width: float, window: Window, unit: float, allowed: float) -> bool:
@@ -127,11 +166,6 @@ def jensen(chain: Chain, epsilon: float) -> Evaluation:
 
 _GRID_SHARE = (0.8**2 + 1.2**2) / 6
 """variance of the grid's rounding over the smoothing's: steps of .8 ς/√b and 1.2 ς/K, each squared over 6"""
-
-
-def _smoothing_cost(relative_width: float, slope: float, value: float) -> float:
-    """½ ς² times the density of W at the strike, which is slope·(slope + 1)·value/K² where δ falls as K^{−slope}."""
-    return 0.5 * relative_width**2 * slope * (slope + 1) * value
 
 
 def _checked(result: Evaluation) -> Evaluation:

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import ClassVar
 
+import numpy as np
 import pytest
 
 import lambdacgd as lc
+from lambdacgd.accounting.balls_in_bins import exact_accountant
+from lambdacgd.accounting.calibration import adds_independent_noise
+from lambdacgd.mechanisms.base import BandedInverse
 
 PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
 KEYS = {
@@ -186,3 +193,69 @@ def test_bad_input_names_the_parameter(changes, parameter):
         cyclic(**changes)
     assert error.value.parameter == parameter
     assert str(error.value).startswith(f"{parameter} is ")
+
+
+@pytest.mark.parametrize("number", [int, np.float32, np.float64, Fraction], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sampling", ["cyclic", "balls-in-bins"])
+def test_a_plan_is_its_file_whatever_numbers_it_was_asked_with(number, sampling):
+    small = {"examples": np.int32(400), "batch_size": np.int64(100), "epochs": np.int64(2), "delta": np.float32(1e-4)}
+    plan = lc.plan(**small, epsilon=number(4), lam=number(0), sampling=sampling)
+    assert plan == lc.Plan.from_json(plan.to_json())
+    assert plan.digest == lc.Plan.from_json(plan.to_json()).digest
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        lc.LambdaCGD(np.float32(0.5)),
+        lc.BISR(np.int64(2), momentum=np.float32(0.9), decay=1),
+        lc.GammaBIFR(np.int64(2), np.float32(0.25)),
+        lc.BandInvMF(np.int64(2), np.array([1.0, -0.5])),
+        lc.BandMF(2, [1, 0.5]),
+        lc.BLT(np.int64(1), [0.5], np.array([0.25])),
+    ],
+    ids=lambda mechanism: mechanism.name,
+)
+def test_mechanisms_of_numpy_numbers_are_plain_ones(mechanism):
+    plan = cyclic(mechanism=mechanism)
+    again = lc.Plan.from_json(plan.to_json())
+    assert (again, again.digest) == (plan, plan.digest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parameter"),
+    [
+        ({"epsilon": 10**400}, "epsilon"),
+        ({"epochs": 10**400}, "epochs"),
+        ({"examples": 10**12, "batch_size": 1, "mechanism": "bisr"}, "epochs"),
+        ({"mechanism": lc.BandInvMF(2, (1.0, -5.0))}, "mechanism"),
+    ],
+)
+def test_what_is_too_large_is_refused_at_once(changes, parameter):
+    with pytest.raises(lc.InvalidInput) as refusal:
+        cyclic(**changes)
+    assert refusal.value.parameter == parameter
+
+
+@dataclass(frozen=True)
+class _Scaled(lc.Mechanism):
+    """A mechanism of one's own whose a_0 is not 1: C is 1/a_0 times that of another."""
+
+    coefficients: tuple[float, ...]
+    name: ClassVar[str] = "scaled"
+
+    def recurrence(self, n):
+        return BandedInverse(self.coefficients)
+
+
+def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
+    horizon = lc.Horizon(5, 2)
+    assert adds_independent_noise(_Scaled((1.0,)), horizon)
+    assert not adds_independent_noise(_Scaled((0.1,)), horizon)
+    assert exact_accountant(_Scaled((1.0, -0.5)), horizon) is not None
+    assert exact_accountant(_Scaled((0.5, -0.25)), horizon) is None
+    with pytest.raises(lc.InvalidInput):
+        lc.plan(100, 20, epochs=2, epsilon=4.0, delta=1e-5, mechanism=_Scaled((0.1,)), sampling="poisson")
+    small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
+    scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True)
+    assert scaled.sigma == pytest.approx(2 * lc.plan(**small, lam=0.5).sigma, rel=0.02)

@@ -34,6 +34,9 @@ from lambdacgd.version import __version__
 FORMAT = "lambdacgd-plan-1"
 Auto = Literal["auto"]
 
+# Sensitivities and errors are sums over columns of n numbers: this many take a few gigabytes.
+MOST_STEPS = 100_000_000
+
 # Which parameters each mechanism is described by; anything else given for it is an error.
 PARAMETERS: dict[str, tuple[str, ...]] = {
     "dp-sgd": (),
@@ -205,8 +208,8 @@ def plan(
         examples = len(examples)
     examples = integer("examples", examples)
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
-    number("epsilon", epsilon, above=0, include=(math.inf,))
-    number("delta", delta, above=0, below=1)
+    epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
+    delta = number("delta", delta, above=0, below=1)
     chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     given = {
         "lam": lam,
@@ -225,8 +228,8 @@ def plan(
     return Plan(
         mechanism=described,
         sampling=chosen,
-        epsilon=float(epsilon),
-        delta=float(delta),
+        epsilon=epsilon,
+        delta=delta,
         batch_size=batch_size,
         sensitivity=sensitivity(described, chosen.horizon).value,
         sigma=calibration.sigma,
@@ -243,10 +246,18 @@ def make_sampling(
     """The sampling called ``name``; an epoch has ⌊examples / batch size⌋ steps unless it is given."""
     if name not in SAMPLINGS:
         raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
-    integer("epochs", epochs)
+    epochs = integer("epochs", epochs)
     if steps_per_epoch is None:
         steps_per_epoch = examples // batch_size
-    integer("steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})")
+    steps_per_epoch = integer(
+        "steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})"
+    )
+    if epochs * steps_per_epoch > MOST_STEPS:
+        raise InvalidInput(
+            "epochs",
+            epochs,
+            f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
+        )
     if name == Cyclic.name:
         if steps_per_epoch * batch_size > examples:
             most = examples // batch_size
@@ -316,9 +327,11 @@ def _gamma_bifr(
     bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     gamma = parameters.get("gamma", "auto")
-    if gamma != "auto" or bands == 1:
+    if gamma != "auto":
         _refuse_objective(parameters, "gamma")
-        return GammaBIFR(bands, 0.0 if gamma == "auto" else gamma).resolve(sampling.horizon), None
+        return GammaBIFR(bands, gamma).resolve(sampling.horizon), None
+    if bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
+        return GammaBIFR(bands, 0.0), None
     from lambdacgd.tuning import choose_gamma
 
     choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, parameters, epsilon, delta))

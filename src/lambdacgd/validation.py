@@ -34,9 +34,12 @@ def number(
 ) -> float:
     """``value`` as a float strictly between the limits (or one of ``include``), or an ``InvalidInput``."""
     if isinstance(value, Real) and not isinstance(value, bool):
-        value = float(value)
-        if above < value < below or value in include:
-            return value
+        try:
+            found = float(value)
+        except OverflowError:  # an integer or fraction beyond all floats
+            found = math.nan
+        if above < found < below or found in include:
+            return found
     closed_low = above in include
     low = ("at least " if closed_low else "above ") + f"{above:g}" if above > -math.inf else ""
     high = f"below {below:g}" if below < math.inf else ""

@@ -42,12 +42,14 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix |
     noising = mechanism.noising(n)
     if isinstance(mechanism, LambdaCGD):
         lam, normalized = mechanism.lam, mechanism.normalized
-    elif mechanism.column_scales(n) is None and not noising[2:].any():
+    elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
         lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
     else:
         return None
     try:
-        return TransferMatrix(lam, steps_per_epoch=horizon.steps_per_epoch, epochs=horizon.epochs, normalized=normalized)
+        return TransferMatrix(
+            lam, steps_per_epoch=horizon.steps_per_epoch, epochs=horizon.epochs, normalized=normalized
+        )
     except AccountingError:  # λ outside its range
         return None
 

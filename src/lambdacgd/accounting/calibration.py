@@ -15,7 +15,8 @@ from lambdacgd.validation import InvalidInput, number
 def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
     """Whether this is DP-SGD under another name: C = I."""
     n = horizon.steps
-    return mechanism.column_scales(n) is None and not mechanism.noising(n)[1:].any()
+    noising = mechanism.noising(n)
+    return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
 
 
 def calibrate_noise(
@@ -31,8 +32,8 @@ def calibrate_noise(
     ``mechanism`` must be resolved. ``estimate`` asks for a quick point estimate where only sampling can answer; its
     certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all.
     """
-    number("epsilon", epsilon, above=0, include=(math.inf,))
-    number("delta", delta, above=0, below=1)
+    epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
+    delta = number("delta", delta, above=0, below=1)
     if math.isinf(epsilon):
         return Calibration(0.0, Certificate("none", "both", 1.0, math.inf, delta, details={"because": "ε = inf"}))
     horizon = sampling.horizon

@@ -22,12 +22,13 @@ class _OptimizedBands(Mechanism):
     coefficients: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        integer("bands", self.bands)
+        object.__setattr__(self, "bands", integer("bands", self.bands))
         given = self.coefficients
         if given is None:
             return
         if len(given) != self.bands or not np.all(np.isfinite(given)) or given[0] != 1.0:
             raise InvalidInput("coefficients", given, f"it must be {self.bands} finite numbers, the first of them 1")
+        object.__setattr__(self, "coefficients", tuple(float(value) for value in given))
 
     def validate(self, horizon: Horizon) -> None:
         check_bands(self.bands, horizon)

@@ -35,6 +35,7 @@ class Horizon:
             value = getattr(self, name)
             if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+            object.__setattr__(self, name, int(value))
 
     @property
     def steps(self) -> int:

@@ -28,7 +28,8 @@ class BLT(Mechanism):
     name: ClassVar[str] = "blt"
 
     def __post_init__(self) -> None:
-        integer("buffers", self.buffers, maximum=16, why=" (beyond three or four nothing is gained)")
+        buffers = integer("buffers", self.buffers, maximum=16, why=" (beyond three or four nothing is gained)")
+        object.__setattr__(self, "buffers", buffers)
         if (self.decays is None) != (self.weights is None):
             raise InvalidInput("weights", self.weights, "decays and weights go together: give both or neither")
         if self.decays is None or self.weights is None:
@@ -37,6 +38,7 @@ class BLT(Mechanism):
             values = np.asarray(given, dtype=np.float64)
             if values.shape != (self.buffers,) or not np.all((values > 0) & (values < top)):
                 raise InvalidInput(name, given, f"it must be {self.buffers} numbers above 0 and below {top:g}")
+            object.__setattr__(self, name, tuple(values.tolist()))
 
     def resolve(self, horizon: Horizon) -> Self:
         self.validate(horizon)

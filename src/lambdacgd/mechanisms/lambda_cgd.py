@@ -37,7 +37,7 @@ class LambdaCGD(Mechanism):
     name: ClassVar[str] = "lambda-cgd"
 
     def __post_init__(self) -> None:
-        number("lam", self.lam, above=0, below=1, include=(0,))
+        object.__setattr__(self, "lam", number("lam", self.lam, above=0, below=1, include=(0,)))
         if not isinstance(self.normalized, bool):
             raise InvalidInput("normalized", self.normalized, "it must be True or False")
 

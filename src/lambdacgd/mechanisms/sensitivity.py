@@ -49,6 +49,16 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, participation: Partic
     """
     if participation not in ("cyclic", "min-separation"):
         raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
+    with np.errstate(over="ignore", invalid="ignore"):
+        found = _sensitivity(mechanism, horizon, participation)
+    if not np.isfinite(found.value):
+        raise InvalidInput(
+            "mechanism", mechanism.name, f"its strategy C grows beyond all floats over {horizon.steps} steps"
+        )
+    return found
+
+
+def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:
     n = horizon.steps
     if isinstance(mechanism, LambdaCGD) and not mechanism.normalized:
         return Sensitivity(closed_form_sensitivity(mechanism.lam, horizon), True, "closed form of λCGD")

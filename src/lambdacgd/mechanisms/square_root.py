@@ -29,7 +29,7 @@ class _Banded(Mechanism):
     bands: int
 
     def __post_init__(self) -> None:
-        integer("bands", self.bands)
+        object.__setattr__(self, "bands", integer("bands", self.bands))
 
     def validate(self, horizon: Horizon) -> None:
         check_bands(self.bands, horizon)
@@ -42,7 +42,9 @@ class _SquareRoot(_Banded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        Workload(self.momentum, self.decay)
+        workload = Workload(self.momentum, self.decay)
+        object.__setattr__(self, "momentum", workload.momentum)
+        object.__setattr__(self, "decay", workload.decay)
 
     def _series(self, exponent: float) -> tuple[float, ...]:
         """((1 − αx)(1 − βx))^exponent: A is this with exponent −1."""
@@ -90,7 +92,7 @@ class GammaBIFR(_Banded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        number("gamma", self.gamma, above=0, below=1, include=(0,))
+        object.__setattr__(self, "gamma", number("gamma", self.gamma, above=0, below=1, include=(0,)))
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))

@@ -22,8 +22,8 @@ class Workload:
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        number("momentum", self.momentum, above=0, below=1, include=(0,))
-        number("decay", self.decay, above=0, below=1, include=(1,))
+        object.__setattr__(self, "momentum", number("momentum", self.momentum, above=0, below=1, include=(0,)))
+        object.__setattr__(self, "decay", number("decay", self.decay, above=0, below=1, include=(1,)))
 
     def column(self, n: int) -> NDArray[np.float64]:
         """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""

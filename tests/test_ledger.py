@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import multiprocessing
 import os
@@ -162,6 +164,46 @@ def test_two_processes_cannot_hold_one_run(ledger: Ledger) -> None:
     with ledger.lock(run), pytest.raises(LedgerError, match="in use"), ledger.lock(run):
         pass
     assert sorted(os.listdir(ledger.path.parent)) == ["run.ledger"]
+
+
+def test_a_forked_child_that_ends_does_not_take_the_lock_with_it(ledger: Ledger) -> None:
+    run = ledger.new_run()
+    holding = contextlib.ExitStack()
+    holding.enter_context(ledger.lock(run))
+    child = os.fork()
+    if child == 0:
+        try:
+            holding.close()  # as the interpreter's own end would
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(LedgerError, match="in use"), ledger.lock(run):
+        pass
+    holding.close()
+
+
+def test_nothing_comes_between_the_check_and_the_record(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ledger.new_run()
+    real = fcntl.flock
+
+    def another_process_first(*arguments: object) -> None:
+        monkeypatch.setattr(fcntl, "flock", real)
+        ledger.record(run, 10, digest="later")
+        real(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", another_process_first)
+    with pytest.raises(LedgerError, match="went back"):
+        ledger.record(run, 5, digest="earlier")
+    assert ledger.newest(run) == Release(10, "later", "checkpoint")
+
+
+def test_the_newest_release_is_the_furthest_step_whatever_came_last(ledger: Ledger) -> None:
+    run = ledger.new_run()
+    for step in (10, 5):  # as an older version may have written them
+        ledger._append({"event": "release", "run": run, "step": step, "digest": f"d{step}", "kind": "checkpoint"})
+    assert ledger.newest(run) == Release(10, "d10", "checkpoint")
+    with pytest.raises(LedgerError, match="released weights after step 10"):
+        ledger.check_resume(run, 5)
 
 
 def append_many(path: str, run: str, kind: str) -> None:

@@ -21,7 +21,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,32 +63,35 @@ class Ledger:
 
     def record(self, run_id: str, step: int, *, digest: str, kind: str = "checkpoint") -> None:
         """Enter that the weights after ``step`` steps are about to leave the process."""
-        newest = self.newest(run_id)
         _check_step(step)
-        if newest is not None and step < newest.step:
-            raise LedgerError(
-                f"run {run_id} released step {newest.step} and now wants to release step {step}: this process went "
-                f"back. Stop it; one noise vector must not cover two sums"
-            )
-        self._append({"event": "release", "run": run_id, "step": int(step), "digest": str(digest), "kind": str(kind)})
+
+        def check(records: list[dict[str, Any]]) -> None:
+            newest = _newest(self._releases(run_id, records))
+            if newest is not None and step < newest.step:
+                raise LedgerError(
+                    f"run {run_id} released step {newest.step} and now wants to release step {step}: this process went "
+                    f"back. Stop it; one noise vector must not cover two sums"
+                )
+
+        record = {"event": "release", "run": run_id, "step": int(step), "digest": str(digest), "kind": str(kind)}
+        self._append(record, check)
 
     def declare_destroyed(self, run_id: str, after_step: int) -> None:
         """Enter the operator's word that every release of this run after ``after_step`` is destroyed, with all copies.
 
         This is what makes going back safe. The ledger cannot check it.
         """
-        self._releases(run_id)
         _check_step(after_step)
-        self._append({"event": "destroyed", "run": run_id, "after": int(after_step)})
+        record = {"event": "destroyed", "run": run_id, "after": int(after_step)}
+        self._append(record, lambda records: self._releases(run_id, records))
 
     def newest(self, run_id: str) -> Release | None:
         """The newest release that was not declared destroyed; None if there is none."""
-        releases = self._releases(run_id)
-        return releases[-1] if releases else None
+        return _newest(self._releases(run_id, self._records()))
 
     def check_resume(self, run_id: str, step: int, digest: str | None = None) -> None:
         """Refuse to resume this run from ``step`` unless that is its newest release (or, with none, step 0)."""
-        releases = self._releases(run_id)
+        releases = self._releases(run_id, self._records())
         _check_step(step)
         if not releases:
             if step != 0:
@@ -96,7 +99,7 @@ class Ledger:
                     f"run {run_id} released nothing that still exists, so it can only start at step 0, not {step}"
                 )
             return
-        newest = releases[-1].step
+        newest = max(release.step for release in releases)
         if step < newest:
             raise LedgerError(
                 f"run {run_id} released weights after step {newest}; resuming from step {step} would use the same "
@@ -135,15 +138,17 @@ class Ledger:
             if _same_file(descriptor, path):
                 break
             os.close(descriptor)  # the holder before us removed the file between our open and our lock
+        holder = os.getpid()
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if os.getpid() == holder:  # a forked child ends with a copy of this frame, and its parent holds on
+                path.unlink(missing_ok=True)
             os.close(descriptor)
 
-    def _releases(self, run_id: str) -> list[Release]:
+    def _releases(self, run_id: str, records: list[dict[str, Any]]) -> list[Release]:
         known, releases = False, []
-        for record in self._records():
+        for record in records:
             if record["run"] != run_id:
                 continue
             if record["event"] == "run":
@@ -164,13 +169,23 @@ class Ledger:
         except FileNotFoundError:
             return []
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(
+        self, record: dict[str, Any], check_records: Callable[[list[dict[str, Any]]], object] | None = None
+    ) -> None:
+        """Add a record, unless ``check_records`` refuses what is there: both under one lock, so nothing comes between.
+
+        A file that does not exist is not made by a refusal.
+        """
+        if check_records is not None and not self.path.exists():
+            check_records([])
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with open(descriptor, "r+b") as file:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o600:
                 os.fchmod(descriptor, 0o600)
-            _, check, whole = _parse(file.read(), self.path)
+            records, check, whole = _parse(file.read(), self.path)
+            if check_records is not None:
+                check_records(records)
             file.truncate(whole)  # a torn last line was never acknowledged; the next record must not run on from it
             file.seek(whole)
             record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
@@ -208,6 +223,11 @@ def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], str, int]:
         records.append(record)
         check = record["check"]
     return records, check, whole
+
+
+def _newest(releases: list[Release]) -> Release | None:
+    """The last entry of the furthest step, in whatever order they were entered."""
+    return max(reversed(releases), key=lambda release: release.step, default=None)
 
 
 def _check_step(step: int) -> None:

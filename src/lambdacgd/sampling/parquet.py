@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
+from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.balls_in_bins import BallsInBins
+from lambdacgd.sampling.base import DEFAULT_RUN, Indices
 from lambdacgd.validation import InvalidInput, integer
-
-Indices = NDArray[np.int64]
 
 
 class BinSortedParquet:
@@ -97,7 +96,7 @@ class BinSortedParquet:
             return self._file.schema_arrow.empty_table()
         return pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(positions), kind="stable"))
 
-    def verify(self, key: Any, *, run: str = "0") -> None:
+    def verify(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> None:
         """Check every row's bin against the key: an error if the file was sorted with another key, run or id."""
         for batch in self._file.iter_batches(columns=[self._id_column, self._bin_column]):
             ids, bins = (

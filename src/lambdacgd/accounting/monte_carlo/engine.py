@@ -18,14 +18,14 @@ from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds, cuda_avai
 
 Array = NDArray[np.float64]
 
-_WORTH_A_DEVICE = 64  # bins from which a dense round is faster on CUDA
+_WORTH_A_DEVICE = range(64, 2049)  # bins: fewer are no faster on CUDA, more take gigabytes of its memory
 _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
 
 
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
     """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
-    if isinstance(proposal.envelope.gram, DenseGram) and size >= _WORTH_A_DEVICE and cuda_available():
+    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and cuda_available():
         yield from TorchRounds(proposal, "cuda").rounds(seeds, count)
         return
     whole = proposal.round

@@ -338,3 +338,48 @@ def test_destroy_removes_the_file_it_was_loaded_from(tmp_path: Path) -> None:
     key.destroy()
     assert not path.exists()
     assert not any(linked.read_bytes())  # the content was overwritten, not only unlinked
+
+
+def test_destroy_removes_a_read_only_file_and_reports_one_it_cannot_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run.key"
+    SecretKey.generate().save(path)
+    path.chmod(0o400)
+    key = SecretKey.load(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        with pytest.raises(PermissionError):
+            key.destroy()
+    with pytest.raises(DestroyedKeyError):
+        key.fingerprint()
+    assert not any(path.read_bytes())
+    key.destroy()  # not silently done: the file is still there, and goes now
+    assert not path.exists()
+
+
+def refuse(*arguments: object, **more: object) -> None:
+    raise PermissionError("read-only file system")
+
+
+def test_destroy_leaves_another_key_alone(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.key", tmp_path / "other.key"
+    key, survivor = SecretKey.generate(), SecretKey.generate()
+    key.save(path)
+    survivor.save(other)
+    os.replace(other, path)
+    with pytest.raises(KeyFileError, match="left alone"):
+        key.destroy()
+    with pytest.raises(DestroyedKeyError):
+        key.fingerprint()
+    assert SecretKey.load(path) == survivor
+
+
+def test_a_sub_key_does_not_show_itself() -> None:
+    subkey = SecretKey.from_bytes(SECRET).derive("run", "1", "bins")
+    assert isinstance(subkey, bytes)
+    assert {repr(subkey), str(subkey), f"{subkey}", f"{subkey!r}"} == {"<sub-key>"}
+    with pytest.raises(ValueError, match="integers") as caught:
+        prf64(subkey, np.array([0.5]))
+    shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
+    assert repr(bytes(subkey)) not in "".join(shown.format())

@@ -35,6 +35,15 @@ class DestroyedKeyError(RuntimeError):
     """Use of a key after ``destroy()``."""
 
 
+class SubKey(bytes):
+    """32 secret bytes that do not show themselves, so that a traceback with local variables holds nothing secret."""
+
+    def __repr__(self) -> str:
+        return "<sub-key>"
+
+    __str__ = __repr__
+
+
 class SecretKey:
     """A 256-bit secret. Make one with ``SecretKey.generate()``, keep it with ``save``, end it with ``destroy``.
 
@@ -78,7 +87,7 @@ class SecretKey:
         """
         if not path:
             raise ValueError('derive() needs a path, such as derive("run", run_id, "noise")')
-        return self._hash(b"lambdacgd-subkey", _encode(path), _BYTES)
+        return SubKey(self._hash(b"lambdacgd-subkey", _encode(path), _BYTES))
 
     def fingerprint(self) -> str:
         """32 hexadecimal digits that name the key without revealing it; safe in checkpoints and logs."""
@@ -159,21 +168,30 @@ class SecretKey:
         """Forget the key for good: zero its memory, overwrite and remove its file. Calling it again does nothing.
 
         Sub-keys already derived live on in whoever holds them; backups, snapshots and flash storage may keep copies of
-        the file that no program can reach.
+        the file that no program can reach. If the file cannot be removed, the error says so, and a second call tries
+        again; a file that holds another key by now is left alone.
         """
+        path = self._path
+        replaced = path is not None and bool(self._secret) and not self._may_be_in(path)
         for index in range(len(self._secret)):
             self._secret[index] = 0
         self._secret = bytearray()
-        path, self._path = self._path, None
-        if path is None:
-            return
-        with contextlib.suppress(FileNotFoundError):
-            with open(path, "r+b") as file:
-                file.write(bytes(os.fstat(file.fileno()).st_size))
-                file.flush()
-                os.fsync(file.fileno())
-            path.unlink()
-            _sync_folder(path)
+        if path is not None and not replaced:
+            with contextlib.suppress(FileNotFoundError):
+                _overwrite_and_remove(path)
+        self._path = None
+        if replaced:
+            raise KeyFileError(
+                f"{path} does not hold this key any more and was left alone; the key in memory is forgotten. If its "
+                f"file was moved, destroy it there"
+            )
+
+    def _may_be_in(self, path: Path) -> bool:
+        try:
+            found = _decode(path.read_bytes()[:1024])
+        except OSError:
+            return True
+        return found is None or hmac.compare_digest(found, self._secret)
 
     def __repr__(self) -> str:
         return f"<SecretKey {self.fingerprint()[:8]}>" if self._secret else "<SecretKey destroyed>"
@@ -217,6 +235,17 @@ def _decode(content: bytes) -> bytearray | None:
     except ValueError:
         return None
     return secret if len(secret) == _BYTES else None
+
+
+def _overwrite_and_remove(path: Path) -> None:
+    if not os.access(path, os.W_OK):
+        path.chmod(0o600)  # a key file may be read-only, which is no protection from its owner
+    with open(path, "r+b") as file:
+        file.write(bytes(os.fstat(file.fileno()).st_size))
+        file.flush()
+        os.fsync(file.fileno())
+    path.unlink()
+    _sync_folder(path)
 
 
 def _sync_folder(path: Path) -> None:

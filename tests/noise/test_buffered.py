@@ -84,6 +84,31 @@ def test_asking_out_of_order_does_not_change_the_noise() -> None:
         assert all(torch.equal(sums[name], answers[step][name]) for name in sums)
 
 
+@pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)
+@pytest.mark.parametrize(("fails", "then"), [(9, 9), (11, 9)], ids=["adding", "rebuilding"])
+def test_a_step_that_fails_half_way_does_not_spoil_the_next_try(
+    recurrence: Recurrence, fails: int, then: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise, want = stage(recurrence), zeros()
+    stage(recurrence).add_(want, then)
+    for step in range(1, then):
+        noise.add_(zeros(), step)
+    real = BufferedNoise._advance
+
+    def fails_at_the_end(self: BufferedNoise, jobs: object, step: int) -> list[torch.Tensor]:
+        real(self, jobs, step)  # type: ignore[arg-type]
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BufferedNoise, "_advance", fails_at_the_end)
+        with pytest.raises(torch.OutOfMemoryError):
+            noise.add_(zeros(), fails)
+    got = zeros()
+    noise.add_(got, then)
+    for name in SHAPES:
+        assert torch.equal(got[name], want[name])
+
+
 def test_cpu_buffers_shards_and_out() -> None:
     noise, whole = stage(RECURRENCES[3], buffers="cpu"), stage(RECURRENCES[3])
     for step in (1, 2, 3):

@@ -110,6 +110,7 @@ class BufferedNoise:
         jobs = match(self.field.layout, sums, out=out, offsets=offsets)
         self.field._agree(self._terms)
         self._prepare(jobs, step)
+        self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
         scale = self._scaling.scale_at(step)
         noise = self._advance(jobs, step)
         torch._foreach_mul_(noise, scale)
@@ -142,6 +143,7 @@ class BufferedNoise:
             if self._scaling.since(step) == 1:
                 self._clear()
             return
+        self._next = None
         if signature != self._signature:
             self._store = [[self._vector(job) for job in jobs] for _ in range(self.recurrence.past_vectors)]
             self._signature = signature

@@ -126,3 +126,18 @@ def test_the_papers_setting(mechanism: LambdaCGD | BISR, epsilon: float) -> None
     accountant = MonteCarlo(mechanism, Horizon(390, 10))
     ratio = accountant.certify(epsilon, 1e-5).sigma / accountant.estimate_sigma(epsilon, 1e-5).sigma
     assert 1.0 < ratio < 1.04
+
+
+@pytest.mark.parametrize(
+    ("lam", "b", "k", "epsilon", "delta", "sigma"),
+    [
+        (0.8, 3, 2, 2.0, 1e-5, 4.451754),
+        (0.6, 4, 5, 0.7, 1e-4, 11.455930),
+        (0.9, 4, 3, 3.0, 1e-6, 6.767768),
+        (0.85, 5, 4, 5.0, 1e-5, 4.096688),
+    ],
+)
+def test_never_below_quadrature(lam: float, b: int, k: int, epsilon: float, delta: float, sigma: float) -> None:
+    """σ known to 1e-6 by quadrature: a certificate below it is an error of probability at most 1e-9."""
+    found = MonteCarlo(LambdaCGD(lam), Horizon(b, k)).certify(epsilon, delta).sigma
+    assert sigma * (1 - 1e-6) < found < 1.02 * sigma

@@ -38,7 +38,10 @@ def folder() -> Path | None:
         return None
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdacgd"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdacgd"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
 
 
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -57,7 +60,13 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
     answer = compute()
     with contextlib.suppress(OSError):  # a read-only or full disk costs time, not correctness
         where.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({"asked": json.loads(text), "answer": answer})
         with tempfile.NamedTemporaryFile("w", dir=where, suffix=".tmp", delete=False) as file:
-            json.dump({"asked": json.loads(text), "answer": answer}, file)
-        os.replace(file.name, path)
+            try:
+                file.write(content)
+                file.flush()
+                os.replace(file.name, path)
+            except OSError:
+                os.unlink(file.name)
+                raise
     return answer

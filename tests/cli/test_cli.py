@@ -77,6 +77,9 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["plan", *CYCLIC, "--nonsense"], "--nonsense"),
         (["compare", *CYCLIC, "--epochs", "0"], "--epochs"),
         (["frobnicate"], "frobnicate"),
+        (["plan", *CYCLIC, "--lambda", ".5", "--out", "/proc/nowhere/plan.json"], "/proc/nowhere/plan.json"),
+        (["plan", *CYCLIC, "--lambda", ".5", "--out", "/"], "/"),
+        (["plan", *CYCLIC, "--examples", "1" + 30 * "0", "--mechanism", "bisr"], "--epochs"),
         (["reproduce", "nonsense"], "NAME"),
         (["bench", "noise", "--model", "nonsense"], "nonsense"),
         (["bench", "step", "--mode", "nonsense"], "nonsense"),
@@ -105,13 +108,21 @@ def test_reproduce_lists_what_it_can(capsys):
 
 def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
     out = tmp_path / "noise.json"
-    assert main(["bench", "noise", "--model", "cnn", "--device", "cpu", "--bands", "2", "--seconds", "0.01", "--out", str(out)]) == 0
+    arguments = "--model cnn --device cpu --bands 2 --seconds 0.01".split()
+    assert main(["bench", "noise", *arguments, "--out", str(out)]) == 0
     measured = json.loads(out.read_text())
     assert measured["device"]
     assert measured["models"]["cnn"]["parameters"] > 100_000
     step = tmp_path / "step.json"
-    arguments = ["--model", "cnn", "--mode", "non-private", "--mode", "lambda-cgd", "--precision", "fp32", "--device", "cpu"]
-    assert main(["bench", "step", *arguments, "--batch", "4", "--warm-up", "1", "--repeats", "1", "--out", str(step)]) == 0
+    arguments = "--model cnn --mode non-private --mode lambda-cgd --precision fp32 --device cpu".split()
+    arguments += "--batch 4 --warm-up 1 --repeats 1".split()
+    assert main(["bench", "step", *arguments, "--out", str(step)]) == 0
     cells = json.loads(step.read_text())["cells"]
     assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]
     assert not any("error" in cell for cell in cells)
+
+
+def test_compare_over_a_single_step(capsys):
+    one = ["--examples", "10", "--batch-size", "10", "--epochs", "1", "--epsilon", "4", "--delta", "1e-5"]
+    assert main(["compare", *one, "--sampling", "cyclic", "--json"]) == 0
+    assert {plan["steps"] for plan in json.loads(capsys.readouterr().out)} == {1}

@@ -64,6 +64,16 @@ def test_an_udf_can_compute_the_bins_inside_the_engine(sorted_file: Path) -> Non
     assert wrong == [(0,)]
 
 
+@pytest.mark.parametrize("group", [2, 5000])
+def test_an_id_that_comes_twice_is_refused(tmp_path: Path, group: int) -> None:
+    ids = np.array([*range(9), 0])
+    bins = BallsInBins(10, 4, 1).bin_of(KEY, ids)
+    order = np.argsort(bins, kind="stable")
+    pq.write_table(pa.table({"id": ids[order], "bin": bins[order]}), tmp_path / "twice.parquet", row_group_size=group)
+    with pytest.raises(InvalidInput, match="twice"):
+        BinSortedParquet(tmp_path / "twice.parquet", BallsInBins(10, 4, 1)).verify(KEY)
+
+
 def test_a_file_that_does_not_fit_is_refused(sorted_file: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="5000 rows and the sampling 4000"):
         BinSortedParquet(sorted_file, BallsInBins(4000, 64, 2))

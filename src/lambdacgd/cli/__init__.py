@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(f"{flag}: {error}")
     except ValueError as error:
         return _complain(str(error))
+    except BrokenPipeError:  # who reads us has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except MemoryError as error:
+        return _complain(f"this does not fit into memory ({error})")
     except Exception as error:
         # typer brings its own click, so its exceptions are known by what they offer rather than by class.
         if type(error).__name__ == "Abort":

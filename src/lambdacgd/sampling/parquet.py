@@ -97,7 +97,12 @@ class BinSortedParquet:
         return pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(positions), kind="stable"))
 
     def verify(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> None:
-        """Check every row's bin against the key: an error if the file was sorted with another key, run or id."""
+        """Check every row against the key: an error if the file was sorted with another key or run, or an id is not
+        there exactly once (two rows of one id would share a bin, and one would give the other's away).
+
+        Takes one byte of memory an example.
+        """
+        seen = np.zeros(self.sampling.examples, dtype=bool)
         for batch in self._file.iter_batches(columns=[self._id_column, self._bin_column]):
             ids, bins = (
                 batch.column(name).to_numpy(zero_copy_only=False) for name in (self._id_column, self._bin_column)
@@ -106,6 +111,11 @@ class BinSortedParquet:
                 raise InvalidInput(
                     "path", str(self.path), "its bins are not those of this key, run and number of steps"
                 )
+            if seen[ids].any() or len(np.unique(ids)) < len(ids):
+                raise InvalidInput(
+                    "path", str(self.path), f"an {self._id_column} stands in it twice; every example has one of its own"
+                )
+            seen[ids] = True
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:  # neighbouring steps share a row group

@@ -108,14 +108,25 @@ def test_reproduce_lists_what_it_can(capsys):
 
 def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
     out = tmp_path / "noise.json"
-    arguments = "--model cnn --device cpu --bands 2 --seconds 0.01".split()
+    arguments = ["--model", "cnn", "--device", "cpu", "--bands", "2", "--seconds", "0.01"]
     assert main(["bench", "noise", *arguments, "--out", str(out)]) == 0
     measured = json.loads(out.read_text())
     assert measured["device"]
     assert measured["models"]["cnn"]["parameters"] > 100_000
     step = tmp_path / "step.json"
-    arguments = "--model cnn --mode non-private --mode lambda-cgd --precision fp32 --device cpu".split()
-    arguments += "--batch 4 --warm-up 1 --repeats 1".split()
+    arguments = [
+        "--model",
+        "cnn",
+        "--mode",
+        "non-private",
+        "--mode",
+        "lambda-cgd",
+        "--precision",
+        "fp32",
+        "--device",
+        "cpu",
+    ]
+    arguments += ["--batch", "4", "--warm-up", "1", "--repeats", "1"]
     assert main(["bench", "step", *arguments, "--out", str(step)]) == 0
     cells = json.loads(step.read_text())["cells"]
     assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]

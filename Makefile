@@ -14,7 +14,7 @@ demo: .venv/ready
 
 lint: .venv/ready
 	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff format --check --exclude '*.md' .
 	$(BIN)/mypy
 
 docs: .venv/ready

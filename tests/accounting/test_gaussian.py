@@ -58,10 +58,20 @@ def test_without_amplification_multiplies_by_the_sensitivity():
     horizon = Horizon(390, 10)
     result = without_amplification(Identity(), horizon, epsilon=8.0, delta=1e-5)
     assert result.sigma == pytest.approx(math.sqrt(10) * 0.6002290722, rel=1e-9)
-    assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == ("analytic", "both", 1)
+    assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == (
+        "analytic",
+        "both",
+        1,
+    )
     signed = BandInvMF(2, (1.0, 0.5))  # C alternates in sign: |C| bounds it, and the certificate says so
-    assert without_amplification(signed, horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"] == "upper bound"
-    assert without_amplification(LambdaCGD(0.9), horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"] == "exact"
+    assert (
+        without_amplification(signed, horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"]
+        == "upper bound"
+    )
+    assert (
+        without_amplification(LambdaCGD(0.9), horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"]
+        == "exact"
+    )
 
 
 @given(st.floats(-6, 6), st.floats(1, 40), st.floats(-9, 9))
@@ -85,7 +95,9 @@ def test_calibrate_fails_closed():
     assert 3 < steps <= 3 * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("bad", [{"epsilon": 0.0}, {"epsilon": math.nan}, {"epsilon": math.inf}, {"delta": 0.0}, {"delta": 1.0}])
+@pytest.mark.parametrize(
+    "bad", [{"epsilon": 0.0}, {"epsilon": math.nan}, {"epsilon": math.inf}, {"delta": 0.0}, {"delta": 1.0}]
+)
 def test_bad_input(bad):
     with pytest.raises(ValueError, match=next(iter(bad))):
         gaussian_sigma(**({"epsilon": 1.0, "delta": 1e-5} | bad))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.mechanisms import reference
 
 from lambdacgd.mechanisms import (
     BISR,
@@ -30,7 +31,6 @@ from lambdacgd.mechanisms import (
     sensitivity,
 )
 from lambdacgd.mechanisms.error import squared_row_norms
-from tests.mechanisms import reference
 
 horizons = st.builds(Horizon, st.integers(1, 6), st.integers(1, 4))
 fractions = st.floats(0, 0.999)

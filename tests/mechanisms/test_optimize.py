@@ -23,9 +23,15 @@ def test_gradient_of_the_objective_against_finite_differences():
     for i in range(15):
         step = np.zeros(15)
         step[i] = 1e-6
-        up, down = log_squared_rmse(strategy + step, noising, horizon), log_squared_rmse(strategy - step, noising, horizon)
+        up, down = (
+            log_squared_rmse(strategy + step, noising, horizon),
+            log_squared_rmse(strategy - step, noising, horizon),
+        )
         assert by_strategy[i] == pytest.approx((up[0] - down[0]) / 2e-6, abs=1e-6)
-        up, down = log_squared_rmse(strategy, noising + step, horizon), log_squared_rmse(strategy, noising - step, horizon)
+        up, down = (
+            log_squared_rmse(strategy, noising + step, horizon),
+            log_squared_rmse(strategy, noising - step, horizon),
+        )
         assert by_noising[i] == pytest.approx((up[0] - down[0]) / 2e-6, abs=1e-6)
 
 

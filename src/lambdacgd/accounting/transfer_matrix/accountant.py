@@ -103,6 +103,7 @@ class TransferMatrix:
         return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
 
     def torch_device(self) -> str:
+        """Where the products are computed: CUDA when there is one, unless a device was named."""
         if self.device != "auto":
             return self.device
         import torch
@@ -110,6 +111,7 @@ class TransferMatrix:
         return "cuda" if torch.cuda.is_available() else "cpu"
 
     def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
+        """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""
         exact = self.chain(sigma)
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
@@ -120,9 +122,7 @@ class TransferMatrix:
 
     # One evaluation
 
-    def evaluate(
-        self, sigma: float, epsilon: float, scale: Scale, precision: Precision, *, tight_add: bool = False
-    ) -> Bound:
+    def evaluate(self, sigma: float, epsilon: float, scale: Scale, precision: Precision) -> Bound:
         """Both directions at one (σ, ε), tuned to ``scale``. Valid whatever the tuning; tight only if it fits."""
         if self.steps_per_epoch == 1:
             exact = self.chain(sigma)
@@ -131,7 +131,7 @@ class TransferMatrix:
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
         law = measure(chain, scale, precision, direction="remove", device=self.torch_device())
         remove = evaluate_remove(law, scale, precision)
-        add = self._add(chain, epsilon, remove, precision, tight=tight_add)
+        add = self._add(chain, epsilon, remove, precision)
         details: dict[str, str | float] = {
             "remove": remove.method,
             "add": add.method,
@@ -142,14 +142,12 @@ class TransferMatrix:
         governing = remove if remove.delta >= add.delta else add
         return Bound(sigma, epsilon, remove.delta, add.delta, remove.slope, governing.budget, details)
 
-    def _add(
-        self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision, *, tight: bool
-    ) -> Evaluation:
-        """The cheapest bound on δ_add that does not govern; the finest one where add does govern (or if ``tight``)."""
+    def _add(self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision) -> Evaluation:
+        """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""
         best = jensen(chain, epsilon)
         slope, size = max(remove.slope, 1.0), min(remove.delta, best.delta)
         for step in (COARSE, COARSE, COARSE, precision, precision):
-            if best.delta <= (1e-3 * remove.delta if tight else remove.delta):
+            if best.delta <= remove.delta:
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
@@ -217,6 +215,9 @@ class TransferMatrix:
         from lambdacgd.accounting.transfer_matrix.calibration import calibrate_sigma
 
         self._validate(epsilon=epsilon, delta=delta)
+        for name, value in (("rtol", rtol), ("start", start)):
+            if value is not None and not (math.isfinite(value) and value > 0):
+                raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
         return calibrate_sigma(self, epsilon, delta, rtol=rtol, start=start)
 
     def epsilon(self, sigma: float, delta: float, *, rtol: float = 2e-4) -> tuple[float, Bound]:

@@ -13,7 +13,7 @@ from lambdacgd.accounting.transfer_matrix.lattice import spacing_ratio
 from lambdacgd.accounting.transfer_matrix.measure import FINE
 from lambdacgd.accounting.transfer_matrix.product import squarings, stretches
 
-AFFORDABLE = 4e9
+AFFORDABLE = 5e9
 """real operations a frequency that an evaluation may cost before a dominating chain is considered"""
 POSSIBLE = 2e11
 """beyond this even the cheapest chain is refused"""
@@ -49,7 +49,8 @@ def candidates(exact: Chain) -> list[Chain]:
     """The exact chain, its stationary continuation (Lemma 7), and lumped ones (Lemma 8), shortened if need be (9)."""
     chains = [exact] + ([replace(exact, tail=0.0)] if exact.tail else [])
     longest = min(exact.bins // 2, 1 + int(0.03 / -math.log(exact.lam)))
-    for group in sorted({2, 3, 4, 6, 8, 10, 13, 16, 20, 26, 32, 39, 50, 64, 100, 128, 200, 256, longest}):
+    divisors = {g for g in range(2, longest + 1) if exact.bins % g == 0} if longest <= 10_000 else set()
+    for group in sorted(divisors | {2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256}):
         if 2 <= group <= longest:
             whole = exact.shortened(exact.bins - exact.bins % group).lumped(group)
             chains += [whole] + ([replace(whole, tail=0.0)] if whole.tail else [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar
 
@@ -259,3 +259,10 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
     scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True)
     assert scaled.sigma == pytest.approx(2 * lc.plan(**small, lam=0.5).sigma, rel=0.02)
+
+
+def test_a_plan_of_an_earlier_release_is_still_that_plan():
+    plan = replace(cyclic(lam=0.95), version="0.0.9")
+    assert plan.digest != cyclic(lam=0.95).digest
+    again = lc.Plan.from_json(plan.to_json())
+    assert (again, again.digest) == (plan, plan.digest)

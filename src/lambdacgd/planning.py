@@ -57,7 +57,8 @@ class Plan:
 
     ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C under
     cyclic participation; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
-    ``choice`` records how an automatic parameter was chosen.
+    ``choice`` records how an automatic parameter was chosen, ``version`` the release that made the plan, which stays
+    with it: a run resumes with the plan it began with.
 
     Guarantee
     ---------
@@ -78,6 +79,7 @@ class Plan:
     maxse: float
     certificate: Certificate
     choice: dict[str, Any] | None = None
+    version: str = __version__
 
     @property
     def examples(self) -> int:
@@ -103,7 +105,7 @@ class Plan:
         """The plan's file format: public values only, and a digest that notices edits."""
         content = {
             "format": FORMAT,
-            "version": __version__,
+            "version": self.version,
             "mechanism": self.mechanism.to_dict(),
             "sampling": self.sampling.to_dict(),
             "epsilon": _plain(self.epsilon),
@@ -167,6 +169,7 @@ class Plan:
             maxse=data["maxse"],
             certificate=Certificate(**certificate),
             choice=data["choice"],
+            version=data["version"],
         )
         for name in ("steps", "steps_per_epoch", "epochs", "examples"):
             if getattr(plan, name) != data[name]:

@@ -12,7 +12,15 @@ import numpy as np
 import torch
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Mechanism, Recurrence
-from lambdacgd.noise.combination import Combination, Terms, check_terms, scales_digest
+from lambdacgd.noise.combination import (
+    Combination,
+    Terms,
+    check_terms,
+    rounded_coefficients,
+    rounded_down,
+    rounded_up,
+    scales_digest,
+)
 from lambdacgd.noise.field import UNIT, NoiseField
 from lambdacgd.noise.jobs import Job, match
 from lambdacgd.noise.regenerated import check_step
@@ -56,7 +64,7 @@ class BufferedNoise:
             sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
         )
         self.field = field
-        self.recurrence = recurrence
+        self.recurrence = _in_float32(recurrence)
         self.horizon = int(horizon)
         self._where = buffers
         self._scaling = Combination((1.0,), scale, self.horizon, scales, restart_every)
@@ -111,7 +119,7 @@ class BufferedNoise:
         self.field._agree(self._terms)
         self._prepare(jobs, step)
         self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
-        scale = self._scaling.scale_at(step)
+        scale = float(rounded_up([self._scaling.scale_at(step)])[0])
         noise = self._advance(jobs, step)
         torch._foreach_mul_(noise, scale)
         results = []
@@ -219,6 +227,17 @@ class BufferedNoise:
                 self.field._backend(device).flags.bitwise_or_(bad.to(torch.int32))
             else:
                 self.field._bad |= bool(bad)
+
+
+def _in_float32(recurrence: Recurrence) -> Recurrence:
+    """The recurrence that float32 vectors can follow exactly, rounded so that no entry of |C| grows."""
+    if isinstance(recurrence, BandedInverse):
+        return BandedInverse(tuple(rounded_coefficients(recurrence.coefficients).tolist()))
+    if isinstance(recurrence, BandedStrategy):
+        return BandedStrategy(tuple(rounded_down(recurrence.coefficients).tolist()))
+    return BufferedToeplitz(
+        tuple(rounded_down(recurrence.decays).tolist()), tuple(rounded_down(recurrence.weights).tolist())
+    )
 
 
 def _add(x: Vectors, vectors: Vectors, weight: float) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from lambdacgd.noise.combination import Combination
+from lambdacgd.noise.combination import Combination, rounded_coefficients, rounded_up
 from lambdacgd.noise.jobs import Job
 from lambdacgd.noise.layout import GROUP_ELEMENTS
 
@@ -58,7 +59,7 @@ class CudaBackend:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._free: dict[int, list[_Table]] = {}  # by size, the longest unused first
-        self._constants: dict[tuple[float, ...], torch.Tensor] = {}
+        self._constants: dict[tuple[object, tuple[float, ...]], torch.Tensor] = {}
 
     def prepare(self, jobs: Sequence[Job]) -> list[Launch]:
         """Tables for these jobs, one launch a pair of dtypes. Valid until ``current`` says otherwise."""
@@ -92,8 +93,8 @@ class CudaBackend:
                     launch.table.device[launch.rows * META_COLUMNS :],
                     launch.table.device,
                     self.key,
-                    self._constant(combination.coefficients),
-                    self._constant(scales) if scales is not None else self._no_step.view(torch.float32),
+                    self._constant(combination.coefficients, rounded_coefficients),
+                    self._constant(scales, rounded_up) if scales is not None else self._no_step.view(torch.float32),
                     counter,
                     self.flags,
                     base,
@@ -101,7 +102,7 @@ class CudaBackend:
                     combination.period,
                     len(combination.coefficients),
                     launch.rows,
-                    float(scale),
+                    _rounded_scale(scale),
                     READ=read,
                     WIDE=launch.source == torch.float64,
                     WIDE_OUT=launch.target == torch.float64,
@@ -117,10 +118,10 @@ class CudaBackend:
             self.flags.zero_()
         return value
 
-    def _constant(self, values: tuple[float, ...]) -> torch.Tensor:
-        if values not in self._constants:
-            self._constants[values] = torch.tensor(values, dtype=torch.float32).to(self.device)
-        return self._constants[values]
+    def _constant(self, values: tuple[float, ...], rounded: Callable[[tuple[float, ...]], np.ndarray]) -> torch.Tensor:
+        if (rounded, values) not in self._constants:
+            self._constants[rounded, values] = torch.from_numpy(rounded(values)).to(self.device)
+        return self._constants[rounded, values]
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -148,6 +149,11 @@ class CudaBackend:
             table.sent = torch.cuda.Event()
             table.sent.record(torch.cuda.current_stream(self.device))
         return table
+
+
+@lru_cache(maxsize=4096)
+def _rounded_scale(scale: float) -> float:
+    return float(rounded_up([scale])[0])
 
 
 def table_rows(jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,15 +12,7 @@ import numpy as np
 import torch
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Mechanism, Recurrence
-from lambdacgd.noise.combination import (
-    Combination,
-    Terms,
-    check_terms,
-    rounded_coefficients,
-    rounded_down,
-    rounded_up,
-    scales_digest,
-)
+from lambdacgd.noise.combination import Combination, Terms, check_terms, rounded_down, rounded_up, scales_digest
 from lambdacgd.noise.field import UNIT, NoiseField
 from lambdacgd.noise.jobs import Job, match
 from lambdacgd.noise.regenerated import check_step
@@ -230,9 +222,9 @@ class BufferedNoise:
 
 
 def _in_float32(recurrence: Recurrence) -> Recurrence:
-    """The recurrence that float32 vectors can follow exactly, rounded so that no entry of |C| grows."""
+    """The recurrence that float32 vectors can follow exactly, rounded so that no entry of C ≥ 0 grows."""
     if isinstance(recurrence, BandedInverse):
-        return BandedInverse(tuple(rounded_coefficients(recurrence.coefficients).tolist()))
+        return BandedInverse(tuple(rounded_up(recurrence.coefficients).tolist()))
     if isinstance(recurrence, BandedStrategy):
         return BandedStrategy(tuple(rounded_down(recurrence.coefficients).tolist()))
     return BufferedToeplitz(

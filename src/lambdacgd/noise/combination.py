@@ -87,17 +87,6 @@ def check_terms(
     return scale, scales
 
 
-def rounded_coefficients(values: Sequence[float]) -> np.ndarray:
-    """a_0 … a_{p−1} in float32, rounded so that no entry of |C| grows: a_0 away from zero, the others towards it.
-
-    1/(a_0 − Σ |a_j| x^j) has only larger coefficients for larger |a_j|. Rounded to the nearest, λ = 0.99999 would
-    become a λ with up to 0.3% more sensitivity than the plan accounts for.
-    """
-    exact = np.asarray(values, dtype=np.float64)
-    first = rounded_up(np.abs(exact[:1])) * np.sign(exact[:1]).astype(np.float32)
-    return np.concatenate([first, rounded_down(exact[1:])])
-
-
 def rounded_down(values: Sequence[float] | np.ndarray) -> np.ndarray:
     """Numbers in float32, rounded towards zero: entries of C, or what it is made of."""
     exact = np.asarray(values, dtype=np.float64)
@@ -107,7 +96,11 @@ def rounded_down(values: Sequence[float] | np.ndarray) -> np.ndarray:
 
 
 def rounded_up(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Positive numbers in float32, never below what they were: scales of the noise."""
+    """Numbers in float32, never below what they were: scales of the noise, and the coefficients of C⁻¹.
+
+    No entry of C ≥ 0 grows when a coefficient a_j of its inverse does (∂C/∂a_j = −C²xʲ). Rounded to the nearest,
+    λ = 0.99999 would become a λ with up to 0.3% more sensitivity than the plan accounts for.
+    """
     exact = np.asarray(values, dtype=np.float64)
     found = exact.astype(np.float32)
     return np.where(found.astype(np.float64) < exact, np.nextafter(found, np.float32(np.inf)), found)

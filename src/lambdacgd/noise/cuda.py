@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -11,7 +11,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from lambdacgd.noise.combination import Combination, rounded_coefficients, rounded_up
+from lambdacgd.noise.combination import Combination, rounded_up
 from lambdacgd.noise.jobs import Job
 from lambdacgd.noise.layout import GROUP_ELEMENTS
 
@@ -59,7 +59,7 @@ class CudaBackend:
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._free: dict[int, list[_Table]] = {}  # by size, the longest unused first
-        self._constants: dict[tuple[object, tuple[float, ...]], torch.Tensor] = {}
+        self._constants: dict[tuple[float, ...], torch.Tensor] = {}
 
     def prepare(self, jobs: Sequence[Job]) -> list[Launch]:
         """Tables for these jobs, one launch a pair of dtypes. Valid until ``current`` says otherwise."""
@@ -93,8 +93,8 @@ class CudaBackend:
                     launch.table.device[launch.rows * META_COLUMNS :],
                     launch.table.device,
                     self.key,
-                    self._constant(combination.coefficients, rounded_coefficients),
-                    self._constant(scales, rounded_up) if scales is not None else self._no_step.view(torch.float32),
+                    self._constant(combination.coefficients),
+                    self._constant(scales) if scales is not None else self._no_step.view(torch.float32),
                     counter,
                     self.flags,
                     base,
@@ -118,10 +118,10 @@ class CudaBackend:
             self.flags.zero_()
         return value
 
-    def _constant(self, values: tuple[float, ...], rounded: Callable[[tuple[float, ...]], np.ndarray]) -> torch.Tensor:
-        if (rounded, values) not in self._constants:
-            self._constants[rounded, values] = torch.from_numpy(rounded(values)).to(self.device)
-        return self._constants[rounded, values]
+    def _constant(self, values: tuple[float, ...]) -> torch.Tensor:
+        if values not in self._constants:
+            self._constants[values] = torch.from_numpy(rounded_up(values)).to(self.device)
+        return self._constants[values]
 
     def _capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

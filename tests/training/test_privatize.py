@@ -119,10 +119,10 @@ def test_physical_batch_size_changes_nothing(size):
 
 def applied_noise(p, run):
     """The noise that reached the weights, step by step, from the weights alone: every bin's gradient is zero."""
-    module = nn.Linear(400, 1, bias=False)
+    module = nn.Linear(2000, 1, bias=False)
     nn.init.zeros_(module.weight)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
-    dataset = torch.utils.data.TensorDataset(torch.zeros(p.examples, 400))
+    dataset = torch.utils.data.TensorDataset(torch.zeros(p.examples, 2000))
     private = privatize(module, optimizer, dataset, p, max_grad_norm=ZETA, key=oracle.key(), max_physical_batch_size=3)
     private.run._id = run
     trail = [module.weight.detach().clone()]
@@ -138,12 +138,12 @@ def applied_noise(p, run):
 
 @pytest.mark.parametrize("mechanism", [lc.LambdaCGD(0.8), lc.LambdaCGD(0.8, normalized=True), lc.BISR(3)], ids=str)
 def test_covariance_of_the_applied_noise(mechanism):
-    """σ²ζ²/B²·C⁻¹C⁻ᵀ for n = 6, from 400·40 = 16 000 draws: all 21 entries within 5 standard errors.
+    """σ²ζ²/B²·C⁻¹C⁻ᵀ for n = 6, from 2 000·8 = 16 000 draws: all 21 entries within 5 standard errors.
 
     False alarms: 21 entries, 5 σ each (normal to a good approximation at 16 000 draws): about 1.2e-5.
     """
     p = oracle.binned_plan(12, 4, 2, sigma=0.9, mechanism=mechanism)
-    draws = np.concatenate([applied_noise(p, f"run {i}") for i in range(40)], axis=1)
+    draws = np.concatenate([applied_noise(p, f"run {i}") for i in range(8)], axis=1)
     n, count = draws.shape
     assert (n, count) == (6, 16_000)
     inverse = np.zeros((n, n))

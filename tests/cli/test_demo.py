@@ -1,0 +1,49 @@
+"""``lambdacgd demo``, made small; its settings are those of the committed search."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lambdacgd.cli import demo as module
+from lambdacgd.validation import InvalidInput
+
+TUNING = Path(__file__).parents[2] / "results" / "demo_tuning.json"
+
+
+def run(*arguments):
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(module.demo)
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None:
+        raise result.exception
+    return result.output
+
+
+def test_prints_both_accuracies(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(module, "EPOCHS", 1)
+    monkeypatch.setattr(module, "BATCH_SIZE", 240)
+    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling="cyclic") for m in module.METHODS))
+    output = run("--seeds", "2")
+    for part in ("DP-SGD", "DP-λCGD", "mean", "ε = 2", "%", "±"):
+        assert part in output
+
+
+def test_refuses_no_seeds():
+    with pytest.raises(InvalidInput, match="seeds"):
+        run("--seeds", "0")
+
+
+def test_settings_are_the_best_of_the_search():
+    found = json.loads(TUNING.read_text())
+    assert (found["settings"]["epsilon"], found["settings"]["delta"]) == (module.EPSILON, module.DELTA)
+    assert (found["settings"]["epochs"], found["settings"]["batch_size"]) == (module.EPOCHS, module.BATCH_SIZE)
+    for method, name in zip(module.METHODS, ("dp-sgd", "lambda-cgd"), strict=True):
+        best = max((r for r in found["rows"] if r["method"] == name), key=lambda r: r["validation_accuracy"])
+        assert (method.learning_rate, method.max_grad_norm) == (best["learning_rate"], best["max_grad_norm"])

@@ -140,9 +140,14 @@ def plot(path: Path, rows: list[Row], columns: list[Column], cells: dict[tuple[s
 
     families = list(dict.fromkeys(row.family for row in rows))
     amplified = [column for column in columns if column.amplified]
-    figure = Figure(figsize=(4 * len(families), 3.6), layout="constrained")
+    wide = min(4, len(families))
+    tall = -(-len(families) // wide)
+    figure = Figure(figsize=(4 * wide, 3.6 * tall), layout="constrained")
     FigureCanvasAgg(figure)
-    for axes, family in zip(figure.subplots(1, len(families), sharey=True, squeeze=False)[0], families, strict=True):
+    panels = figure.subplots(tall, wide, sharey=True, squeeze=False).reshape(-1)
+    for unused in panels[len(families) :]:
+        unused.set_axis_off()
+    for axes, family in zip(panels, families, strict=False):
         for row in (row for row in rows if row.family == family):
             points = [(column.epsilon, cells[row.title, column]) for column in amplified]
             ours = [(epsilon, cell["rmse"]) for epsilon, cell in points if cell["rmse"] is not None]
@@ -150,6 +155,8 @@ def plot(path: Path, rows: list[Row], columns: list[Column], cells: dict[tuple[s
             printed = [cell["paper"] for _, cell in points]
             axes.plot([e for e, _ in points], printed, "o", mfc="none", color=line.get_color())
         axes.set(xscale="log", yscale="log", xlabel="ε", title=family)
+        axes.set_xticks([column.epsilon for column in amplified], [f"{column.epsilon:g}" for column in amplified])
+        axes.minorticks_off()
         axes.legend(fontsize=7)
-    figure.axes[0].set_ylabel("RMSE (lines: ours, circles: the paper's)")
+    figure.supylabel("RMSE (lines: ours, circles: the paper's)")
     figure.savefig(path, dpi=130)

@@ -15,6 +15,7 @@ import lambdacgd as lc
 from lambdacgd.accounting.balls_in_bins import exact_accountant
 from lambdacgd.accounting.calibration import adds_independent_noise
 from lambdacgd.mechanisms.base import BandedInverse
+from lambdacgd.planning import _digest
 
 PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
 KEYS = {
@@ -266,3 +267,32 @@ def test_a_plan_of_an_earlier_release_is_still_that_plan():
     assert plan.digest != cyclic(lam=0.95).digest
     again = lc.Plan.from_json(plan.to_json())
     assert (again, again.digest) == (plan, plan.digest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sigma": -1.0},
+        {"sigma": math.nan},
+        {"sigma": "much"},
+        {"batch_size": 10**9},
+        {"epsilon": 0.1},
+        {"delta": 1e-9},
+        {"certificate": None},
+        {"certificate": {"method": "analytic"}},
+        {"mechanism": {"name": "lambda-cgd"}},
+        {"mechanism": "lambda-cgd"},
+        {"sampling": {"name": "cyclic"}},
+        {"steps": 7},
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_plan_is_refused_even_with_a_digest_of_its_own(changes):
+    content = cyclic(lam=0.95).to_dict() | changes
+    content.pop("digest")
+    with pytest.raises(lc.InvalidInput):
+        lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    for key in content:
+        part = {name: value for name, value in cyclic(lam=0.95).to_dict().items() if name not in (key, "digest")}
+        with pytest.raises(lc.InvalidInput):
+            lc.Plan.from_json(json.dumps(part | {"digest": _digest(part)}))

@@ -155,9 +155,27 @@ class Plan:
             raise InvalidInput(
                 "plan", digest, "the file was changed after it was made (its digest differs); make a new plan instead"
             )
+        try:
+            plan = cls._from_content(data)
+        except InvalidInput:
+            raise
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput("plan", str(error), "the file is not a whole plan; make a new plan instead") from None
+        number("sigma", plan.sigma, above=0, include=(0,))
+        integer("batch_size", plan.batch_size, maximum=plan.examples)
+        claimed = (plan.certificate.epsilon, plan.certificate.delta)
+        if claimed != (plan.epsilon, plan.delta):
+            raise InvalidInput("plan", claimed, f"its certificate must be for ε = {plan.epsilon}, δ = {plan.delta}")
+        for name in ("steps", "steps_per_epoch", "epochs", "examples"):
+            if getattr(plan, name) != data.get(name):
+                raise InvalidInput(name, data.get(name), f"the plan's sampling says {getattr(plan, name)}")
+        return plan
+
+    @classmethod
+    def _from_content(cls, data: dict[str, Any]) -> Plan:
         certificate = dict(data["certificate"])
         certificate["epsilon"] = float(certificate["epsilon"])
-        plan = cls(
+        return cls(
             mechanism=mechanism_from_dict(data["mechanism"]),
             sampling=sampling_from_dict(data["sampling"]),
             epsilon=float(data["epsilon"]),
@@ -171,10 +189,6 @@ class Plan:
             choice=data["choice"],
             version=data["version"],
         )
-        for name in ("steps", "steps_per_epoch", "epochs", "examples"):
-            if getattr(plan, name) != data[name]:
-                raise InvalidInput(name, data[name], f"the plan's sampling says {getattr(plan, name)}")
-        return plan
 
 
 def plan(

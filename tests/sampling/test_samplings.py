@@ -120,6 +120,7 @@ def test_poisson_sizes_are_binomial_and_steps_independent() -> None:
     assert abs(times.var() - 30 * 0.1 * 0.9) < 5 * math.sqrt(2 / 20_000) * 2.7 * 1.1
     assert sampling.rate == 0.1
     assert (sampling.members(KEY, 7) == batches[6]).all()
+    assert (sampling.members(KEY, np.int64(7)) == batches[6]).all()
 
 
 def test_poisson_with_one_step_an_epoch_takes_everyone() -> None:

@@ -33,7 +33,7 @@ class Poisson(Sampling):
 
     def members(self, key: SecretKey, step: int, *, run: str = DEFAULT_RUN) -> Indices:
         """Who takes part in one step (1 … n): a pure function of key, run, step and example."""
-        integer("step", step, maximum=self.steps, why=": the horizon is fixed")
+        step = integer("step", step, maximum=self.steps, why=": the horizon is fixed")
         everyone = np.arange(self.examples)
         if self.steps_per_epoch == 1:
             return everyone

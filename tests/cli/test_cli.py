@@ -32,6 +32,18 @@ def test_plan_for_people(capsys, tmp_path):
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
+def test_plan_draws_the_trade_off_where_it_is_exact(capsys, tmp_path):
+    small = ["--examples", "400", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-5"]
+    figure = tmp_path / "curves.svg"
+    assert main(["plan", *small, "--lambda", "0.8", "--cross-check", "--plot", str(figure)]) == 0
+    text = capsys.readouterr().out
+    assert "transfer-matrix" in text
+    assert "Monte Carlo δ" in text
+    assert "privacy at" in figure.read_text()
+    assert main(["plan", *small, "--lambda", "0.8", "--sampling", "cyclic", "--cross-check"]) == 2
+    assert "--cross-check" in capsys.readouterr().err
+
+
 def test_infinite_epsilon_is_loud(capsys):
     assert main(["plan", *CYCLIC, "--epsilon", "inf", "--lambda", "0.9"]) == 0
     assert "nothing is private" in capsys.readouterr().out

@@ -14,8 +14,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 
-from lambdacgd.mechanisms import LambdaCGD, error_norms, maxse, rmse
+from lambdacgd.accounting.balls_in_bins import exact_accountant
+from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
+from lambdacgd.sampling import BallsInBins
 from lambdacgd.validation import InvalidInput
 
 
@@ -36,30 +38,39 @@ def _figure(path: Path, **how: Any) -> Iterator[Any]:
 
 
 def plan_figure(plan: Plan, path: Path) -> None:
-    """RMSE and MaxSE of λCGD over λ without amplification, and the plan's own point."""
-    horizon = plan.horizon
-    memories = np.geomspace(1, max(10.0, 4.0 * horizon.steps), 200)  # 1/(1−λ), the paper's scale
-    curves = {"RMSE": rmse, "MaxSE": maxse}
+    """RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ."""
+    accountant = exact_accountant(plan.mechanism, plan.horizon) if isinstance(plan.sampling, BallsInBins) else None
+    if plan.certificate.method != "transfer-matrix" or accountant is None:
+        with _figure(path, figsize=(6, 4)) as axes:
+            _errors_over_lambda(plan, axes)
+        return
+    with _figure(path, ncols=2, figsize=(11, 4)) as (left, right):
+        _errors_over_lambda(plan, left)
+        epsilons = np.linspace(0.25, 1.25, 11) * plan.epsilon
+        bounds = accountant.curve(plan.sigma, [float(e) for e in epsilons if e <= 20])
+        right.semilogy([b.epsilon for b in bounds], [b.delta for b in bounds], label="the larger of both directions")
+        right.plot(plan.epsilon, plan.delta, "k*", label="this plan")
+        right.set_xlabel("ε")
+        right.set_ylabel("δ, an upper bound")
+        right.set_title(f"privacy at σ = {plan.sigma:.4g}")
+        right.legend()
+
+
+def _errors_over_lambda(plan: Plan, axes: Any) -> None:
+    memories = np.geomspace(1, max(10.0, 4.0 * plan.steps), 200)  # 1/(1−λ), the paper's scale
     scale = plan.sigma / plan.sensitivity
-    with _figure(path, figsize=(6, 4)) as axes:
-        for name, error in curves.items():
-            values = [error(LambdaCGD(1 - 1 / memory), horizon) * scale for memory in memories]
-            (line,) = axes.loglog(memories, values, label=f"{name}, all λ at this plan's σ / sens")
-            best = int(np.argmin(values))
-            axes.plot(memories[best], values[best], "o", color=line.get_color())
-        if isinstance(plan.mechanism, LambdaCGD):
-            mean, largest = error_norms(plan.mechanism, plan.steps)
-            here = 1 / (1 - plan.mechanism.lam)
-            axes.plot(
-                [here, here],
-                [mean * plan.sigma, largest * plan.sigma],
-                "k*",
-                label=f"this plan, λ = {plan.mechanism.lam:.4g}",
-            )
-        axes.set_xlabel("1 / (1 − λ)")
-        axes.set_ylabel("error, in clipping norms")
-        axes.set_title(f"N = {plan.examples}, b = {plan.steps_per_epoch}, k = {plan.epochs}, ε = {plan.epsilon:g}")
-        axes.legend()
+    for name, error in {"RMSE": rmse, "MaxSE": maxse}.items():
+        values = [error(LambdaCGD(1 - 1 / memory), plan.horizon) * scale for memory in memories]
+        (line,) = axes.loglog(memories, values, label=f"{name} of λCGD at this σ / sensitivity")
+        best = int(np.argmin(values))
+        axes.plot(memories[best], values[best], "o", color=line.get_color())
+    if isinstance(plan.mechanism, LambdaCGD):
+        here = 1 / (1 - plan.mechanism.lam)
+        axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=f"this plan, λ = {plan.mechanism.lam:.4g}")
+    axes.set_xlabel("1 / (1 − λ)")
+    axes.set_ylabel("error, in clipping norms")
+    axes.set_title(f"N = {plan.examples}, b = {plan.steps_per_epoch}, k = {plan.epochs}, ε = {plan.epsilon:g}")
+    axes.legend()
 
 
 def comparison_figure(plans: list[Plan], path: Path) -> None:

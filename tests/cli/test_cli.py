@@ -113,6 +113,13 @@ def test_help_and_version(capsys):
     assert capsys.readouterr().out.strip().count(".") == 2
 
 
+def test_half_a_command_is_answered_with_help_alone(capsys):
+    assert main(["bench"]) == 2
+    captured = capsys.readouterr()
+    assert "noise" in captured.out + captured.err
+    assert "lambdacgd: \n" not in captured.err
+
+
 def test_reproduce_lists_what_it_can(capsys):
     assert main(["reproduce", "--list"]) == 0
     assert "rmse-table" in capsys.readouterr().out

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complain(message: str, *, code: int = 2) -> int:
-    print(f"lambdacgd: {' '.join(message.split())}", file=sys.stderr)
+    if message.strip():  # asked for no command at all, typer has printed its help
+        print(f"lambdacgd: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 

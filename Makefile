@@ -10,7 +10,7 @@ BIN := .venv/bin
 	touch $@
 
 demo: .venv/ready
-	$(BIN)/lambdacgd compare --examples 50000 --batch-size 128 --epochs 10 --epsilon 8 --delta 1e-5 --plot out/compare.png
+	$(BIN)/lambdacgd demo
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -104,6 +106,13 @@ def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("lambdacgd: ")
     assert flag in captured.err
+
+
+def test_help_waits_for_nothing_heavy():
+    """What makes --help instant: the command tree needs neither NumPy, SciPy nor torch."""
+    check = "import sys, lambdacgd.cli.app as a; a.command(); assert not {'numpy', 'scipy', 'torch'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_help_and_version(capsys):

@@ -177,5 +177,17 @@ def _number_or_auto(parameter: str, text: str | None) -> Any:
 
 
 app.command()(train)
+
+
+@app.command()
+def demo(
+    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each, with other weights, batches and noise.")] = 5,
+) -> None:
+    """Train DP-SGD and DP-λCGD on handwritten digits at the same (ε, δ) and compare their test accuracy."""
+    from lambdacgd.cli import demo as digits
+
+    digits.demo(seeds)
+
+
 app.command()(reproduce)
 app.add_typer(bench, name="bench")

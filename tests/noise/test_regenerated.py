@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy
-from lambdacgd.noise import Layout, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
+from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
 
 from .helpers import SHAPES, expected, field, tensors
 
@@ -309,3 +310,20 @@ def test_works_beside_autograd_and_other_devices_are_told_apart() -> None:
     for value in sums.values():
         value.requires_grad_(True)
     stage().add_(sums, 1)
+
+
+@pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
+def test_a_forked_copy_of_a_run_gets_no_noise(kind: type) -> None:
+    noise = kind(field({"w": (3,)}), LAMBDA, sigma=1.0, clip=1.0, horizon=5)
+    noise.add_({"w": torch.zeros(3)}, 1)
+    child = os.fork()
+    if child == 0:
+        code, sums = 1, {"w": torch.ones(3)}
+        try:
+            noise.add_(sums, 2)
+        except NoiseError:
+            code = 0 if bool((sums["w"] == 1).all()) else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    noise.add_({"w": torch.zeros(3)}, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -50,6 +51,7 @@ class NoiseField:
         self.layout = layout
         self.run_id = run_id
         self._subkey = key.derive("run", run_id, "noise")
+        self._process = os.getpid()
         self._terms: Terms | None = None
         self._devices: dict[torch.device, CudaBackend] = {}
         self._bad = False
@@ -65,7 +67,15 @@ class NoiseField:
         self._apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def _agree(self, terms: Terms) -> None:
-        """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use."""
+        """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.
+
+        And one process: a forked child is a second copy of the run, whose sums would get the same noise.
+        """
+        if os.getpid() != self._process:
+            raise NoiseError(
+                "this process was forked from the one that trains, so both would put the same noise on their sums, "
+                "and none would be left in the difference. Add noise in one process only; one that holds shards builds its own field"
+            )
         if self._terms is None:
             self._terms = terms
         elif self._terms != terms:

@@ -74,7 +74,8 @@ class NoiseField:
         if os.getpid() != self._process:
             raise NoiseError(
                 "this process was forked from the one that trains, so both would put the same noise on their sums, "
-                "and none would be left in the difference. Add noise in one process only; one that holds shards builds its own field"
+                "and none would be left in the difference. Add noise in one process only; one that holds shards builds "
+                "its own field"
             )
         if self._terms is None:
             self._terms = terms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -38,6 +39,15 @@ class Calibration:
 
     sigma: float
     certificate: Certificate
+
+
+def device() -> str:
+    """Where accountants compute: the CPU, unless ``LAMBDACGD_ACCOUNTING_DEVICE`` names a torch device.
+
+    CUDA is opt-in: certificates must not depend on what happens to be plugged in, and the rounding margins were
+    measured on CPUs.
+    """
+    return os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE", "cpu")
 
 
 class AccountingError(ValueError):

@@ -6,18 +6,17 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.monte_carlo import engine
 from lambdacgd.accounting.monte_carlo.build import gram_of
 from lambdacgd.accounting.monte_carlo.engine import Pilot, stratified, weights_of
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
 from lambdacgd.accounting.monte_carlo.proposal import Proposal, levels_of
-from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds, cuda_available
+from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 torch = pytest.importorskip("torch")
 GRAM = gram_of(BISR(3), Horizon(24, 3))
-NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not cuda_available(), reason="no CUDA")]
+NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 CASES = [("remove", 1.0, 3.0), ("remove", 4.0, 1.4), ("add", 0.3, 6.0)]
 
@@ -65,11 +64,11 @@ def test_only_dense_matrices_go_there() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not cuda_available(), reason="no CUDA")
-def test_cuda_is_used_by_itself_and_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_cuda_is_used_when_asked_for_and_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
     gram = gram_of(BISR(4), Horizon(390, 10))
-    fast = Estimator(gram).one_way(8.0, 1.5436, "remove", samples=65_536)
-    monkeypatch.setattr(engine, "cuda_available", lambda: False)
     slow = Estimator(gram).one_way(8.0, 1.5436, "remove", samples=32_768)
+    monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", "cuda")
+    fast = Estimator(gram).one_way(8.0, 1.5436, "remove", samples=65_536)
     assert fast.value != slow.value
     assert abs(fast.value - slow.value) < 5 * math.hypot(fast.standard_error, slow.standard_error)

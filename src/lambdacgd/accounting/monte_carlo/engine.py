@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
+from lambdacgd.accounting.base import device
 from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram
 from lambdacgd.accounting.monte_carlo.proposal import Level, Proposal, learned, tilted
-from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds, cuda_available
+from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds
 
 Array = NDArray[np.float64]
 
@@ -25,8 +26,8 @@ _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
     """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
-    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and cuda_available():
-        yield from TorchRounds(proposal, "cuda").rounds(seeds, count)
+    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and device() != "cpu":
+        yield from TorchRounds(proposal, device()).rounds(seeds, count)
         return
     whole = proposal.round
     slab = max(1, min(whole, _SLAB // size))

@@ -6,9 +6,7 @@ one-dimensional rejection), the rest of the work, b numbers a sample, on the dev
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,21 +17,6 @@ from lambdacgd.accounting.monte_carlo.gram import DenseGram
 from lambdacgd.accounting.monte_carlo.proposal import Proposal
 
 Array = NDArray[np.float64]
-
-
-def cuda_available() -> bool:
-    """Whether torch is installed and sees a CUDA device; a missing or broken torch counts as no.
-
-    Importing torch takes seconds, so a machine without an NVIDIA driver is answered for without it.
-    """
-    if "torch" not in sys.modules and not Path("/dev/nvidiactl").exists():
-        return False
-    try:
-        import torch
-
-        return bool(torch.cuda.is_available())
-    except (ImportError, OSError):
-        return False
 
 
 class TorchRounds:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lambdacgd.accounting.base import AccountingError, Certificate, Direction
+from lambdacgd.accounting.base import AccountingError, Certificate, Direction, device
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
 from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
 from lambdacgd.accounting.transfer_matrix.measure import (
@@ -103,12 +103,8 @@ class TransferMatrix:
         return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
 
     def torch_device(self) -> str:
-        """Where the products are computed: CUDA when there is one, unless a device was named."""
-        if self.device != "auto":
-            return self.device
-        import torch
-
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        """Where the products are computed; "auto" is the accountants' common choice."""
+        return device() if self.device == "auto" else self.device
 
     def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
         """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""

@@ -179,6 +179,7 @@ def test_steps_per_epoch_can_be_given():
         ({"mechanism": "blt", "buffers": 0}, "buffers"),
         ({"mechanism": lc.LambdaCGD(0.5), "lam": 0.9}, "lam"),
         ({"mechanism": "bandinvmf", "amplified": True}, "amplified"),
+        ({"sampling": "balls-in-bins", "lam": 0.5, "epsilon": 1e-9}, "epsilon"),
         ({"objective": "guideline"}, "objective"),
         ({"objective": "luck"}, "objective"),
         ({"objective": "rmse", "lam": 0.5}, "objective"),

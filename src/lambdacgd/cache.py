@@ -1,12 +1,14 @@
 """Results that take seconds to compute, kept on disk by the content of the question.
 
-A key is a hash of the question and the library version, so a new release never answers with an old result. Only
-public values are cached: no key, no data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or ``off``.
+A key is a hash of the question and of the code that answers it, so a changed accountant never answers with an old
+result. Only public values are cached: no key, no data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or
+``off``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -44,12 +46,25 @@ def folder() -> Path | None:
         return None
 
 
+@functools.cache
+def _code() -> str:
+    """A digest of every source file an answer can depend on: all of the package down to the planner."""
+    root = Path(__file__).parent
+    files = [root / "validation.py"]
+    for part in ("mechanisms", "accounting", "tuning"):
+        files += sorted((root / part).rglob("*.py"))
+    digest = hashlib.sha256(__version__.encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
     """The JSON-serialisable answer of ``compute()``, from disk if this question was asked before."""
     where = folder()
     if where is None:
         return compute()
-    text = json.dumps({"kind": kind, "version": __version__, "question": question}, sort_keys=True)
+    text = json.dumps({"kind": kind, "code": _code(), "question": question}, sort_keys=True)
     path = where / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     try:
         stored = json.loads(path.read_text())

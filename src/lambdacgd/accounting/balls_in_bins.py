@@ -9,6 +9,9 @@ from lambdacgd.accounting.base import AccountingError, Calibration, Certificate
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
+from lambdacgd.validation import InvalidInput
+
+SMALLEST_EPSILON = 1e-3
 
 
 def balls_in_bins(
@@ -22,6 +25,12 @@ def balls_in_bins(
     transfer-matrix accountant, deterministically. Where that refuses, and for every other mechanism, Monte Carlo
     certifies with a failure probability that is counted into δ; ``estimate`` asks for its point estimate instead.
     """
+    if epsilon < SMALLEST_EPSILON:
+        raise InvalidInput(
+            "epsilon",
+            epsilon,
+            f"balls-in-bins is accounted for from {SMALLEST_EPSILON:g} on; below it, use cyclic sampling",
+        )
     exact = exact_accountant(mechanism, horizon)
     refusal = None
     if exact is not None:

@@ -13,7 +13,7 @@ from scipy.signal import fftconvolve, lfilter
 Array = NDArray[np.float64]
 
 # A direct recursion costs n·p multiplications and is accurate term by term; beyond this many the FFT takes over.
-DIRECT_LIMIT = 100_000_000
+DIRECT_LIMIT = 1_000_000_000
 
 
 def series_inverse(column: Array, n: int) -> Array:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.signal import lfilter
 
 from lambdacgd.validation import number
 
@@ -27,13 +28,9 @@ class Workload:
 
     def column(self, n: int) -> NDArray[np.float64]:
         """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""
-        powers = np.arange(n, dtype=np.float64)
-        if self.momentum == 0.0:
-            return self.decay**powers
-        if self.momentum == self.decay:
-            return (powers + 1) * self.decay**powers
-        difference = self.decay ** (powers + 1) - self.momentum ** (powers + 1)
-        return difference / (self.decay - self.momentum)
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter([1.0], [1.0, -(self.decay + self.momentum), self.decay * self.momentum], impulse)
 
 
 PREFIX_SUM = Workload()

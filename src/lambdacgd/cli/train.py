@@ -98,7 +98,7 @@ def run(
     """Start or resume a run, train it to the end, and write its release and report."""
     from rich.console import Console
 
-    from lambdacgd.training.privatize import NotPrivateWarning
+    from lambdacgd.training.errors import NotPrivateWarning
     from lambdacgd.training.session import Interrupted
 
     console = Console()
@@ -112,6 +112,8 @@ def run(
     spent = session.private.spent()
     if math.isinf(session.plan.epsilon):
         console.print("[bold red]NOT PRIVATE: ε = inf adds no noise and clips nothing. For debugging only.")
+    elif session.plan.certificate.kind != "bound":
+        console.print("[bold red]NOT CERTIFIED: the plan's σ is a point estimate. Nothing may be claimed about this run.")
     where = f"{session.config.task}, {session.plan.mechanism.name}, {spent}"
     console.print(f"{where}\nfolder {session.folder}", highlight=False)
     try:

@@ -7,6 +7,7 @@ bins that ``BallsInBins.bin_of`` computes shard by shard. Needs ``pyarrow``, imp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,16 @@ class BinSortedParquet:
         found: dict[str, Any] = self.fetch(np.array([row])).to_pylist()[0]
         return found
 
+    def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
+        """Many rows at once, as torch's data loader asks for them."""
+        found: list[dict[str, Any]] = self.fetch(np.asarray(rows)).to_pylist()
+        return found
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Worker processes open the file themselves."""
+        opened = partial(BinSortedParquet, bin_column=self._bin_column, id_column=self._id_column)
+        return opened, (self.path, self.sampling)
+
     def rows(self, step: int) -> range:
         """The rows of the file that step ``step`` (1 … n) trains on; an empty range for an empty bin."""
         integer("step", step, maximum=self.sampling.steps, why=": the horizon is fixed")
@@ -109,7 +120,10 @@ class BinSortedParquet:
             )
             if (self.sampling.bin_of(key, ids, run=run) != bins).any():
                 raise InvalidInput(
-                    "path", str(self.path), "its bins are not those of this key, run and number of steps"
+                    "path",
+                    str(self.path),
+                    "its bins are not those of this key, run and number of steps. Prepare a run with "
+                    "key.ledger().new_run(), sort by its bins, and give its id to privatize",
                 )
             if seen[ids].any() or len(np.unique(ids)) < len(ids):
                 raise InvalidInput(

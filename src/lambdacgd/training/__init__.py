@@ -1,11 +1,11 @@
 """Private training that drops into any PyTorch loop: `privatize` binds a Plan to model, optimizer and dataset."""
 
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import CheckpointError, TrainingError
+from lambdacgd.training.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.training.export import export
 from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.private import Epoch, Private
-from lambdacgd.training.privatize import NotPrivateWarning, privatize
+from lambdacgd.training.privatize import privatize
 from lambdacgd.training.spent import Spent
 
 __all__ = [

@@ -1,4 +1,10 @@
-"""The one error of this package's own: a training step that must not happen, with what to do instead."""
+"""What must not happen in training, each with what to do instead; and the warning of runs that claim nothing."""
+
+from __future__ import annotations
+
+import warnings
+
+from lambdacgd.planning import Plan
 
 
 class TrainingError(RuntimeError):
@@ -7,3 +13,18 @@ class TrainingError(RuntimeError):
 
 class CheckpointError(TrainingError):
     """A checkpoint that cannot be written, or must not be resumed from; the message says what differs."""
+
+
+class NotPrivateWarning(UserWarning):
+    """The run claims nothing: ε = inf (no noise, no clipping), or a σ that is only an estimate."""
+
+
+def warn_if_uncertified(plan: Plan) -> None:
+    """Say it loudly where a plan's σ is a point estimate. Such a run is for experiments; its card claims nothing."""
+    if plan.certificate.kind != "bound":
+        warnings.warn(
+            "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
+            "without estimate=True before training on data that needs protection",
+            NotPrivateWarning,
+            stacklevel=3,
+        )

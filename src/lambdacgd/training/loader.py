@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lambdacgd.sampling import BinSortedParquet
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.errors import TrainingError
 
@@ -113,6 +114,7 @@ class Loader:
         self._private, self._size, self._views, self._options = private, max_physical_batch_size, views, options
         self._reading: Reading | None = None
         self._turn = 0
+        self._verified = False  # whether a bin-sorted file has been checked against the run
 
     def __iter__(self) -> Iterator[Any]:
         return self.until(self._private.plan.steps)
@@ -161,7 +163,7 @@ class Loader:
     def _start(self, step: int) -> Reading:
         private = self._private
         private.check_dataset()
-        batches = private.plan.sampling.batches(private.run.key, run=private.run.id, start_step=step)
+        batches = self._batches(step)
         chunks = Chunks(iter(batches), step, self._size)
         # A generator of its own: starting to read must not move the generator that dropout uses.
         generator = torch.Generator().manual_seed(step)
@@ -172,6 +174,18 @@ class Loader:
             **self._options,
         )
         return Reading(iter(loader), chunks, step)
+
+    def _batches(self, step: int) -> Iterator[np.ndarray]:
+        """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
+        plan, run, data = self._private.plan, self._private.run, self._private.dataset
+        if not isinstance(data, BinSortedParquet):
+            return plan.sampling.batches(run.key, run=run.id, start_step=step)
+        if data.sampling != plan.sampling:
+            raise TrainingError(f"{data.path} was sorted for {data.sampling}, and the plan samples {plan.sampling}")
+        if not self._verified:
+            data.verify(run.key, run=run.id)
+            self._verified = True
+        return data.batches(start_step=step)
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""

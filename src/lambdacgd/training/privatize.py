@@ -17,14 +17,11 @@ from lambdacgd.clipping.factors import Mode
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.augmentation import examples_in, run_by_view
+from lambdacgd.training.errors import NotPrivateWarning, warn_if_uncertified
 from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run
 from lambdacgd.validation import InvalidInput, integer, number
-
-
-class NotPrivateWarning(UserWarning):
-    """ε = inf: the loop runs without noise and without clipping. For debugging only."""
 
 
 def privatize(
@@ -36,6 +33,7 @@ def privatize(
     max_grad_norm: float,
     max_physical_batch_size: int | None = None,
     key: SecretKey | None = None,
+    run_id: str | None = None,
     loss_reduction: LossReduction = "mean",
     clipping_mode: Mode = "flat",
     augmentations: int = 1,
@@ -60,7 +58,8 @@ def privatize(
 
     ``max_grad_norm`` is ζ. ``max_physical_batch_size`` splits logical batches to fit memory: until one is whole,
     ``p.grad`` is None and ``step``, ``zero_grad`` and the optimizer's schedulers do nothing. ``key`` is a
-    ``SecretKey`` (a new one in memory by default; give one with a file to be able to save checkpoints).
+    ``SecretKey`` (a new one in memory by default; give one with a file to be able to save checkpoints). ``run_id``
+    names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins (``BinSortedParquet``).
     ``loss_reduction`` says what your loss does with the examples of a batch: "mean", "sum", or "none" (a vector,
     ``loss.sum().backward()``). ``clipping_mode`` is "flat", "per-layer" or "automatic". ``augmentations`` = K reads
     every example K times and averages its gradients before clipping. ``batch_of(args, kwargs)`` tells the number of
@@ -71,6 +70,7 @@ def privatize(
     With ε = inf the same loop runs without noise or clipping, for debugging, and says so.
     """
     _check_plan(plan)
+    warn_if_uncertified(plan)
     _check_model_and_optimizer(model, optimizer)
     _check_dataset(dataset, plan)
     number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
@@ -120,7 +120,7 @@ def privatize(
             plan,
             max_grad_norm=max_grad_norm,
             clipper=clipper,
-            run=Run(key, plan=plan.digest),
+            run=Run(key, prepared=run_id, plan=plan.digest),
             views=views,
             max_physical_batch_size=max_physical_batch_size,
             data_fingerprint=data_fingerprint,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import secrets
 import time
 
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
-from lambdacgd.training.errors import CheckpointError
+from lambdacgd.training.errors import CheckpointError, TrainingError
 from lambdacgd.validation import InvalidInput
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
@@ -22,26 +23,37 @@ class Run:
     Every run has its own 128-bit id, so its own noise and batches. With a key file, one process at a time holds a run.
     """
 
-    def __init__(self, key: SecretKey | None, **facts: str | int | float) -> None:
+    def __init__(self, key: SecretKey | None, *, prepared: str | None = None, **facts: str | int | float) -> None:
         if key is not None and not isinstance(key, SecretKey):
             raise InvalidInput(
                 "key", type(key).__name__, "it must be a SecretKey: SecretKey.generate() or SecretKey.load(path)"
             )
         self.key = SecretKey.generate() if key is None else key
-        self._facts = facts
+        if prepared is not None and self.key.path is None:
+            raise InvalidInput(
+                "run_id", prepared, "a prepared run is in the ledger beside its key's file: save the key"
+            )
+        self._prepared, self._facts = prepared, facts
         self._id: str | None = None
+        self._process = os.getpid()
         self._ledger: Ledger | None = None
         self._held = contextlib.ExitStack()
 
     @property
     def id(self) -> str:
         """The run's id; asking for it starts the run."""
+        if os.getpid() != self._process:
+            raise TrainingError(
+                "this run was forked: two processes would use the same noise for different sums. Call privatize in "
+                "the process that trains"
+            )
         if self._id is None:
             if self.key.path is None:
                 self._id = secrets.token_hex(16)
             else:
                 self._ledger = self.key.ledger()
-                run_id = self._ledger.new_run(**self._facts)
+                run_id = self._prepared or self._ledger.new_run(**self._facts)
+                self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
                 self._held.enter_context(self._ledger.lock(run_id))
                 self._id = run_id
         return self._id
@@ -76,7 +88,7 @@ class Run:
             raise CheckpointError(
                 "a run resumes with the key file it was started with, beside its ledger: pass key=SecretKey.load(path)"
             )
-        if self._id is not None:
+        if self._id is not None or self._prepared not in (None, run_id):
             raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
         ledger = self.key.ledger()
         ledger.check_resume(run_id, step, digest)

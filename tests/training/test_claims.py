@@ -1,0 +1,40 @@
+"""Runs that claim nothing say so, and a forked run gets no second copy of its noise."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+import lambdacgd as lc
+from lambdacgd.training import NotPrivateWarning
+from lambdacgd.training.run import Run
+
+SMALL = {"examples": 60, "batch_size": 10, "epochs": 1, "epsilon": 8.0, "delta": 1e-3}
+
+
+def test_an_estimated_plan_is_said_to_claim_nothing():
+    plan = lc.plan(**SMALL, mechanism=lc.BISR(3), estimate=True)
+    model = torch.nn.Linear(2, 2)
+    data = torch.utils.data.TensorDataset(torch.randn(60, 2), torch.zeros(60, dtype=torch.long))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
+        lc.privatize(model, optimizer, data, plan, max_grad_norm=1.0).detach()
+    with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
+        lc.Noiser(plan, lc.SecretKey.generate())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_run_is_refused():
+    """Parent and child would add the same z to different sums."""
+    run = Run(lc.SecretKey.generate())
+    assert run.id
+    child = os.fork()
+    if child == 0:
+        try:
+            _ = run.id
+        except lc.TrainingError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from lambdacgd.validation import InvalidInput
 
 # Parameters whose flag is not simply their name with dashes.
-_FLAGS = {"lam": "--lambda", "name": "NAME"}
+_FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

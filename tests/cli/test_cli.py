@@ -46,6 +46,17 @@ def test_plan_draws_the_trade_off_where_it_is_exact(capsys, tmp_path):
     assert "--cross-check" in capsys.readouterr().err
 
 
+def test_a_sampled_certificate_is_shown_beside_its_estimate(capsys):
+    small = ["--examples", "400", "--batch-size", "20", "--epochs", "2", "--epsilon", "4", "--delta", "1e-4"]
+    assert main(["plan", *small, "--mechanism", "bisr", "--bands", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "monte-carlo" in text
+    assert "fails with probability 1e-09" in text
+    assert "σ ≈" in text
+    assert main(["plan", *small, "--mechanism", "bisr", "--bands", "3", "--estimate"]) == 0
+    assert "not a privacy claim" in capsys.readouterr().out
+
+
 def test_infinite_epsilon_is_loud(capsys):
     assert main(["plan", *CYCLIC, "--epsilon", "inf", "--lambda", "0.9"]) == 0
     assert "nothing is private" in capsys.readouterr().out

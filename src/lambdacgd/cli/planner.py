@@ -160,6 +160,9 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     )
     kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
     add(kind, f"{certificate.method}, {certificate.direction}, {sure}")
+    if "estimate" in certificate.details:
+        error = certificate.details.get("estimate_standard_error", 0.0)
+        add("its estimate", f"σ ≈ {certificate.details['estimate']:.5g} ± {error:.2g}, which claims nothing")
     if check:
         add("cross-check", f"Monte Carlo δ = {check['delta']:.4g} ± {check['standard_error']:.2g} at this σ")
     return table

@@ -117,6 +117,15 @@ def test_things_of_the_wrong_kind():
     refused("torch.optim", optimizer=object())
 
 
+def test_a_model_that_is_private_already():
+    private, module, optimizer = start()
+    for again in (module, nn.Sequential(module)):
+        with pytest.raises(lc.InvalidInput, match="privatized already"):
+            privatize(again, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0)
+    private.detach()
+    privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0)
+
+
 def test_leftover_gradients():
     module = oracle.model()
     F.cross_entropy(module(torch.randn(2, 5)), torch.tensor([0, 1])).backward()

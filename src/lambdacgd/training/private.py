@@ -26,7 +26,7 @@ from lambdacgd.training.loader import Chunk, Loader
 from lambdacgd.training.run import Run
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
-from lambdacgd.training.trained import Trained, remember
+from lambdacgd.training.trained import ATTACHED, Trained, remember
 from lambdacgd.validation import InvalidInput
 
 
@@ -68,6 +68,7 @@ class Private:
         self.after_step: list[Callable[[], None]] = []
         self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views)
         remember(model, self.trained)
+        ATTACHED.add(model)
         self._names = {id(p): name for name, p in clipper.parameters.items()}
         self._stage: NoiseStage | None = None
         self._written: dict[str, tuple[Tensor, int]] = {}
@@ -181,6 +182,7 @@ class Private:
         if not self._attached:
             return
         self._attached = False
+        ATTACHED.discard(self.model)
         self.loader.restart()
         for undo in reversed(self._undo):
             undo()

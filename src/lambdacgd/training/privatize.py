@@ -21,6 +21,7 @@ from lambdacgd.training.errors import NotPrivateWarning, warn_if_uncertified
 from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run
+from lambdacgd.training.trained import ATTACHED
 from lambdacgd.validation import InvalidInput, integer, number
 
 
@@ -147,6 +148,10 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             "model",
             type(model).__name__,
             "it must be a torch.nn.Module; put several models into one module whose forward calls them",
+        )
+    if any(module in ATTACHED for module in model.modules()):
+        raise InvalidInput(
+            "model", "privatized already", "call detach() on what privatize returned for it, then privatize anew"
         )
     if not isinstance(optimizer, Optimizer):
         raise InvalidInput("optimizer", type(optimizer).__name__, "it must be a torch.optim optimizer")

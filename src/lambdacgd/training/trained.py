@@ -28,6 +28,10 @@ class Trained:
 _RUNS: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
 
 
+# Models that a run is attached to now: clipping one twice would count every example twice.
+ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
 def remember(model: nn.Module, trained: Trained) -> None:
     _RUNS[model] = trained
 

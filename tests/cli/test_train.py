@@ -54,6 +54,14 @@ def test_a_whole_run(tmp_path):
     assert lc.Plan.load(out / "plan.json").steps == 5
 
 
+def test_operator_logs_say_what_they_are(tmp_path):
+    pytest.importorskip("tensorboard")
+    out = tmp_path / "run"
+    cli(*QUICK, "--out", out)
+    assert (out / "operator" / "NOT-PRIVATE.txt").read_text().startswith("NOT PRIVATE")
+    assert list((out / "operator").glob("events.*"))
+
+
 def test_a_finished_run_resumes_to_its_end(tmp_path):
     cli(*QUICK, "--out", tmp_path / "run")
     result = cli("--resume", tmp_path / "run")

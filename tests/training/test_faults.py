@@ -350,6 +350,21 @@ def test_a_sum_that_is_not_finite_without_noise():
         optimizer.step()
 
 
+def test_ctrl_c_while_noise_is_added(monkeypatch):
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+
+    def pressed(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(private, "_add_noise", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    monkeypatch.undo()
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer)
+
+
 def test_an_optimizer_that_fails_halfway():
     class Fails(torch.optim.SGD):
         broken = True
@@ -423,3 +438,41 @@ def test_a_worker_that_dies(tmp_path):
         oracle.loop(private, module, optimizer)
     assert not private.finished
     check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
+def test_a_backward_pass_between_a_failed_step_and_its_retry():
+    class Fails(torch.optim.SGD):
+        broken = True
+
+        def step(self, closure=None):
+            if self.broken:
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    module = oracle.model()
+    private, module, optimizer = start(module, optimizer=Fails(module.parameters(), lr=0.5))
+    batch = next(iter(private.loader))
+    backward(module, batch)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    noised = {n: p.grad.clone() for n, p in module.named_parameters()}
+    with pytest.raises(TrainingError, match="half updated"):  # its sums would lie where the noised gradients are
+        backward(module, batch)
+    assert all(torch.equal(p.grad, noised[n]) for n, p in module.named_parameters())
+    optimizer.broken = False
+    optimizer.step()
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_gradient_left_over_is_no_way_to_the_sums():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()  # no zero_grad
+    backward(module, next(batches))
+    for p in module.parameters():
+        p.grad.mul_(1e6)
+    optimizer.step()
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)

@@ -3,8 +3,9 @@
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.training.export import export
+from lambdacgd.training.loader import Epoch
 from lambdacgd.training.noiser import Noiser
-from lambdacgd.training.private import Epoch, Private
+from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
 from lambdacgd.training.spent import Spent
 

@@ -46,7 +46,7 @@ class Cycle:
                 "batch. Call it once after backward(), for every batch that the loader yields; it acts when the "
                 "logical batch is whole"
             )
-        self._refuse_half_done()
+        self.refuse_half_done()
         if self.phase is Phase.GATHERING:
             self._check_backward()
 
@@ -81,7 +81,7 @@ class Cycle:
 
     def drop(self) -> None:
         """Forget the logical batch under way: it will be handed out again."""
-        self._refuse_half_done()
+        self.refuse_half_done()
         self.phase = Phase.IDLE
 
     @property
@@ -89,7 +89,7 @@ class Cycle:
         """Learning-rate schedulers count logical steps, so they rest while a logical batch is being gathered."""
         return self.phase is not Phase.GATHERING
 
-    def _refuse_half_done(self) -> None:
+    def refuse_half_done(self) -> None:
         if self.phase is Phase.NOISED:
             raise TrainingError(
                 f"the optimizer failed in the middle of step {self.current}: the weights may be half updated, and "

@@ -193,6 +193,24 @@ class Loader:
         self._turn += 1
 
 
+class Epoch:
+    """What is left of one epoch. ``number`` counts from 1."""
+
+    def __init__(self, private: Private, number: int) -> None:
+        self._private, self.number = private, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._private.loader.until(self.number * self._private.plan.steps_per_epoch)
+
+    def __len__(self) -> int:
+        """Logical steps left in the epoch; physical batches are more where logical ones are split."""
+        if self._private.max_physical_batch_size is not None:
+            raise TypeError(
+                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
+            )
+        return max(0, self.number * self._private.plan.steps_per_epoch - self._private.steps_taken)
+
+
 class Reading:
     """One pass of the data loader, which may run ahead of us in its workers."""
 

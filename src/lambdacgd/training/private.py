@@ -21,8 +21,9 @@ from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.gradients import Gradients
 from lambdacgd.training.identity import content_digest
-from lambdacgd.training.loader import Chunk, Loader
+from lambdacgd.training.loader import Chunk, Epoch, Loader
 from lambdacgd.training.run import Run
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
@@ -69,10 +70,10 @@ class Private:
         self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views)
         remember(model, self.trained)
         ATTACHED.add(model)
-        self._names = {id(p): name for name, p in clipper.parameters.items()}
+        self.gradients = Gradients(clipper.parameters, optimizer)
         self._stage: NoiseStage | None = None
-        self._written: dict[str, tuple[Tensor, int]] = {}
         self.hooks_rest = False  # while a step is captured, which does all of it by itself
+        clipper.before_adding = self._before_adding
         self._undo = [*undo, run.close]
         self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
@@ -145,7 +146,7 @@ class Private:
         self.cycle.phase = Phase.IDLE
         self.drop_batch()
         self.loader.restart()
-        self._clear_gradients()
+        self.gradients.clear()
         self._stage = None
 
     def ema(self, decay: float) -> EMA:
@@ -187,7 +188,7 @@ class Private:
         for undo in reversed(self._undo):
             undo()
         schedulers.release(self.optimizer)
-        self._clear_gradients()
+        self.gradients.clear()
         self._stage = None
 
     # --- for the loader ----------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Private:
             schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
 
     def hand_out(self, chunk: Chunk) -> None:
-        self._drop_zeroed()
+        self.gradients.drop_zeroed()
         self.cycle.batch(chunk.step, len(chunk.indices), last=chunk.last)
         self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
 
@@ -229,7 +230,7 @@ class Private:
                 "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
                 "then optimizer.step() without a closure"
             )
-        self._check_parameters()
+        self.gradients.check_parameters()
         try:
             whole = self.cycle.may_act()
         except TrainingError:
@@ -240,7 +241,7 @@ class Private:
                 self.drop_batch()  # too many backward passes: the sums are spoilt, the loader yields the batch again
             raise
         if self.cycle.phase is not Phase.NOISED:
-            self._check_gradients()
+            self.gradients.check_clear(self.cycle.done)
             if whole:
                 self._write_gradients()
 
@@ -252,52 +253,16 @@ class Private:
         for act in self.after_step:
             act()
 
-    def _check_parameters(self) -> None:
-        """Nothing but clipped and noised gradients may move a weight."""
-        seen = 0
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if id(p) in self._names:
-                    seen += 1
-                elif p.requires_grad or p.grad is not None:
-                    raise TrainingError(
-                        f"the optimizer holds a trainable parameter of shape {tuple(p.shape)} that is not clipped: "
-                        "it was added or unfrozen after privatize. The layout is fixed for a run: detach, change the "
-                        "model, privatize anew"
-                    )
-        if seen != len(self._names):
-            raise TrainingError(
-                f"the optimizer now holds {seen} of the {len(self._names)} parameters it was privatized with; they "
-                "are fixed for a run"
-            )
+    def _before_adding(self) -> None:
+        """A backward pass is about to write the buffers that p.grad shares with the clipper.
 
-    def _check_gradients(self) -> None:
-        for name, p in self.clipper.parameters.items():
-            if p.grad is None:
-                continue
-            tensor, version = self._written.get(name, (None, 0))
-            if p.grad is tensor and p.grad._version == version:
-                self._clear_gradients()  # they share memory with the sums gathered since, which must survive this error
-                raise TrainingError(
-                    f"{name}.grad still holds the gradient of step {self.cycle.done}: call optimizer.zero_grad() "
-                    "after every step"
-                )
-            if p.grad is not tensor and bool(p.grad.any()):
-                raise TrainingError(
-                    f"{name}.grad was written by something other than this library; it would be lost, and it is not "
-                    "private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
-                )
-            p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
-        self._written = {}
-
-    def _drop_zeroed(self) -> None:
-        """After zero_grad(set_to_none=False) a gradient is None too: the clipper is about to write its memory."""
-        for name, p in self.clipper.parameters.items():
-            tensor, version = self._written.get(name, (None, 0))
-            if tensor is not None and p.grad is tensor and p.grad._version != version:
-                p.grad = None
-            if p.grad is None:
-                self._written.pop(name, None)
+        Noised gradients that the optimizer has not finished with must not become sums without noise, and nobody may
+        change sums by way of a gradient that was not set to None in time.
+        """
+        if self.hooks_rest:
+            return
+        self.cycle.refuse_half_done()
+        self.gradients.part()
 
     @torch.no_grad()
     def _write_gradients(self) -> None:
@@ -305,15 +270,13 @@ class Private:
         step = self.cycle.current
         try:
             self._add_noise(sums, step)
-        except NonFiniteSum:
+        except (
+            BaseException
+        ):  # a sum that is not finite, Ctrl-C: the sums are spoilt, the loader yields the batch again
             self.drop_batch()
             raise
         torch._foreach_div_(list(sums.values()), self.plan.batch_size)
-        for name, p in self.clipper.parameters.items():
-            # The clipper's own buffer, through an alias that counts its own changes: the next backward pass writes the
-            # buffer again, and only zero_grad writes the alias.
-            p.grad = sums[name].data if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
-            self._written[name] = (p.grad, p.grad._version)
+        self.gradients.write(sums)
         self.cycle.phase = Phase.NOISED
 
     def _add_noise(self, sums: dict[str, Tensor], step: int) -> None:
@@ -330,28 +293,5 @@ class Private:
             )
         self._stage.add_(sums, step)
 
-    def _clear_gradients(self) -> None:
-        for p in self.clipper.parameters.values():
-            p.grad = None
-        self._written = {}
-
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
-
-
-class Epoch:
-    """What is left of one epoch. ``number`` counts from 1."""
-
-    def __init__(self, private: Private, number: int) -> None:
-        self._private, self.number = private, number
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._private.loader.until(self.number * self._private.plan.steps_per_epoch)
-
-    def __len__(self) -> int:
-        """Logical steps left in the epoch; physical batches are more where logical ones are split."""
-        if self._private.max_physical_batch_size is not None:
-            raise TypeError(
-                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
-            )
-        return max(0, self.number * self._private.plan.steps_per_epoch - self._private.steps_taken)

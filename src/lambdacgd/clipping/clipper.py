@@ -84,6 +84,7 @@ class Clipper:
         self.model, self.max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
         self.loss_reduction, self._batch_of = loss_reduction, batch_of
         self.loss_scale: float | Tensor = 1.0  # set to GradScaler's scale under float16
+        self.before_adding: Callable[[], None] | None = None  # called before a backward pass writes the sums
         self._totals = Totals()
         self._norm_pass = NormPass()
         self.batch = 0  # examples in the forward pass under way
@@ -230,6 +231,8 @@ class Clipper:
                     "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
                     "use_reentrant=False)."
                 )
+            if self.before_adding is not None:
+                self.before_adding()
             self._task, self._batch, self._seen = task, call.batch, set()
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         if call.generation in self._consumed:

@@ -270,10 +270,8 @@ class Private:
         step = self.cycle.current
         try:
             self._add_noise(sums, step)
-        except (
-            BaseException
-        ):  # a sum that is not finite, Ctrl-C: the sums are spoilt, the loader yields the batch again
-            self.drop_batch()
+        except BaseException:  # a sum that is not finite, Ctrl-C
+            self.drop_batch()  # the sums are spoilt; the loader yields the batch again
             raise
         torch._foreach_div_(list(sums.values()), self.plan.batch_size)
         self.gradients.write(sums)

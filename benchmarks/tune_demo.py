@@ -1,9 +1,9 @@
 """The search behind the demo's settings: the same grid of learning rates and clipping norms for DP-SGD and DP-λCGD.
 
-Both have the same (ε, δ), epochs and expected batch size, and λ = 0.8; that setting was chosen by hand among about eight
-(docs/training.md says which and what they gave). The grid itself searches learning rates and clipping norms. Every point
-trains on four fifths of the 1 437 training digits (a new fifth for validation with every seed) under a plan for that
-many examples; this script does not look at the test digits. ``python benchmarks/tune_demo.py`` writes
+Both have the same (ε, δ), epochs and expected batch size, and λ = 0.8; that setting was chosen by hand among about
+eight (docs/training.md says which and what they gave). The grid itself searches learning rates and clipping norms.
+Every point trains on four fifths of the 1 437 training digits (a new fifth for validation with every seed) under a plan
+for that many examples; this script does not look at the test digits. ``python benchmarks/tune_demo.py`` writes
 ``results/demo_tuning.json`` in about five minutes on one core.
 """
 

@@ -186,3 +186,51 @@ def test_needs_cuda():
     private, data = build(device="cpu")
     with pytest.raises(lc.InvalidInput, match="one CUDA device"):
         private.captured_step(loss, data)
+
+
+class Launches:
+    """Stands in for the device: notes at which step its counters stood whenever a graph was launched."""
+
+    def __init__(self, step):
+        self.step, self.seen, self.fails = step, [], False
+
+    def replay(self):
+        self.seen.append(int(self.step._step))
+        self.step._step += 1
+        if self.fails:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    private, data = build(device="cpu")
+    step = private.captured_step(loss, data, padded=96)
+    launches = Launches(step)
+    step._capture = lambda kind: launches
+    return private, step, launches
+
+
+def test_ordinary_steps_in_between_do_not_leave_the_device_behind(launched):
+    private, step, launches = launched
+    step.run(2)
+    batch = next(iter(private.loader))
+    loss(private.model, *batch).backward()
+    private.optimizer.step()
+    private.optimizer.zero_grad()
+    step.run(2)
+    assert launches.seen == [1, 2, 4, 5], "one z serves one sum"
+
+
+def test_ctrl_c_among_launches(launched):
+    private, step, launches = launched
+    step.run(1)
+    launches.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        step.run()
+    launches.fails = False
+    with pytest.raises(TrainingError, match="half updated"):  # the device may have done it
+        step.run()
+    private.optimizer.step()  # counted as done
+    step.run()
+    assert launches.seen == list(range(1, private.plan.steps + 1)), "one z serves one sum"

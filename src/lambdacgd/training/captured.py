@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lambdacgd.noise import RegeneratedNoise
+from lambdacgd.training.cycle import Phase
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.loader import cut
 from lambdacgd.training.stage import noise_stage
@@ -50,6 +51,7 @@ class CapturedStep:
         self._table = torch.full((1, self.padded), -1, dtype=torch.int64, device=self._device)
         self._parts: list[list[tuple[bool, bool]]] = []
         self._first_step = 0
+        self._at = 0  # the step that the counters in device memory stand at; ordinary steps and loading leave it behind
         self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
         self._rates: list[Any] = []
         self._stage: RegeneratedNoise | None = None
@@ -63,6 +65,7 @@ class CapturedStep:
         private = self._private
         private.check_usable()
         left = private.plan.steps - private.steps_taken
+        private.cycle.refuse_half_done()
         if not private.between_steps:
             raise TrainingError("an ordinary logical batch is under way; finish it before a captured step")
         if left == 0 or (steps is not None and steps > left):
@@ -75,7 +78,7 @@ class CapturedStep:
     def _one(self) -> None:
         private = self._private
         step = private.cycle.current
-        if not self._first_step <= step < self._first_step + len(self._parts):
+        if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
         if self._rates != self._current_rates():
             self._graphs, self._rates = {}, self._current_rates()
@@ -83,9 +86,15 @@ class CapturedStep:
         for kind in kinds:  # all before the first replay: capturing writes the clipper's buffers
             if kind not in self._graphs:
                 self._graphs[kind] = self._capture(kind)
-        for kind in kinds:
-            self._graphs[kind].replay()
-        private.cycle.acted()
+        private.cycle.phase = Phase.NOISED  # Ctrl-C leaves unknown whether the device went on: no z may serve twice
+        try:
+            for kind in kinds:
+                self._graphs[kind].replay()
+            private.cycle.acted()
+            self._at = private.cycle.current
+        except BaseException:
+            self._at = 0  # counters in device memory are set anew
+            raise
         private.trained.steps_taken = private.cycle.done
         private.loader.restart()
         for act in private.after_step:
@@ -115,7 +124,7 @@ class CapturedStep:
             self._graphs = {}  # the table moved
         else:
             self._table[: len(rows)].copy_(table)
-        self._parts, self._first_step = parts, step
+        self._parts, self._first_step, self._at = parts, step, step
         self._cursor.zero_()
         self._step.fill_(step)
 

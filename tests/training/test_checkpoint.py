@@ -361,3 +361,26 @@ def test_what_cannot_be_saved(tmp_path):
         private.save(tmp_path / "c.pt", extra={"bad": {1, 2}})
     with pytest.raises(LedgerError):
         private.run.key.ledger().newest("unknown")
+
+
+def test_drafts_of_others_are_left_alone(tmp_path):
+    """An export that was killed leaves a folder, and hidden files may be anybody's."""
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "one.pt")
+    private.detach()
+    (tmp_path / ".release.1a2b3c4d.draft").mkdir()
+    (tmp_path / ".letter.draft").write_text("Dear all")
+    again = start(tmp_path)
+    again.load(tmp_path / "one.pt")
+    assert again.steps_taken == 1
+    assert (tmp_path / ".letter.draft").read_text() == "Dear all"
+
+
+def test_not_while_the_model_holds_an_average(tmp_path):
+    private = start(tmp_path)
+    average = private.ema(0.9)
+    steps(private, 2)
+    with average.applied(), pytest.raises(CheckpointError, match=r"ema\.applied"):
+        private.save(tmp_path / "two.pt")
+    private.save(tmp_path / "two.pt")

@@ -55,6 +55,11 @@ def gather(private: Private, extra: dict[str, Any] | None) -> dict[str, Any]:
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
             "after an optimizer.step() that acted (private.between_steps is then True)"
         )
+    if any(average.in_use for average in private.averages):
+        raise CheckpointError(
+            "the model holds an average of its weights now (ema.applied()), and training would go on from that. Leave "
+            "that block before saving; averages are part of every checkpoint"
+        )
     private.run.need_ledger()
     return {
         "format": FORMAT,
@@ -120,7 +125,7 @@ def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] |
 def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Go on from a checkpoint file; returns its ``extra``."""
     source = Path(path)
-    _settle_drafts(private, source.parent)
+    _settle_drafts(private, source)
     state = _read(source)
     if state is None:
         raise CheckpointError(
@@ -142,12 +147,17 @@ def _read(path: Path) -> dict[str, Any] | None:
     return state if isinstance(state, dict) and state.get("format") == FORMAT else None
 
 
-def _settle_drafts(private: Private, folder: Path) -> None:
-    """A draft that the ledger knows was whole when the process died: finish its renaming. Others never completed."""
+def _settle_drafts(private: Private, source: Path) -> None:
+    """A draft that the ledger knows was whole when the process died: finish its renaming. Others never completed.
+
+    What cannot be read is removed only where ``source`` was being written: anything else may be somebody's own.
+    """
     if private.run.key.path is None:
         return
-    ledger = private.run.key.ledger()
+    ledger, folder = private.run.key.ledger(), source.parent
     for draft in folder.glob(".*.draft"):
+        if not draft.is_file():  # an export that never completed
+            continue
         state = _read(draft)
         with contextlib.suppress(LedgerError):
             newest = None if state is None else ledger.newest(state["run"])
@@ -155,7 +165,8 @@ def _settle_drafts(private: Private, folder: Path) -> None:
                 os.replace(draft, folder / draft.name[1 : -len(".draft")])
                 _sync_folder(folder)
                 continue
-            if state is None or state["identity"]["key"] == private.run.key.fingerprint():
+            ours = state is not None and state["identity"]["key"] == private.run.key.fingerprint()
+            if ours or (state is None and draft.name == f".{source.name}.draft"):
                 draft.unlink(missing_ok=True)
 
 

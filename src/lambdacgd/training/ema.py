@@ -28,7 +28,7 @@ class EMA:
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
             for name, p in self._weights().items()
         }
-        self._in_use = False
+        self.in_use = False
 
     def _weights(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
@@ -36,7 +36,7 @@ class EMA:
     @torch.no_grad()
     def update(self) -> None:
         """Take in the current weights. ``private.ema`` calls this after every logical step."""
-        if self._in_use:
+        if self.in_use:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
@@ -48,11 +48,11 @@ class EMA:
         """The model with the average in place of its weights."""
         own = {name: p.detach().clone() for name, p in self._weights().items()}
         self._copy(self._average)
-        self._in_use = True
+        self.in_use = True
         try:
             yield self._model
         finally:
-            self._in_use = False
+            self.in_use = False
             self._copy(own)
 
     @torch.no_grad()

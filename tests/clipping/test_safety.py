@@ -438,3 +438,77 @@ def test_check_model_finds_mixing_losses_and_buffers() -> None:
 
     with pytest.raises(ClippingError, match="average"):
         check_model(Counting(), x, loss=mean)
+
+
+def test_buffers_that_hold_statistics_of_examples_are_refused() -> None:
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average = 0.999 * self.average + 0.001 * x.detach().mean(0)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model = Averages()
+    attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="'average'"):
+            step(model, torch.randn(64, 4))
+
+
+def test_the_probe_takes_its_changes_of_buffers_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 2))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mask", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mask = torch.ones(len(x))
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, x = Counts(), torch.randn(9, 4)
+    plain = copy.deepcopy(model)
+    plain(x)
+    clipper = attach(model)
+    step(model, x)
+    clipper.detach()
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], value)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(3, 4, 2)], ids=["linear", "conv"])
+def test_a_forward_of_somebodys_own_on_a_layer_is_followed(layer: nn.Module) -> None:
+    """Libraries put forwards on instances (accelerate's hooks, say); the layer's rule would compute something else."""
+    original = layer.forward
+    layer.forward = lambda x: 3 * original(2 * x)  # type: ignore[method-assign]
+    model, x = nn.Sequential(layer), torch.randn(5, 3, 4)
+    expected = []
+    for i in range(5):
+        model.zero_grad()
+        step(model, x[i : i + 1])
+        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    clipper = attach(model, math.inf)
+    step(model, x)
+    for k, total in enumerate(clipper.take().values()):
+        torch.testing.assert_close(total, sum(e[k] for e in expected), rtol=1e-4, atol=1e-4)
+
+
+def test_functional_batch_norm_is_refused() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.scale, training=True)
+
+    model = Functional()
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        step(model, torch.randn(5, 4))

@@ -367,3 +367,34 @@ def test_augmentations_are_averaged_before_clipping():
             torch.testing.assert_close(value, total[n], rtol=1e-3, atol=1e-4)
         private.detach()
         assert "forward" not in module.__dict__
+
+
+def test_augmentations_do_not_hide_a_table_as_long_as_the_batch():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(12, 4))
+            self.mix, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head((x.view(-1, 12, 4) + self.mix(self.table)).tanh().mean(1))
+
+    torch.manual_seed(3)
+    module = Positions()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    dataset = oracle.data(features=48)
+    private = privatize(
+        module, optimizer, dataset, oracle.plan(), max_grad_norm=0.05, key=oracle.key(), augmentations=2
+    )
+    x, y = next(iter(private.loader))  # 12 examples twice
+    F.cross_entropy(module(x), y).backward()
+    sums = {name: value.clone() for name, value in private.clipper.sums.items()}
+    private.detach()
+    expected = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    for i in range(12):
+        found = torch.autograd.grad(F.cross_entropy(module(x[i::12]), y[i::12]), list(module.parameters()))
+        factor = min(1.0, 0.05 / math.sqrt(sum(float(g.square().sum()) for g in found)))
+        for name, g in zip(expected, found, strict=True):
+            expected[name] += factor * g
+    for name, value in expected.items():
+        torch.testing.assert_close(sums[name], value, rtol=2e-3, atol=1e-5)

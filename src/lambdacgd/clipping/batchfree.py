@@ -112,6 +112,8 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
             if spread is not None:
                 return spread
         return _wrap(out, roots)
+    if name == "batch_norm" and tree_unflatten(values, tree)[1].get("training"):
+        raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if name in _ELEMENTWISE:
         depth = max(x.dim() for x in batched)
         if any(x.dim() > depth for x in others):

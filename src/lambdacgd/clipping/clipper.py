@@ -15,7 +15,7 @@ from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
 from lambdacgd.clipping.records import Norm, Record
-from lambdacgd.clipping.sizing import Sizing, probe
+from lambdacgd.clipping.sizing import Buffers, Sizing, probe
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
@@ -91,6 +91,8 @@ class Clipper:
         self.generation = 0
         self.sizing = Sizing()
         self._probe = probe_sizes
+        self._buffers: Buffers | None = None  # until the forward pass after the probe
+        self.views = 1  # rows of every example in the model's arguments, one view of all after another
         self.linear_sites: list[Site] = []
         self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
         self._last_cast: tuple[Tensor, int, Tensor] | None = None
@@ -189,7 +191,7 @@ class Clipper:
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
             if self._probe and batch > 1:
-                probe(self, args, kwargs, batch)
+                self._buffers = probe(self, args, kwargs, batch)
                 self._probe = False
             self.casts = sites.cast_weights(self)
             self.sizing.start(batch)
@@ -202,6 +204,11 @@ class Clipper:
         self.casts, self._last_cast = {}, None
         if torch.is_grad_enabled():
             self.check_output(output)
+            buffers, self._buffers = self._buffers, None
+            if buffers is not None:
+                self._probe = True  # where it is refused, it stays refused
+                buffers.check()
+                self._probe = False
 
     def check_output(self, output: Any) -> None:
         sites.check_output(self, output)

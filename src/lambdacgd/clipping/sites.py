@@ -77,7 +77,7 @@ def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]
 def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
     before = module.__dict__.get("forward")
     site = Site(clipper, module, path, own, module.forward)
-    rule = rule_for(module)
+    rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
     if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
         clipper.linear_sites.append(site)
     run = partial(_run, site, rule)

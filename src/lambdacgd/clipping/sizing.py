@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lambdacgd.clipping.errors import ClippingError
@@ -68,25 +68,85 @@ class Sizing:
         return True
 
 
-def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
-    """One forward pass on all examples but the last, for its sizes alone; random numbers are put back.
+class Buffers:
+    """What the model's buffers held before the probe and after it; the probe's changes are taken back.
+
+    A buffer that then comes out differently with one more example holds statistics of examples, which would leave the
+    model with its state_dict, neither clipped nor noised. Counters and power iterations come out the same.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._objects = dict(model.named_buffers())
+        self._before = {name: b.detach().clone() for name, b in self._objects.items()}
+        self._after: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        for name, b in list(self._model.named_buffers()):
+            if name not in self._objects:
+                continue
+            self._after[name] = self._before[name] if _same(b, self._before[name]) else b.detach().clone()
+            if b is self._objects[name] and self._after[name] is self._before[name]:
+                continue
+            owner, _, local = name.rpartition(".")
+            if b.shape == self._before[name].shape and b is self._objects[name]:
+                b.copy_(self._before[name])
+            else:
+                self._model.get_submodule(owner)._buffers[local] = self._before[name].clone()
+
+    @torch.no_grad()
+    def check(self) -> None:
+        """After the forward pass over all examples."""
+        kept = self._model.state_dict().keys()
+        for name, now in self._model.named_buffers():
+            after = self._after.get(name)
+            if after is None or _same(now, after):
+                continue
+            if (now.shape, now.dtype) == (after.shape, after.dtype):
+                if now.is_floating_point() and not _far(now, after, self._before[name]):
+                    continue
+            elif name not in kept:  # a cache as long as the batch
+                continue
+            raise ClippingError(
+                f"the forward pass writes what depends on the examples into the buffer '{name}': statistics of "
+                "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
+                "without running statistics: lambdacgd.clipping.convert(model)."
+            )
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+
+
+def _far(now: Tensor, after: Tensor, before: Tensor) -> bool:
+    """Whether two updates of one buffer differ by more than rounding."""
+    change = (after - before).abs().max() if after.shape == before.shape else after.abs().max()
+    rounding = 8 * torch.finfo(now.dtype).eps * after.abs().max()
+    return bool((now - after).abs().max() > 1e-5 * change + rounding)
+
+
+def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Buffers | None:
+    """One forward pass on all examples but the last, for its sizes; random numbers and buffers are put back.
 
     Of two examples the last is taken twice instead: a batch of one tells nothing.
     """
-    other = batch - 1 if batch > 2 else batch + 1
+    other, views = batch - 1 if batch > 2 else batch + 1, clipper.views
 
     def resized(x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == batch):
+        if not (isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == views * batch):
             return x
-        return x[:other] if other < batch else torch.cat([x, x[-1:]])
+        parts = x.split(batch)  # one after another, where examples have several views
+        return torch.cat([p[:other] if other < batch else torch.cat([p, p[-1:]]) for p in parts])
 
     new_args, new_kwargs = tree_map(resized, args), tree_map(resized, kwargs)
     if clipper.count(new_args, new_kwargs) != other:
-        return  # a container that cannot be cut: the sizes of later batches have to do
+        return None  # a container that cannot be cut: the sizes of later batches have to do
     device = clipper.anchor.device
     devices = [device] if device.type == "cuda" else []
     clipper.batch = other
     clipper.sizing.start(other)
+    buffers = Buffers(clipper.model)
     with torch.random.fork_rng(devices):
         try:
             clipper.check_output(clipper.model.forward(*new_args, **new_kwargs))
@@ -98,3 +158,6 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
                 "so once, to learn which dimensions are the batch. Start with a batch whose size no other dimension of "
                 "the inputs has, or pass probe=False to attach and see to that yourself."
             ) from error
+        finally:
+            buffers.take_back()
+    return buffers

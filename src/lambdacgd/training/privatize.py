@@ -105,6 +105,7 @@ def privatize(
         clipper.max_grad_norm = max_grad_norm / (1 + clipper.sensitivity_tolerance)
         if views > 1:
             undo.append(run_by_view(model, views))
+            clipper.views = views
             clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
         options = {
             "num_workers": num_workers,

@@ -1,18 +1,16 @@
 """Time, memory and accuracy of the transfer-matrix accountant, beside Monte Carlo and the peers that are installed.
 
-    python benchmarks/exact_accountant.py [--quick] [--out FILE.json] [--figure FILE.svg]
+    python benchmarks/exact_accountant.py [--quick] [--out FILE.json] [--figure FILE.svg] [--peer-cap SECONDS]
 
-Everything is measured in one run, uncached. ``--figure`` draws δ(ε) with sampled values and the budget of the bound.
+Everything is measured in one run, uncached; how the peers are asked is told in ``peers.py``.
+``--figure`` draws δ(ε) with sampled values and the budget of the bound.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
-import platform
 import resource
 import time
 from pathlib import Path
@@ -20,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+import peers
 from lambdacgd import cache
 from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
@@ -90,16 +89,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--figure", type=Path)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="three calibrations, the small question to peers")
+    parser.add_argument("--peer-cap", type=float, default=120.0, help="seconds for each answer of a peer")
     arguments = parser.parse_args()
     import torch
 
     result: dict[str, Any] = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
+        "machine": peers.machine(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "load_average": os.getloadavg(),
-        "peers": {n: bool(importlib.util.find_spec(n)) for n in ("jax_privacy", "opake")},
         "rows": [],
         "monte_carlo": [],
     }
@@ -115,16 +113,19 @@ def main() -> None:
                 flush=True,
             )
         result["peak_memory_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        print(f"peak memory {result['peak_memory_mb']:.0f} MB; peers installed: {result['peers']}")
+        print(f"peak memory {result['peak_memory_mb']:.0f} MB")
         for case in QUICK:
             row = {"case": case, **monte_carlo(*case)}
             result["monte_carlo"].append(row)
             print(f"Monte Carlo at λ = {case[0]:g}, ε = {case[3]:g}: σ ≈ {row['sigma']:.4f} in {row['seconds']:.1f} s")
         if arguments.figure:
             figure(arguments.figure)
+    questions = peers.SMALL[:1] if arguments.quick else (peers.SMALL[0], peers.PAPER[0])  # the λCGD ones
+    result["peers"] = peers.beside(questions, cap=arguments.peer_cap)
+    print(f"peers: {result['peers']['versions']}")
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,20 +1,17 @@
-"""Time, memory and accuracy of the Monte Carlo accountant, beside plain sampling and jax_privacy where installed.
+"""Time, memory and accuracy of the Monte Carlo accountant, beside plain sampling and the peers that are installed.
 
-    python benchmarks/monte_carlo.py [--out results/monte-carlo.json] [--quick]
+    python benchmarks/monte_carlo.py [--out results/monte-carlo.json] [--quick] [--peer-cap SECONDS]
 
-Everything is measured in one run, uncached. "plain" is what a straightforward implementation does: samples of P in the
-Gram form, no importance sampling; its time is for the same relative standard error of δ, from its measured speed and
-the variance that δ implies.
+Everything is measured in one run, uncached; how the peers are asked is told in ``peers.py``. "plain" is what a
+straightforward implementation does: samples of P in the Gram form, no importance sampling; its time is for the same
+relative standard error of δ, from its measured speed and the variance that δ implies.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import math
-import os
-import platform
 import resource
 import time
 from pathlib import Path
@@ -22,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+import peers
 from lambdacgd import cache
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD, Mechanism
@@ -75,7 +73,8 @@ def plain_seconds(accountant: MonteCarlo, epsilon: float, sigma: float, relative
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="ε = 8 only, no large b")
+    parser.add_argument("--quick", action="store_true", help="ε = 8 only, no large b, small questions to peers")
+    parser.add_argument("--peer-cap", type=float, default=120.0, help="seconds for each answer of a peer")
     arguments = parser.parse_args()
     paper, rows = Horizon(390, 10), []
     with cache.disabled():
@@ -86,38 +85,12 @@ def main() -> None:
         if not arguments.quick:
             rows.append(measure(LambdaCGD(0.95), Horizon(10_000, 10), 4.0, certify=False))
             show(rows[-1])
-    peers = {"jax_privacy": peer_seconds(paper) if importlib.util.find_spec("jax_privacy") else "not installed"}
-    print(f"jax_privacy: {peers['jax_privacy']}")
-    result = {
-        "machine": {
-            "cpu": platform.processor() or platform.machine(),
-            "cores": os.cpu_count(),
-            "load": os.getloadavg(),
-        },
-        "rows": rows,
-        "peers": peers,
-    }
+    found = peers.beside(peers.SMALL if arguments.quick else (*peers.SMALL, *peers.PAPER), cap=arguments.peer_cap)
+    print(f"peers: {found['versions']}")
+    result = {"machine": peers.machine(), "rows": rows, "peers": found}
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
-        arguments.out.write_text(json.dumps(result, indent=1))
-
-
-def peer_seconds(horizon: Horizon, relative_error: float = 0.02) -> dict[str, Any]:
-    """jax_privacy's own Balls-in-Bins sampler at λ = .9, σ = 2.93: it draws one n-dimensional sample at a time."""
-    try:
-        from jax_privacy import batch_selection
-        from jax_privacy.experimental.monte_carlo import sample_generation
-
-        strategy = batch_selection.BallsInBinsSampling(iterations=horizon.steps, cycle_length=horizon.steps_per_epoch)
-        column = LambdaCGD(0.9).strategy(horizon.steps)
-        started, count = time.perf_counter(), 20
-        for seed in range(count):
-            sample = sample_generation.generate_sample(strategy, 2.93, column, seed)
-            sample_generation.compute_privacy_loss(strategy, sample, 2.93, column)
-        a_sample = (time.perf_counter() - started) / count
-        return {"seconds_a_sample": a_sample, "seconds": 0.5 / DELTA / relative_error**2 * a_sample}
-    except Exception as error:  # another version, another interface: the rest of the run is still good
-        return {"error": f"{type(error).__name__}: {error}"}
+        arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
 
 
 def show(row: dict[str, Any]) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from lambdacgd import cache
-from lambdacgd.accounting.base import AccountingError, Calibration, Certificate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.validation import InvalidInput
-
-SMALLEST_EPSILON = 1e-3
 
 
 def balls_in_bins(

@@ -12,6 +12,9 @@ from scipy.optimize import toms748
 
 Direction = Literal["both", "remove", "add"]
 
+SMALLEST_EPSILON = 1e-3
+"""of Balls-in-Bins: below it differences of Gaussian tails lose more digits than the certificates' margins cover"""
+
 
 @dataclass(frozen=True)
 class Certificate:

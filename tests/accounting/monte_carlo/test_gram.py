@@ -61,6 +61,17 @@ def test_lambda_cgd_in_closed_form(lam: float, b: int, k: int) -> None:
     np.testing.assert_allclose(closed, dense.matrix, rtol=1e-8, atol=1e-10 * dense.matrix.max())
 
 
+@pytest.mark.parametrize("gap", [1e-5, 1e-9, 1e-12, 1e-15])
+def test_lambda_close_to_one_keeps_its_digits(gap: float) -> None:
+    # The closed form subtracts numbers of size 1/(1 − λ²); certificates rest on a relative accuracy of 2e-9.
+    horizon = Horizon(3, 2)
+    found = gram_of(LambdaCGD(1 - gap), horizon)
+    centres = dense_strategy(LambdaCGD(1 - gap), horizon).reshape(6, 2, 3).sum(axis=1)
+    expected = centres.T @ centres
+    np.testing.assert_allclose(found.diagonal, np.diag(expected), rtol=1e-9)
+    np.testing.assert_allclose(found.rows(np.arange(3), 1), expected, rtol=1e-9)
+
+
 def test_the_cyclic_corner_is_there() -> None:
     gram = LambdaGram(0.9, Horizon(390, 10))
     row = gram.rows(np.zeros(1, dtype=np.intp), 1)[0]

@@ -227,11 +227,14 @@ def test_certificate_can_be_stored() -> None:
         (lambda: TransferMatrix(-0.1, 10, 2), "0 ≤ λ ≤ 0.9999"),
         (lambda: TransferMatrix(math.nan, 10, 2), "0 ≤ λ ≤ 0.9999"),
         (lambda: TransferMatrix(0.9, 0, 2), "steps_per_epoch is 0"),
+        (lambda: TransferMatrix(0.9, math.inf, 2), "steps_per_epoch is inf"),  # type: ignore[arg-type]
+        (lambda: TransferMatrix(0.9, 10, 10**9), "epochs is 1000000000; this accountant takes at most"),
+        (lambda: TransferMatrix(0.9, 1, 2).delta(1e6, 1e-6), "0.001 ≤ ε ≤ 20"),
         (lambda: TransferMatrix(0.9, 10, 2).delta(0.0, 1.0), "σ is 0.0"),
         (lambda: TransferMatrix(0.9, 10, 2).delta(math.inf, 1.0), "σ is inf"),
         (lambda: TransferMatrix(0.9, 10, 2).delta(1e-3, 1.0), "the smallest is"),
         (lambda: TransferMatrix(0.9, 10, 2).delta(1.0, math.nan), "ε is nan"),
-        (lambda: TransferMatrix(0.9, 10, 2).delta(1.0, 30.0), "0 < ε ≤ 20"),
+        (lambda: TransferMatrix(0.9, 10, 2).delta(1.0, 30.0), "0.001 ≤ ε ≤ 20"),
         (lambda: TransferMatrix(0.9, 10, 2).sigma(1.0, 1e-14), "nearest 1e-12"),
         (lambda: TransferMatrix(0.9, 10, 2).sigma(1.0, 1.5), "nearest 0.999"),
         (lambda: TransferMatrix(0.9, 10, 2).delta(500.0, 1.0), "below 1e-12"),
@@ -241,6 +244,21 @@ def test_what_cannot_be_answered_is_an_error_that_says_what_can(call: object, sa
     assert callable(call)
     with pytest.raises(AccountingError, match=says):
         call()
+
+
+def test_a_slope_far_from_the_first_guess_is_found() -> None:
+    # The coarse evaluations settle at a slope of .6 here, and it is 56; the truth is 1.02266e-6 by quadrature.
+    bound = TransferMatrix(0.999, 3, 1).delta(16.3464346951881, 0.3)
+    assert 1.02266e-6 < bound.delta < 1.05 * 1.02266e-6
+
+
+@pytest.mark.parametrize(("where", "limit"), [("product.LARGEST_TABLE", 1000), ("evaluate.LARGEST_WORK", 1e6)])
+def test_what_would_take_too_long_or_too_much_is_refused(
+    where: str, limit: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"lambdacgd.accounting.transfer_matrix.{where}", limit)
+    with pytest.raises(AccountingError, match="use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"):
+        TransferMatrix(0.9, 10, 2).delta(3.0, 1.0)
 
 
 def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:

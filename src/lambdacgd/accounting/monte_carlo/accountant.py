@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd import cache
-from lambdacgd.accounting.base import Calibration, Certificate, Direction
+from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate, Direction
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo import certificate
 from lambdacgd.accounting.monte_carlo.build import gram_of, gram_of_matrix
@@ -19,6 +19,9 @@ from lambdacgd.accounting.monte_carlo.gram import Gram
 from lambdacgd.accounting.monte_carlo.sweep import certified_sigma
 from lambdacgd.mechanisms.base import Horizon, Mechanism
 from lambdacgd.validation import InvalidInput, integer, number
+
+LARGEST_EPSILON = 300.0
+"""beyond it e^ε times a density comes near overflow"""
 
 
 class MonteCarlo:
@@ -132,6 +135,7 @@ class MonteCarlo:
         they cannot certify is refused with the number that could.
         """
         _check(epsilon=epsilon, delta=delta)
+        _check_certifiable(epsilon)
         beta = min(1e-9, delta / 1000) if failure_probability is None else failure_probability
         number("failure_probability", beta, above=0, below=delta)
         integer("max_samples", max_samples, minimum=4096)
@@ -151,6 +155,7 @@ class MonteCarlo:
     ) -> float:
         """An upper bound on δ(ε, σ) in both directions that fails with probability at most ``failure_probability``."""
         _check(epsilon=epsilon, sigma=sigma)
+        _check_certifiable(epsilon)
         number("failure_probability", failure_probability, above=0, below=1)
         integer("samples", samples, minimum=4096)
         bound = certificate.upper_bound(
@@ -173,13 +178,18 @@ def _check(
     direction: Direction = "both",
 ) -> None:
     if epsilon is not None:
-        number("epsilon", epsilon, above=0)
+        number("epsilon", epsilon, above=0, below=LARGEST_EPSILON)
     if delta is not None:
         number("delta", delta, above=0, below=1)
     if sigma is not None:
         number("sigma", sigma, above=0)
     if direction not in ("both", "remove", "add"):
         raise InvalidInput("direction", direction, "it must be 'both', 'remove' or 'add'")
+
+
+def _check_certifiable(epsilon: float) -> None:
+    if epsilon < SMALLEST_EPSILON:
+        raise InvalidInput("epsilon", epsilon, f"certificates are given from {SMALLEST_EPSILON:g} on")
 
 
 __all__ = ["MonteCarlo"]

@@ -15,17 +15,18 @@ from lambdacgd.mechanisms.lambda_cgd import LambdaCGD
 Array = NDArray[np.float64]
 
 LARGEST_DENSE = 6000  # bins; three b×b matrices of float64 stay below 1 GB
+CLOSEST_TO_ONE = 1e-6  # 1 − λ below which the closed form's difference of two large numbers loses digits
 
 
 def gram_of(mechanism: Mechanism, horizon: Horizon) -> Gram:
-    """The Gram matrix of a mechanism: closed form and O(b) sampling for λCGD, dense for the rest.
+    """The Gram matrix of a mechanism: closed form and O(b) sampling for λCGD, sums of positive terms for the rest.
 
     ``mechanism`` must be resolved. A strategy with negative entries is refused: the dominating pair of
     Balls-in-Bins is proven for C ≥ 0 only.
     """
     n = horizon.steps
     scales = mechanism.column_scales(n)
-    if isinstance(mechanism, LambdaCGD) and scales is None:
+    if isinstance(mechanism, LambdaCGD) and scales is None and 1.0 - mechanism.lam >= CLOSEST_TO_ONE:
         return LambdaGram(mechanism.lam, horizon)
     column = np.asarray(mechanism.strategy(n), dtype=np.float64)
     require_nonnegative(column)

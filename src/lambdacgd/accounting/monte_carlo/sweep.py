@@ -64,7 +64,7 @@ def certified_sigma(
             "a larger δ or ε, or use cyclic sampling, which needs no samples"
         )
     details = {"failure_probability": 0.0, "estimate": estimate.sigma, "tests": tests, "fallback": "no amplification"}
-    return {"sigma": widest, "details": details}
+    return {"sigma": widest * _ROUNDING_OF_GRAM, "details": details}
 
 
 def _all_pass(

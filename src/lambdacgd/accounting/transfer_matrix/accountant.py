@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from lambdacgd.accounting.base import AccountingError, Certificate, Direction, device
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Certificate, Direction, device
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
 from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
 from lambdacgd.accounting.transfer_matrix.measure import (
@@ -23,6 +23,9 @@ from lambdacgd.accounting.transfer_matrix.selection import select
 METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999
 SMALLEST_LAMBDA = 1e-6
+LARGEST_EPSILON = 20.0
+MOST_STEPS = 10_000_000
+"""steps per epoch, and epochs: a few arrays of this length are made"""
 SMALLEST_DELTA = 1e-12
 ROUNDING_SHARE = 0.01
 """a rounding margin above this share of δ is refused"""
@@ -83,8 +86,10 @@ class TransferMatrix:
             raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
         for name in ("steps_per_epoch", "epochs"):
             value = getattr(self, name)
-            if isinstance(value, bool) or value != int(value) or value < 1:
+            if isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < 1:
                 raise AccountingError(f"{name} is {value!r}; it must be an integer of at least 1")
+            if value > MOST_STEPS:
+                raise AccountingError(f"{name} is {value!r}; this accountant takes at most {MOST_STEPS:,}")
 
     # What to compute with
 
@@ -160,7 +165,7 @@ class TransferMatrix:
         """Upper bounds on δ_remove(ε) and δ_add(ε) at noise multiplier σ, refined until their slack is small."""
         self._validate(sigma=sigma, epsilon=epsilon)
         scale = self.settle(sigma, epsilon)
-        for _ in range(4):
+        for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
             if sum(bound.budget.values()) <= SLACK_SHARE * bound.delta:
                 break
@@ -244,8 +249,10 @@ class TransferMatrix:
             raise AccountingError(
                 f"σ = {sigma:g} is too small to compute with; the smallest is {self.smallest_sigma:.3g}"
             )
-        if epsilon is not None and not 0 < epsilon <= 20:
-            raise AccountingError(f"ε is {epsilon!r}; this accountant takes 0 < ε ≤ 20")
+        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
+            raise AccountingError(
+                f"ε is {epsilon!r}; this accountant takes {SMALLEST_EPSILON:g} ≤ ε ≤ {LARGEST_EPSILON:g}"
+            )
         if delta is not None and not SMALLEST_DELTA <= delta < 1:
             raise AccountingError(
                 f"δ is {delta!r}; this accountant takes 1e-12 ≤ δ < 1, nearest {min(max(delta, 1e-12), 0.999)}"

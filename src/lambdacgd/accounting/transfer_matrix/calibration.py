@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from lambdacgd.accounting.base import AccountingError, calibrate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, calibrate
 from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
 from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Precision, Scale
 
@@ -140,7 +140,7 @@ def calibrate_sigma(
 
 def calibrate_epsilon(accountant: TransferMatrix, sigma: float, delta: float, *, rtol: float) -> tuple[float, Bound]:
     """The search over log ε."""
-    from lambdacgd.accounting.transfer_matrix.accountant import first_slope
+    from lambdacgd.accounting.transfer_matrix.accountant import LARGEST_EPSILON, first_slope
 
     def evaluate(x: float, scale: Scale, precision: Precision) -> Bound:
         return accountant.evaluate(sigma, math.exp(x), replace(scale, strike=math.exp(math.exp(x))), precision)
@@ -150,7 +150,7 @@ def calibrate_epsilon(accountant: TransferMatrix, sigma: float, delta: float, *,
         delta,
         Scale(math.e, delta, first_slope(1.0, delta)),
         slope=-1.4 * math.log(1 / min(delta, 0.1)),
-        limits=(math.log(1e-3), math.log(20.0)),
+        limits=(math.log(SMALLEST_EPSILON), math.log(LARGEST_EPSILON)),
     )
     _, bound = _solve(search, 0.0, rtol, 0.7)
     return bound.epsilon, accountant.checked(bound, slack=allowed_slack(rtol))

@@ -25,6 +25,8 @@ from lambdacgd.accounting.transfer_matrix.put import (
     weights,
 )
 
+LARGEST_WORK = 5e11
+"""the most real operations spent on one evaluation (about a minute on one core); beyond it the request is refused"""
 EXTENDED_LIMIT = 3e10
 """the most real operations spent in extended precision on one evaluation (half a minute)"""
 
@@ -73,6 +75,12 @@ def series(law: Measure, rounding: Rounding, scales: list[Scale], precision: Pre
     window = choose_window(
         law, rounding, strike, width, slope, value, precision, unit=unit, decreasing_beyond=upper_tail
     )
+    work = law.product.flops() * window.count
+    if work > LARGEST_WORK:
+        raise AccountingError(
+            f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {LARGEST_WORK:.1g}; "
+            "use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"
+        )
     extended = _needs_extended(law, strike, width, window, unit, precision.rounding * value)
     transform = law.transform(1j * window.frequencies - window.tilt, rounding, extended=extended)
     unit *= EXTENDED_GAIN if extended else 1.0

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Rounding = Literal["up", "down"]
 MEMORY = 384 * 2**20
 """bytes the batched products may use at once"""
+LARGEST_TABLE = 10_000_000
+"""numbers in one emission table; a few temporaries of this size exist while it is made"""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,12 @@ class TransferProduct:
         shift = chain.gain**0.5
         base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
         self.grid = grid
+        longest = max(len(site.means) for site in (lattice.interior, lattice.left, lattice.right))
+        if longest * len(grid) > LARGEST_TABLE:
+            raise AccountingError(
+                f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
+                "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
+            )
         self._grid = torch.as_tensor(grid, device=device)
         self.interior, self.left, self.right = (
             _OnDevice(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid), device)
@@ -107,7 +115,9 @@ class TransferProduct:
         for stretch in self.plan:
             s = squarings(stretch.count, size, columns)
             cost += s * matrix + ((stretch.count >> s) + bin(stretch.count & ((1 << s) - 1)).count("1")) * strip
-        return cost + 4.0 * len(self._grid) * self.interior.table.shape[1] * (1 + len(self.plan))
+        ends = 16.0 * size * columns
+        tables = self.left.table.shape[1] + self.right.table.shape[1] + self.interior.table.shape[1] * len(self.plan)
+        return cost + ends + 4.0 * len(self._grid) * tables
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""

@@ -313,7 +313,9 @@ def describe(answer: dict[str, Any]) -> str:
         text += f"; {answer['samples']:,} of {answer['samples_needed']:,} samples drawn"
         text += f", all of them would take {answer['projected_seconds'] / 3600:.0f} h"
     if "probes_begun" in answer and "seconds" not in answer:
-        text += f"; in probe {answer['probes_begun']}, {answer['samples_a_probe_and_direction']:,} samples a direction"
+        # it evaluates the two ends of the range first; a third process is built when both are done
+        done = "not past" if answer["probes_begun"] < 3 else f"{answer['probes_begun'] - 3} bisections past"
+        text += f"; {done} the ends of its range, {answer['samples_a_probe_and_direction']:,} samples a direction each"
     return text
 
 

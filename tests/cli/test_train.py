@@ -171,6 +171,10 @@ def test_clashes(tmp_path):
     (tmp_path / "c.toml").write_text("lr = = 1\n")
     with pytest.raises(InvalidInput, match="TOML"):
         cli(*QUICK, "--config", tmp_path / "c.toml")
+    for line in ("task = [1]", "data = 3"):
+        (tmp_path / "c.toml").write_text(f"epsilon = 8\n{line}\n")
+        with pytest.raises(InvalidInput):
+            cli("--config", tmp_path / "c.toml", "--out", tmp_path / "new")
     with pytest.raises(InvalidInput, match="fixed by --plan"):
         cli("digits", "--plan", "p.json", "--epsilon", "1")
     (tmp_path / "full").mkdir()

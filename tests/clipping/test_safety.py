@@ -512,3 +512,36 @@ def test_functional_batch_norm_is_refused() -> None:
     attach(model)
     with pytest.raises(ClippingError, match="mixes the examples"):
         step(model, torch.randn(5, 4))
+
+
+def test_bags_that_are_not_the_batch_are_refused() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, 4, mode="sum")
+            self.register_buffer("of", torch.randint(9, (6, 3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bag(self.of)  # type: ignore[no-any-return]
+
+    model = Bags()
+    attach(model)
+    with pytest.raises(ClippingError, match="bags are not the examples"):
+        step(model, torch.randn(6, 6, 4))  # six bags look like six examples
+
+
+def test_a_deep_copy_of_an_attached_model_is_a_plain_model() -> None:
+    model, x = mlp(), torch.randn(5, 4)
+    clipper = attach(model)
+    step(model, x)
+    norms = clipper.norms.numel()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert not twin(x).any(), "a copy computes with its own weights"
+    step(twin, x)
+    assert clipper.norms.numel() == norms, "and nothing of it is clipped and added"
+    assert all(p.grad is not None for p in twin.parameters())
+    clipper.detach()
+    assert "forward" not in model[0].__dict__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 
@@ -476,3 +477,30 @@ def test_a_gradient_left_over_is_no_way_to_the_sums():
     optimizer.step()
     optimizer.zero_grad()
     check_same_end(private, module, optimizer)
+
+
+def test_a_backward_pass_outside_any_batch_counts_for_nothing():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(module, (torch.ones(12, 5), torch.zeros(12, dtype=torch.int64)))
+    batch = next(batches)
+    with pytest.raises(TrainingError, match=r"backward\(\) was not called"):
+        optimizer.step()
+    backward(module, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_deep_copy_of_a_private_model_is_a_plain_model():
+    private, module, _ = start(augmentations=2)
+    twin = copy.deepcopy(module)
+    x, _ = next(iter(private.loader))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert not twin(x).any()
+        assert module(x).any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -74,22 +75,38 @@ def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]
                 yield f"{child_name}.{local}", name
 
 
+class Replaced:
+    """A forward put on a module's instance. A deep copy of the module gets its own plain forward instead: this one
+    would compute with the original's weights.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self._module, self._run, self._before = module, run, module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
+
+    def undo(self) -> None:
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
+
+
 def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
     before = module.__dict__.get("forward")
     site = Site(clipper, module, path, own, module.forward)
     rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
     if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
         clipper.linear_sites.append(site)
-    run = partial(_run, site, rule)
-    module.forward = torch._dynamo.disable(run)  # a graph break under torch.compile
-
-    def undo() -> None:
-        if before is None:
-            del module.forward
-        else:
-            module.forward = before
-
-    return undo
+    replaced = Replaced(module, torch._dynamo.disable(partial(_run, site, rule)))  # a graph break in torch.compile
+    module.forward = replaced
+    return replaced.undo
 
 
 def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:

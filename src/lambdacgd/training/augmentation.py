@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lambdacgd.clipping.sites import batch_size
+from lambdacgd.clipping.sites import Replaced, batch_size
 from lambdacgd.training.errors import TrainingError
 
 
@@ -36,7 +36,6 @@ def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
 
 def run_by_view(model: nn.Module, views: int) -> Callable[[], None]:
     """Make the model run once a view while gradients are on; returns what undoes it."""
-    before = model.__dict__.get("forward")
     original, count = model.forward, examples_in(views)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -52,15 +51,9 @@ def run_by_view(model: nn.Module, views: int) -> Callable[[], None]:
             outputs.append(original(*view_args, **view_kwargs))
         return _together(outputs, examples)
 
-    model.forward = forward
-
-    def undo() -> None:
-        if before is None:
-            del model.forward
-        else:
-            model.forward = before
-
-    return undo
+    replaced = Replaced(model, forward)
+    model.forward = replaced
+    return replaced.undo
 
 
 def _together(outputs: list[Any], examples: int) -> Any:

@@ -47,6 +47,8 @@ class Config:
         integer("seed", self.seed, minimum=0)
         if self.physical_batch_size is not None:
             integer("physical_batch_size", self.physical_batch_size)
+        if not isinstance(self.data, (str, type(None))):
+            raise InvalidInput("data", self.data, "it must be a folder")
         if self.optimizer not in ("sgd", "adamw"):
             raise InvalidInput("optimizer", self.optimizer, "it must be sgd or adamw")
         if isinstance(self.lam, str) and self.lam != "auto":
@@ -70,7 +72,7 @@ def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Confi
     written = read(file) if file else {}
     settings = written | {name: value for name, value in given.items() if value is not None}
     task = task or settings.get("task") or "digits"
-    if task not in TASKS:
+    if not isinstance(task, str) or task not in TASKS:
         raise InvalidInput("task", task, f"it must be one of {', '.join(TASKS)}")
     if "epsilon" not in settings:
         raise InvalidInput("epsilon", None, "give the privacy budget: --epsilon 8, say")

@@ -211,6 +211,8 @@ class Private:
 
     def hand_out(self, chunk: Chunk) -> None:
         self.gradients.drop_zeroed()
+        if self.cycle.phase is Phase.IDLE:
+            self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
         self.cycle.batch(chunk.step, len(chunk.indices), last=chunk.last)
         self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
 

@@ -174,6 +174,8 @@ def embedding_bag(
     if m.mode == "max":
         raise site.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
     index, weights = _bags(m, input, offsets, per_sample_weights)
+    if not site.clipper.is_batched(site, index):
+        raise site.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
         index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)
     used = index >= 0

@@ -1,8 +1,8 @@
-"""Time and memory of a step's noise; see ``python benchmarks/noise.py --help``."""
+"""Time and memory of a step's noise: ``python benchmarks/noise.py --help``, or ``lambdacgd bench noise``."""
 
-from __future__ import annotations
+import sys
 
-from lambdacgd.noise.benchmark import main
+from lambdacgd.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(["bench", "noise", *sys.argv[1:]]))

@@ -12,43 +12,14 @@ from typing import Any, Literal
 
 from lambdacgd.accounting.base import Certificate
 from lambdacgd.accounting.calibration import calibrate_noise
-from lambdacgd.mechanisms import (
-    BISR,
-    BLT,
-    BSR,
-    MECHANISMS,
-    BandInvMF,
-    BandMF,
-    GammaBIFR,
-    Horizon,
-    LambdaCGD,
-    Mechanism,
-    error_norms,
-    mechanism_from_dict,
-    sensitivity,
-)
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Cyclic, Poisson, Sampling, sampling_from_dict
+from lambdacgd.choices import make_mechanism, make_sampling
+from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
+from lambdacgd.sampling import Sampling, sampling_from_dict
 from lambdacgd.validation import InvalidInput, integer, number
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-1"
 Auto = Literal["auto"]
-
-# Sensitivities and errors are sums over columns of n numbers: this many take a few gigabytes.
-MOST_STEPS = 100_000_000
-
-# Which parameters each mechanism is described by; anything else given for it is an error.
-PARAMETERS: dict[str, tuple[str, ...]] = {
-    "dp-sgd": (),
-    "lambda-cgd": ("lam", "normalized", "objective"),
-    "bisr": ("bands",),
-    "bandinvmf": ("bands", "amplified"),
-    "gamma-bifr": ("bands", "gamma", "objective"),
-    "blt": ("buffers",),
-    "bsr": ("bands",),
-    "bandmf": ("bands",),
-    "diagonal": (),
-}
 
 
 @dataclass(frozen=True)
@@ -218,7 +189,7 @@ def plan(
     Balls-in-Bins and to RMSE elsewhere.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
-    ...      mechanism=LambdaCGD(0.95), sampling="cyclic").sigma  # doctest: +ELLIPSIS
+    ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS
     6.0...
     """
     if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
@@ -257,132 +228,6 @@ def plan(
     )
 
 
-def make_sampling(
-    name: str, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None = None
-) -> Sampling:
-    """The sampling called ``name``; an epoch has ⌊examples / batch size⌋ steps unless it is given."""
-    if name not in SAMPLINGS:
-        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
-    epochs = integer("epochs", epochs)
-    if steps_per_epoch is None:
-        steps_per_epoch = examples // batch_size
-    steps_per_epoch = integer(
-        "steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})"
-    )
-    if epochs * steps_per_epoch > MOST_STEPS:
-        raise InvalidInput(
-            "epochs",
-            epochs,
-            f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
-        )
-    if name == Cyclic.name:
-        if steps_per_epoch * batch_size > examples:
-            most = examples // batch_size
-            raise InvalidInput(
-                "steps_per_epoch", steps_per_epoch, f"cyclic batches of {batch_size} allow at most {most} an epoch"
-            )
-        return Cyclic(examples, steps_per_epoch, epochs, batch_size)
-    kind: type[BallsInBins] | type[Poisson] = BallsInBins if name == BallsInBins.name else Poisson
-    return kind(examples, steps_per_epoch, epochs)
-
-
-def make_mechanism(
-    mechanism: str | Mechanism,
-    sampling: Sampling,
-    *,
-    epsilon: float,
-    delta: float,
-    parameters: dict[str, Any],
-) -> tuple[Mechanism, dict[str, Any] | None]:
-    """The resolved mechanism, and how its automatic parameters were chosen."""
-    horizon = sampling.horizon
-    if isinstance(mechanism, Mechanism):
-        if parameters:
-            name = next(iter(parameters))
-            raise InvalidInput(name, parameters[name], "it goes with a mechanism's name; this mechanism is complete")
-        return mechanism.resolve(horizon), None
-    if mechanism not in PARAMETERS:
-        raise InvalidInput("mechanism", mechanism, f"it must be one of {', '.join(MECHANISMS)}")
-    for name, value in parameters.items():
-        if name not in PARAMETERS[mechanism]:
-            takes = ", ".join(PARAMETERS[mechanism]) or "no parameters"
-            raise InvalidInput(name, value, f"it does not apply to {mechanism}, which takes {takes}")
-    bands = parameters.get("bands", 4)
-    if "bands" in parameters:
-        integer("bands", bands, maximum=horizon.steps, why=f" (the number of steps, {horizon.steps})")
-    bands = min(bands, horizon.steps)
-    if mechanism == LambdaCGD.name:
-        return _lambda_cgd(sampling, parameters, epsilon, delta)
-    if mechanism == GammaBIFR.name:
-        return _gamma_bifr(bands, sampling, parameters, epsilon, delta)
-    if mechanism == BandInvMF.name and parameters.get("amplified"):
-        return _amplified_band_inv_mf(bands, sampling, epsilon, delta)
-    if mechanism == BLT.name:
-        return BLT(parameters.get("buffers", 3)).resolve(horizon), None
-    banded: dict[str, type[BISR] | type[BSR] | type[BandInvMF] | type[BandMF]]
-    banded = {cls.name: cls for cls in (BISR, BSR, BandInvMF, BandMF)}
-    if mechanism in banded:
-        return banded[mechanism](bands).resolve(horizon), None
-    return MECHANISMS[mechanism]().resolve(horizon), None
-
-
-def _lambda_cgd(
-    sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
-) -> tuple[Mechanism, dict[str, Any] | None]:
-    normalized = parameters.get("normalized", False)
-    lam = parameters.get("lam", "auto")
-    if lam != "auto":
-        _refuse_objective(parameters, "lam")
-        return LambdaCGD(lam, normalized), None
-    from lambdacgd.tuning import choose_lambda
-
-    choice = choose_lambda(sampling.horizon, normalized=normalized, **_objective(sampling, parameters, epsilon, delta))
-    return LambdaCGD(choice.value, normalized), {"parameter": "lambda"} | choice.to_dict()
-
-
-def _gamma_bifr(
-    bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
-) -> tuple[Mechanism, dict[str, Any] | None]:
-    gamma = parameters.get("gamma", "auto")
-    if gamma != "auto":
-        _refuse_objective(parameters, "gamma")
-        return GammaBIFR(bands, gamma).resolve(sampling.horizon), None
-    if bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
-        return GammaBIFR(bands, 0.0), None
-    from lambdacgd.tuning import choose_gamma
-
-    choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, parameters, epsilon, delta))
-    return GammaBIFR(bands, choice.value).resolve(sampling.horizon), {"parameter": "gamma"} | choice.to_dict()
-
-
-def _amplified_band_inv_mf(
-    bands: int, sampling: Sampling, epsilon: float, delta: float
-) -> tuple[Mechanism, dict[str, Any] | None]:
-    if not isinstance(sampling, BallsInBins) or math.isinf(epsilon):
-        raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
-    from lambdacgd.tuning import amplified_band_inv_mf
-
-    found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta)
-    because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
-    return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
-
-
-def _refuse_objective(parameters: dict[str, Any], given: str) -> None:
-    if "objective" in parameters:
-        raise InvalidInput(
-            "objective", parameters["objective"], f"it applies where {given} is auto; leave one of them out"
-        )
-
-
-def _objective(sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float) -> dict[str, Any]:
-    """What an automatic parameter is chosen by: the paper's guideline where there is amplification, else RMSE."""
-    amplified = isinstance(sampling, BallsInBins) and math.isfinite(epsilon)
-    objective = parameters.get("objective", "guideline" if amplified else "rmse")
-    if not amplified and objective in ("amplified-rmse", "guideline"):
-        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
-    return {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified else {})
-
-
 def _plain(value: Any) -> Any:
     """``value`` as strict JSON allows it: infinities become strings, which float() reads back."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -396,6 +241,3 @@ def _plain(value: Any) -> Any:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-__all__ = ["FORMAT", "PARAMETERS", "Plan", "make_mechanism", "make_sampling", "plan"]

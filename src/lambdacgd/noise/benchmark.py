@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import platform
@@ -251,23 +250,3 @@ def table(name: str, entry: dict[str, Any], device: torch.device) -> None:
             "–" if extra is None else f"{extra:.2f}",
         )
     Console(width=110).print(grid)
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """``python benchmarks/noise.py`` and ``lambdacgd bench noise``."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", action="append", choices=list(MODELS), help="may be given more than once")
-    parser.add_argument("--device", help="cpu, cuda, cuda:1 …; the default is CUDA where there is one")
-    parser.add_argument("--bands", type=int, nargs="+", default=[2, 4, 16])
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each contender")
-    parser.add_argument("--buffer-gib", type=float, default=8.0, help="skip noise buffers larger than this")
-    parser.add_argument("--out", help="JSON file, written after every model")
-    given = parser.parse_args(argv)
-    run(
-        given.model,
-        given.device,
-        bands=given.bands,
-        seconds=given.seconds,
-        buffer_gib=given.buffer_gib,
-        out=given.out,
-    )

@@ -384,3 +384,18 @@ def test_not_while_the_model_holds_an_average(tmp_path):
     with average.applied(), pytest.raises(CheckpointError, match=r"ema\.applied"):
         private.save(tmp_path / "two.pt")
     private.save(tmp_path / "two.pt")
+
+
+def test_a_prepared_run_does_not_start_again_behind_weights_that_were_handed_back(tmp_path):
+    first = start(tmp_path)
+    run_id = first.run.key.ledger().new_run()
+    first.detach()
+    for _ in range(2):  # nothing was trained yet: it may be taken up again
+        private = start(tmp_path, run_id=run_id)
+        assert private.run.id == run_id
+        private.detach()
+    private = start(tmp_path, run_id=run_id)
+    steps(private, 2)
+    private.detach()
+    with pytest.raises(LedgerError, match="released weights after step 2"):
+        steps(start(tmp_path, run_id=run_id), 1)

@@ -190,6 +190,7 @@ class Private:
         schedulers.release(self.optimizer)
         self.gradients.clear()
         self._stage = None
+        self.run.hand_over(self.steps_taken)
 
     # --- for the loader ----------------------------------------------------------------------------------------------
 

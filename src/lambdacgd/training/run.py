@@ -79,6 +79,13 @@ class Run:
         if self._ledger is not None:
             self._ledger.record(self.id, step, digest=digest, kind=kind)
 
+    def hand_over(self, step: int) -> None:
+        """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
+        if step == 0 or self._ledger is None or self._id is None or os.getpid() != self._process:
+            return
+        if self._ledger.newest(self._id) is None:
+            self._ledger.record(self._id, step, digest="", kind="detach")
+
     def resume(self, run_id: str, step: int, digest: str) -> None:
         """Become the run of a checkpoint, if the ledger allows it."""
         if self._id == run_id:

@@ -69,6 +69,7 @@ def _exact(accountant: TransferMatrix, epsilon: float, delta: float) -> Calibrat
         "k": accountant.epochs,
         "epsilon": epsilon,
         "delta": delta,
+        "device": accountant.torch_device(),
     }
 
     def compute() -> dict[str, Any]:

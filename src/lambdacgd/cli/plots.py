@@ -15,6 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from lambdacgd.accounting.balls_in_bins import exact_accountant
+from lambdacgd.accounting.base import SMALLEST_EPSILON
 from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
@@ -47,7 +48,7 @@ def plan_figure(plan: Plan, path: Path) -> None:
     with _figure(path, ncols=2, figsize=(11, 4)) as (left, right):
         _errors_over_lambda(plan, left)
         epsilons = np.linspace(0.25, 1.25, 11) * plan.epsilon
-        bounds = accountant.curve(plan.sigma, [float(e) for e in epsilons if e <= 20])
+        bounds = accountant.curve(plan.sigma, [float(e) for e in epsilons if SMALLEST_EPSILON <= e <= 20])
         right.semilogy([b.epsilon for b in bounds], [b.delta for b in bounds], label="the larger of both directions")
         right.plot(plan.epsilon, plan.delta, "k*", label="this plan")
         right.set_xlabel("ε")

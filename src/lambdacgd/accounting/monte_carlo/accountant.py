@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd import cache
-from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate, Direction
+from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate, Direction, device
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo import certificate
 from lambdacgd.accounting.monte_carlo.build import gram_of, gram_of_matrix
@@ -59,7 +59,7 @@ class MonteCarlo:
         return self._estimator
 
     def _cached(self, kind: str, question: dict[str, Any], compute: Any) -> Any:
-        return cache.cached(f"monte-carlo-{kind}", self._question | question, compute)
+        return cache.cached(f"monte-carlo-{kind}", self._question | question | {"device": device()}, compute)
 
     def without_amplification(self, epsilon: float, delta: float) -> float:
         """σ that suffices without any amplification: the largest ‖m_j‖ times the Gaussian mechanism's σ."""

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from lambdacgd.cli.bench import bench
+from lambdacgd.cli.options import number_or_auto
 from lambdacgd.cli.reproduce import reproduce
 from lambdacgd.cli.train import train
-from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
 
 app = typer.Typer(
@@ -112,11 +112,11 @@ def plan(
             epsilon=epsilon,
             delta=delta,
             mechanism=mechanism,
-            lam=_number_or_auto("lam", lam),
+            lam=number_or_auto("lam", lam),
             normalized=normalized or None,
             bands=bands,
             buffers=buffers,
-            gamma=_number_or_auto("gamma", gamma),
+            gamma=number_or_auto("gamma", gamma),
             amplified=amplified or None,
             objective=objective,
             sampling=sampling,
@@ -165,15 +165,6 @@ def compare(
             as_json=as_json,
             plot=plot,
         )
-
-
-def _number_or_auto(parameter: str, text: str | None) -> Any:
-    if text is None or text == "auto":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
 
 
 app.command()(train)

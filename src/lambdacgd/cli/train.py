@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from lambdacgd.cli.options import number_or_auto
 from lambdacgd.validation import InvalidInput
 
 # What may change when a run is resumed: where and how fast it runs, not what it computes.
@@ -60,7 +61,7 @@ def train(
         "epsilon": epsilon,
         "delta": delta,
         "mechanism": mechanism,
-        "lam": _number_or_auto(lam),
+        "lam": number_or_auto("lam", lam),
         "bands": bands,
         "sampling": sampling,
         "epochs": epochs,
@@ -76,15 +77,6 @@ def train(
         "data": str(data) if data else None,
     }
     run(task, {name: value for name, value in given.items() if value is not None}, plan, config, resume, out)
-
-
-def _number_or_auto(text: str | None) -> float | str | None:
-    if text is None or text == "auto":
-        return text
-    try:
-        return float(text)
-    except ValueError:
-        raise InvalidInput("lam", text, "it must be a number in [0, 1) or auto") from None
 
 
 def run(

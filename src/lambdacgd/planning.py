@@ -100,6 +100,24 @@ class Plan:
         """A public hash of everything in the plan."""
         return str(self.to_dict()["digest"])
 
+    def check(self) -> None:
+        """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, ε or δ changed afterwards.
+
+        The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows.
+        """
+        if self.certificate.kind != "bound":
+            return  # claims nothing
+        mean, largest = error_norms(self.mechanism, self.steps)
+        expected = (mean * self.sigma, largest * self.sigma, sensitivity(self.mechanism, self.horizon).value)
+        found = (self.rmse, self.maxse, self.sensitivity)
+        same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
+        if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
+            raise InvalidInput(
+                "plan",
+                self.digest[:12],
+                "its parts do not belong together: it was changed after lc.plan made it. Plan anew",
+            )
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import pytest
@@ -23,6 +24,17 @@ def test_an_estimated_plan_is_said_to_claim_nothing():
         lc.privatize(model, optimizer, data, plan, max_grad_norm=1.0).detach()
     with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
         lc.Noiser(plan, lc.SecretKey.generate())
+
+
+@pytest.mark.parametrize(
+    "change", [{"sigma": 0.01}, {"epsilon": 1.0}, {"delta": 1e-6}, {"mechanism": lc.LambdaCGD(0.1)}]
+)
+def test_a_plan_changed_after_it_was_made_does_not_train(change):
+    """Contract 1: nobody trains with a σ computed for something else."""
+    plan = lc.plan(**SMALL, mechanism=lc.LambdaCGD(0.5), sampling="cyclic")
+    lc.Noiser(plan, lc.SecretKey.generate())
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        lc.Noiser(dataclasses.replace(plan, **change), lc.SecretKey.generate())
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

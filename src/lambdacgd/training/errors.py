@@ -19,8 +19,9 @@ class NotPrivateWarning(UserWarning):
     """The run claims nothing: ε = inf (no noise, no clipping), or a σ that is only an estimate."""
 
 
-def warn_if_uncertified(plan: Plan) -> None:
-    """Say it loudly where a plan's σ is a point estimate. Such a run is for experiments; its card claims nothing."""
+def check_claim(plan: Plan) -> None:
+    """Refuse a changed plan; say it loudly where σ is a point estimate, whose card will claim nothing."""
+    plan.check()
     if plan.certificate.kind != "bound":
         warnings.warn(
             "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
-from lambdacgd.training.errors import CheckpointError, TrainingError, warn_if_uncertified
+from lambdacgd.training.errors import CheckpointError, TrainingError, check_claim
 from lambdacgd.training.identity import check_identity, content_digest
 from lambdacgd.training.run import Run
 from lambdacgd.training.stage import NoiseStage, noise_stage
@@ -42,7 +42,7 @@ class Noiser:
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
         if not isinstance(plan, Plan):
             raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
-        warn_if_uncertified(plan)
+        check_claim(plan)
         self.plan = plan
         self.max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)

@@ -17,7 +17,7 @@ from lambdacgd.clipping.factors import Mode
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.augmentation import examples_in, run_by_view
-from lambdacgd.training.errors import NotPrivateWarning, warn_if_uncertified
+from lambdacgd.training.errors import NotPrivateWarning, check_claim
 from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run
@@ -71,7 +71,7 @@ def privatize(
     With ε = inf the same loop runs without noise or clipping, for debugging, and says so.
     """
     _check_plan(plan)
-    warn_if_uncertified(plan)
+    check_claim(plan)
     _check_model_and_optimizer(model, optimizer)
     _check_dataset(dataset, plan)
     number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())

@@ -119,11 +119,11 @@ class CapturedStep:
                 kinds.append((chunk.first == 0, chunk.last))
             parts.append(kinds)
         table = torch.tensor(rows, dtype=torch.int64)
-        if len(rows) > self._table.shape[0]:
-            self._table = table.to(self._device)
-            self._graphs = {}  # the table moved
-        else:
-            self._table[: len(rows)].copy_(table)
+        if len(rows) > self._table.shape[0]:  # room for an epoch with more splits: a table that moves costs new graphs
+            room = max(len(rows), 2 * plan.steps_per_epoch)
+            self._table = torch.full((room, self.padded), -1, dtype=torch.int64, device=self._device)
+            self._graphs = {}
+        self._table[: len(rows)].copy_(table)
         self._parts, self._first_step, self._at = parts, step, step
         self._cursor.zero_()
         self._step.fill_(step)

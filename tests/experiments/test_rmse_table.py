@@ -1,14 +1,24 @@
 """The RMSE table: the paper's numbers are all there, cells are kept, and what is cheap to check agrees."""
 
-import json
+import csv
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from lambdacgd.experiments import rmse_table
+from lambdacgd.experiments.framework import Row, Settings, reproduce
 from lambdacgd.experiments.paper_rmse import COLUMNS, ROWS, Column, known_slip
 
 BY_TITLE = {row.title: row for row in ROWS}
+
+
+def compute(title: str, column: Column, *, quick: bool = False) -> Row:
+    """The cell of that row and column, as the experiment would compute it."""
+    settings = Settings(quick=quick)
+    known = {(cell["row"], cell["column"]): cell for cell in rmse_table.cells(Settings())}
+    cell = known[title, column.title] | ({"relative_error": 0.05} if quick else {})
+    return rmse_table.compute(cell, settings)
 
 
 def test_the_table_is_whole() -> None:
@@ -26,56 +36,34 @@ def test_the_error_grows_as_epsilon_falls_but_for_the_slip() -> None:
 
 @pytest.mark.parametrize("title", ["DP-λCGD (λ=0.975)", "BISR (p=2)", "BSR (p=64)", "BandMF (p=16)", "DP-SGD"])
 def test_values_without_amplification(title: str) -> None:
-    cell = rmse_table.compute(BY_TITLE[title], COLUMNS[0])
+    cell = compute(title, COLUMNS[0])
     assert cell["ratio"] == pytest.approx(1.0, abs=1e-3)
     assert cell["method"] == "analytic"
 
 
 def test_an_amplified_estimate() -> None:
-    cell = rmse_table.compute(BY_TITLE["BISR (p=2)"], Column(8.0, True), quick=True)
+    cell = compute("BISR (p=2)", Column(8.0, True), quick=True)
     assert cell["ratio"] == pytest.approx(1.0, abs=0.015)
     assert cell["method"] == "monte-carlo estimate"
     assert 0 < cell["relative_standard_error"] < 0.01
 
 
-def test_finished_cells_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+def test_the_page_marks_slips_and_refusals(tmp_path: Path) -> None:
+    def invented(cell: Row, settings: Settings) -> Row:
+        row, column = BY_TITLE[cell["row"]], Column(cell["epsilon"], cell["amplified"])
+        found: Row = {"paper": 10.0, "known_slip": known_slip(row, column)}
+        if row.title == "DP-SGD":
+            return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": "a reason"}
+        return found | {"sigma": 10.0, "rmse": 10.0, "ratio": 1.0, "method": "test"}
 
-    def compute(row: object, column: Column, *, quick: bool) -> dict[str, object]:
-        asked.append(f"{row.title} {column.title}")  # type: ignore[attr-defined]
-        if len(asked) == 5 and not (tmp_path / "interrupted").exists():
-            (tmp_path / "interrupted").touch()
-            raise KeyboardInterrupt
-        refused = row.title == "DP-SGD"  # type: ignore[attr-defined]
-        value = None if refused else 10.0
-        rest = {"method": "refused", "because": "a reason"} if refused else {"method": "test"}
-        known = known_slip(row, column)  # type: ignore[arg-type]
-        return {
-            "row": row.title,  # type: ignore[attr-defined]
-            "epsilon": column.epsilon,
-            "amplified": column.amplified,
-            "sigma": value,
-            "rmse": value,
-            "ratio": value,
-            "paper": 10.0,
-            "known_slip": known,
-            "version": rmse_table.__version__,
-        } | rest
-
-    monkeypatch.setattr(rmse_table, "compute", compute)
-    with pytest.raises(KeyboardInterrupt):
-        rmse_table.run(tmp_path, quick=True)
-    interrupted = asked.pop()
-    done = set(asked)
-    assert len(list((tmp_path / "cells-quick").glob("*.json"))) == 4
-    (tmp_path / "cells-quick" / "BISR_p=4_ε=8_no_amplification.json").write_text('{"row": "BIS')  # cut off
-    rmse_table.run(tmp_path, quick=True)
-    again = asked[4:]
-    assert interrupted in again
-    assert done & set(again) == {"BISR (p=4) ε=8 (no amplification)"}
+    experiment = replace(rmse_table.EXPERIMENT, compute=invented)
+    reproduce(experiment, tmp_path, settings=Settings(quick=True))
     text = (tmp_path / "rmse-table.md").read_text()
     assert "† A slip in the paper's table" in text
     assert "— DP-SGD: a reason." in text
-    assert (tmp_path / "rmse-table.csv").read_text().count("\n") == 19
+    assert "| DP-λCGD (λ=0.9) | 10.00 / 10.00 (1.000) |" in text
+    with (tmp_path / "rmse-table.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 18
+    assert {row["rmse"] for row in rows if row["row"] == "DP-SGD"} == {""}
     assert (tmp_path / "rmse-table.png").stat().st_size > 10_000
-    assert json.loads(next((tmp_path / "cells-quick").glob("DP-SGD*")).read_text())["rmse"] is None

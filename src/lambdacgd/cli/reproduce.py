@@ -2,31 +2,43 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from lambdacgd.validation import InvalidInput
-
-# name -> (module with ``run(out, quick)``, what it shows)
-EXPERIMENTS: dict[str, tuple[str, str]] = {
-    "rmse-table": ("lambdacgd.experiments.rmse_table", "the paper's RMSE table, every mechanism and ε, beside ours"),
-}
+from lambdacgd.experiments import EXPERIMENTS
 
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="Which one; --list names them.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Name what can be reproduced.")] = False,
-    out: Annotated[Path, typer.Option("--out", help="Folder for CSV, JSON, Markdown and plots.")] = Path("out"),
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder; CSV, JSON, Markdown and plots go to a folder NAME in it.")
+    ] = Path("out"),
     quick: Annotated[bool, typer.Option("--quick", help="A small version that ends in a minute or two.")] = False,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with the data set, where the experiment trains on one.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
+    ] = None,
+    stop_after: Annotated[
+        float | None, typer.Option("--stop-after", help="Begin no new cell after this many seconds.")
+    ] = None,
+    collect: Annotated[
+        bool, typer.Option("--collect", help="Compute nothing: write tables and plots from the finished cells.")
+    ] = False,
 ) -> None:
     """Regenerate one of the paper's tables or figures. Interrupted runs go on where they stopped."""
     if show:
         for title, (_, what) in EXPERIMENTS.items():
-            print(f"{title:<14} {what}")
+            print(f"{title:<18} {what}")
         return
-    if name not in EXPERIMENTS:
-        raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see lambdacgd reproduce --list)")
-    importlib.import_module(EXPERIMENTS[name][0]).run(out / name, quick=quick)
+    from lambdacgd.experiments import framework
+
+    experiment = framework.load(name)
+    settings = framework.Settings(quick=quick, data=data, device=device)
+    folder = out / experiment.name
+    framework.reproduce(experiment, folder, settings=settings, stop_after=stop_after, collect=collect)
+    print(folder / f"{experiment.name}.md")

@@ -16,11 +16,14 @@ from lambdacgd.mechanisms import (
     LambdaCGD,
     Mechanism,
 )
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Cyclic, Poisson, Sampling
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Bins, Cyclic, Poisson, Sampling
 from lambdacgd.validation import InvalidInput, integer
 
 # Sensitivities and errors are sums over columns of n numbers: this many take a few gigabytes.
 MOST_STEPS = 100_000_000
+
+# The bins of a plan that does not ask for either kind.
+DEFAULT_BINS: Bins = "fixed"
 
 # Which parameters each mechanism is described by; anything else given for it is an error.
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -37,11 +40,19 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 def make_sampling(
-    name: str, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None = None
+    name: str,
+    examples: int,
+    batch_size: int,
+    *,
+    epochs: int,
+    bins: Bins | None = None,
+    steps_per_epoch: int | None = None,
 ) -> Sampling:
     """The sampling called ``name``; an epoch has ⌊examples / batch size⌋ steps unless it is given."""
     if name not in SAMPLINGS:
         raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
+    if bins is not None and name != BallsInBins.name:
+        raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {name}; leave it out")
     epochs = integer("epochs", epochs)
     if steps_per_epoch is None:
         steps_per_epoch = examples // batch_size
@@ -61,8 +72,9 @@ def make_sampling(
                 "steps_per_epoch", steps_per_epoch, f"cyclic batches of {batch_size} allow at most {most} an epoch"
             )
         return Cyclic(examples, steps_per_epoch, epochs, batch_size)
-    kind: type[BallsInBins] | type[Poisson] = BallsInBins if name == BallsInBins.name else Poisson
-    return kind(examples, steps_per_epoch, epochs)
+    if name == BallsInBins.name:
+        return BallsInBins(examples, steps_per_epoch, epochs, DEFAULT_BINS if bins is None else bins)
+    return Poisson(examples, steps_per_epoch, epochs)
 
 
 def make_mechanism(
@@ -73,8 +85,8 @@ def make_mechanism(
     delta: float,
     parameters: dict[str, Any],
 ) -> tuple[Mechanism, dict[str, Any] | None]:
-    """The resolved mechanism, and how its automatic parameters were chosen."""
-    horizon = sampling.horizon
+    """The mechanism, resolved over the sampling's block, and how its automatic parameters were chosen."""
+    horizon = sampling.block
     if isinstance(mechanism, Mechanism):
         if parameters:
             name = next(iter(parameters))
@@ -88,7 +100,9 @@ def make_mechanism(
             raise InvalidInput(name, value, f"it does not apply to {mechanism}, which takes {takes}")
     bands = parameters.get("bands", 4)
     if "bands" in parameters:
-        integer("bands", bands, maximum=horizon.steps, why=f" (the number of steps, {horizon.steps})")
+        integer(
+            "bands", bands, maximum=horizon.steps, why=f" (the steps that noise is correlated over, {horizon.steps})"
+        )
     bands = min(bands, horizon.steps)
     if mechanism == LambdaCGD.name:
         return _lambda_cgd(sampling, parameters, epsilon, delta)
@@ -125,13 +139,13 @@ def _gamma_bifr(
     gamma = parameters.get("gamma", "auto")
     if gamma != "auto":
         _refuse_objective(parameters, "gamma")
-        return GammaBIFR(bands, gamma).resolve(sampling.horizon), None
+        return GammaBIFR(bands, gamma).resolve(sampling.block), None
     if bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
         return GammaBIFR(bands, 0.0), None
     from lambdacgd.tuning import choose_gamma
 
     choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, parameters, epsilon, delta))
-    return GammaBIFR(bands, choice.value).resolve(sampling.horizon), {"parameter": "gamma"} | choice.to_dict()
+    return GammaBIFR(bands, choice.value).resolve(sampling.block), {"parameter": "gamma"} | choice.to_dict()
 
 
 def _amplified_band_inv_mf(
@@ -141,6 +155,8 @@ def _amplified_band_inv_mf(
         raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
     from lambdacgd.tuning import amplified_band_inv_mf
 
+    if sampling.bins == "fresh":
+        raise InvalidInput("amplified", True, "the accountant in its loop knows fixed bins only: bins='fixed'")
     found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta)
     because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
     return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
@@ -159,4 +175,5 @@ def _objective(sampling: Sampling, parameters: dict[str, Any], epsilon: float, d
     objective = parameters.get("objective", "guideline" if amplified else "rmse")
     if not amplified and objective in ("amplified-rmse", "guideline"):
         raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
-    return {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified else {})
+    found = {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified else {})
+    return found if sampling.restart_every is None else found | {"bins": "fresh"}

@@ -14,7 +14,7 @@ from lambdacgd.accounting.base import Certificate
 from lambdacgd.accounting.calibration import calibrate_noise
 from lambdacgd.choices import make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
-from lambdacgd.sampling import Sampling, sampling_from_dict
+from lambdacgd.sampling import Bins, Sampling, sampling_from_dict
 from lambdacgd.validation import InvalidInput, integer, number
 from lambdacgd.version import __version__
 
@@ -26,8 +26,9 @@ Auto = Literal["auto"]
 class Plan:
     """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why.
 
-    ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C under
-    cyclic participation; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
+    ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C for one
+    participation an epoch; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums. Where the
+    noise restarts every ``restart_every`` steps, C is block-diagonal and ``mechanism`` describes one ``block``.
     ``choice`` records how an automatic parameter was chosen, ``version`` the release that made the plan, which stays
     with it: a run resumes with the plan it began with.
 
@@ -59,6 +60,16 @@ class Plan:
     @property
     def horizon(self) -> Horizon:
         return self.sampling.horizon
+
+    @property
+    def block(self) -> Horizon:
+        """The stretch over which noise is correlated: ask the mechanism about ``block.steps``, not ``steps``."""
+        return self.sampling.block
+
+    @property
+    def restart_every(self) -> int | None:
+        """After how many steps the noise forgets its past: b with fresh bins, else never (None)."""
+        return self.sampling.restart_every
 
     @property
     def steps(self) -> int:
@@ -101,16 +112,19 @@ class Plan:
         return str(self.to_dict()["digest"])
 
     def check(self) -> None:
-        """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, ε or δ changed afterwards.
+        """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, bins, ε or δ changed later.
 
-        The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows.
+        The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. A
+        certificate of fresh bins says so, since independent noise has the same errors over fresh and fixed ones.
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
-        mean, largest = error_norms(self.mechanism, self.steps)
-        expected = (mean * self.sigma, largest * self.sigma, sensitivity(self.mechanism, self.horizon).value)
+        mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
+        sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
+        expected = (mean * self.sigma, largest * self.sigma, sens.value)
         found = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
+        same &= self.certificate.details.get("bins", "fixed") == getattr(self.sampling, "bins", "fixed")
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",
@@ -189,6 +203,7 @@ def plan(
     delta: float,
     mechanism: str | Mechanism = "lambda-cgd",
     sampling: str = "balls-in-bins",
+    bins: Bins | None = None,
     steps_per_epoch: int | None = None,
     lam: float | Auto | None = None,
     normalized: bool | None = None,
@@ -204,7 +219,8 @@ def plan(
     ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
     further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
     by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the guideline under
-    Balls-in-Bins and to RMSE elsewhere.
+    Balls-in-Bins and to RMSE elsewhere. ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise
+    restarts there) or "fixed" (drawn once, as in the paper); fixed if not given.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
     ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS
@@ -216,7 +232,7 @@ def plan(
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
     epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
     delta = number("delta", delta, above=0, below=1)
-    chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
+    chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, bins=bins, steps_per_epoch=steps_per_epoch)
     given = {
         "lam": lam,
         "normalized": normalized,
@@ -230,14 +246,14 @@ def plan(
         mechanism, chosen, epsilon=epsilon, delta=delta, parameters={k: v for k, v in given.items() if v is not None}
     )
     calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
-    mean_error, max_error = error_norms(described, chosen.horizon.steps)
+    mean_error, max_error = error_norms(described, chosen.steps, restart_every=chosen.restart_every)
     return Plan(
         mechanism=described,
         sampling=chosen,
         epsilon=epsilon,
         delta=delta,
         batch_size=batch_size,
-        sensitivity=sensitivity(described, chosen.horizon).value,
+        sensitivity=sensitivity(described, chosen.horizon, restart_every=chosen.restart_every).value,
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from lambdacgd.accounting.base import Calibration, Certificate
 from lambdacgd.accounting.gaussian import without_amplification
@@ -30,14 +31,25 @@ def calibrate_noise(
     """The noise multiplier σ that makes ``mechanism`` under ``sampling`` (ε, δ)-DP, with its certificate.
 
     ``mechanism`` must be resolved. ``estimate`` asks for a quick point estimate where only sampling can answer; its
-    certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all.
+    certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all. A certificate of
+    fresh bins says so in its details: it is worth nothing over fixed ones.
     """
+    found = _calibrate_noise(mechanism, sampling, epsilon, delta, estimate)
+    if isinstance(sampling, BallsInBins) and sampling.bins == "fresh":
+        certificate = replace(found.certificate, details=found.certificate.details | {"bins": "fresh"})
+        return Calibration(found.sigma, certificate)
+    return found
+
+
+def _calibrate_noise(
+    mechanism: Mechanism, sampling: Sampling, epsilon: float, delta: float, estimate: bool
+) -> Calibration:
     epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
     delta = number("delta", delta, above=0, below=1)
     if math.isinf(epsilon):
         return Calibration(0.0, Certificate("none", "both", 1.0, math.inf, delta, details={"because": "ε = inf"}))
     horizon = sampling.horizon
-    mechanism.validate(horizon)
+    mechanism.validate(sampling.block)
     if isinstance(sampling, Cyclic):
         return without_amplification(mechanism, horizon, epsilon=epsilon, delta=delta)
     if isinstance(sampling, Poisson):
@@ -49,6 +61,10 @@ def calibrate_noise(
                 "balls-in-bins or cyclic, or the mechanism dp-sgd",
             )
         return poisson_dp_sgd(horizon, epsilon=epsilon, delta=delta)
+    if isinstance(sampling, BallsInBins) and sampling.bins == "fresh":
+        from lambdacgd.accounting.fresh_bins import fresh_bins
+
+        return fresh_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
     if isinstance(sampling, BallsInBins):
         from lambdacgd.accounting.balls_in_bins import balls_in_bins
 

@@ -50,6 +50,13 @@ Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 
 Bands = Annotated[int | None, typer.Option("--bands", help="Bands p of a banded mechanism (default 4).")]
 Buffers = Annotated[int | None, typer.Option("--buffers", help="Buffers of BLT (default 3).")]
 SamplingName = Annotated[str, typer.Option("--sampling", help="balls-in-bins, poisson or cyclic (no amplification).")]
+BinsKind = Annotated[
+    str | None,
+    typer.Option(
+        "--bins",
+        help="Balls-in-Bins drawn once (fixed, the default) or anew every epoch, where noise then restarts (fresh).",
+    ),
+]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute everything anew, keep nothing on disk.")]
@@ -89,6 +96,7 @@ def plan(
         typer.Option("--objective", help="What auto minimises: guideline, amplified-rmse, rmse or maxse."),
     ] = None,
     sampling: SamplingName = "balls-in-bins",
+    bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
     estimate: Estimate = False,
     cross_check: Annotated[
@@ -120,6 +128,7 @@ def plan(
             amplified=amplified or None,
             objective=objective,
             sampling=sampling,
+            bins=bins,
             steps_per_epoch=steps_per_epoch,
             estimate=estimate,
             cross_check=cross_check,
@@ -139,6 +148,7 @@ def compare(
     bands: Bands = None,
     buffers: Buffers = None,
     sampling: SamplingName = "balls-in-bins",
+    bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
     certify: Annotated[
         bool, typer.Option("--certify", help="Certify every σ, not only the exact ones (minutes instead of seconds).")
@@ -160,6 +170,7 @@ def compare(
             bands=bands,
             buffers=buffers,
             sampling=sampling,
+            bins=bins,
             steps_per_epoch=steps_per_epoch,
             estimate=not certify,
             as_json=as_json,

@@ -79,12 +79,20 @@ def show_comparison(
     *, as_json: bool, plot: Path | None, bands: int | None, buffers: int | None, estimate: bool, **request: Any
 ) -> None:
     examples, batch_size, sampling = request.pop("examples"), request.pop("batch_size"), request.pop("sampling")
+    bins = request.pop("bins")
     plans = []
     for name, how, parameters in compared(sampling, bands, buffers):
         with _busy(as_json, f"{name}, {how}"):
             plans.append(
                 make_plan(
-                    examples, batch_size, mechanism=name, sampling=how, estimate=estimate, **parameters, **request
+                    examples,
+                    batch_size,
+                    mechanism=name,
+                    sampling=how,
+                    bins=bins if how == sampling else None,
+                    estimate=estimate,
+                    **parameters,
+                    **request,
                 )
             )
     if plot:
@@ -153,7 +161,7 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
-    add("past noise", f"{memory(plan.mechanism, plan.steps)} (vectors of the model's size)")
+    add("past noise", f"{memory(plan.mechanism, plan.block.steps)} (vectors of the model's size)")
     certificate = plan.certificate
     sure = (
         "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
@@ -207,11 +215,16 @@ def _comparison_table(plans: list[Plan]) -> Table:
             f"{mark}{plan.sigma:.4g}",
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
-            "0" if plan.mechanism.regenerates(plan.steps) else str(plan.mechanism.past_vectors(plan.steps)),
+            _stored(plan),
             plan.certificate.method,
             style="bold" if plan.rmse == best else "",
         )
     return table
+
+
+def _stored(plan: Plan) -> str:
+    n = plan.block.steps
+    return "0" if plan.mechanism.regenerates(n) else str(plan.mechanism.past_vectors(n))
 
 
 def _cross_check(plan: Plan) -> dict[str, Any]:

@@ -40,7 +40,8 @@ def _figure(path: Path, **how: Any) -> Iterator[Any]:
 
 def plan_figure(plan: Plan, path: Path) -> None:
     """RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ."""
-    accountant = exact_accountant(plan.mechanism, plan.horizon) if isinstance(plan.sampling, BallsInBins) else None
+    fixed = isinstance(plan.sampling, BallsInBins) and plan.sampling.bins == "fixed"
+    accountant = exact_accountant(plan.mechanism, plan.horizon) if fixed else None
     if plan.certificate.method != "transfer-matrix" or accountant is None:
         with _figure(path, figsize=(6, 4)) as axes:
             _errors_over_lambda(plan, axes)
@@ -61,7 +62,10 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
     memories = np.geomspace(1, max(10.0, 4.0 * plan.steps), 200)  # 1/(1−λ), the paper's scale
     scale = plan.sigma / plan.sensitivity
     for name, error in {"RMSE": rmse, "MaxSE": maxse}.items():
-        values = [error(LambdaCGD(1 - 1 / memory), plan.horizon) * scale for memory in memories]
+        values = [
+            error(LambdaCGD(1 - 1 / memory), plan.horizon, restart_every=plan.restart_every) * scale
+            for memory in memories
+        ]
         (line,) = axes.loglog(memories, values, label=f"{name} of λCGD at this σ / sensitivity")
         best = int(np.argmin(values))
         axes.plot(memories[best], values[best], "o", color=line.get_color())
@@ -80,7 +84,7 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
 
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
     labels = [f"{describe(plan.mechanism)} ({plan.sampling.name})" for plan in ordered]
-    colors = ["tab:blue" if plan.mechanism.regenerates(plan.steps) else "tab:gray" for plan in ordered]
+    colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
     with _figure(path, figsize=(8, 0.45 * len(plans) + 1.5)) as axes:
         axes.barh(labels, [plan.rmse for plan in ordered], color=colors)
         for row, plan in enumerate(ordered):

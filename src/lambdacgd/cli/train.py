@@ -36,6 +36,10 @@ def train(
     sampling: Annotated[
         str | None, typer.Option("--sampling", help="balls-in-bins (default), poisson, cyclic.")
     ] = None,
+    bins: Annotated[
+        str | None,
+        typer.Option("--bins", help="Balls-in-Bins drawn once (fixed, the default) or anew every epoch (fresh)."),
+    ] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Epochs k.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B.")] = None,
     lr: Annotated[float | None, typer.Option("--lr", help="Learning rate.")] = None,
@@ -64,6 +68,7 @@ def train(
         "lam": number_or_auto("lam", lam),
         "bands": bands,
         "sampling": sampling,
+        "bins": bins,
         "epochs": epochs,
         "batch_size": batch_size,
         "lr": lr,
@@ -130,7 +135,7 @@ def _start(
     known = None
     if plan is not None:
         clash = sorted(
-            {"epsilon", "delta", "mechanism", "lam", "bands", "sampling", "epochs", "batch_size"} & set(given)
+            {"epsilon", "delta", "mechanism", "lam", "bands", "sampling", "bins", "epochs", "batch_size"} & set(given)
         )
         if clash:
             raise InvalidInput(clash[0], given[clash[0]], "it is fixed by --plan; leave it out")
@@ -142,6 +147,7 @@ def _start(
             "batch_size": known.batch_size,
         }
         given = given | {"mechanism": known.mechanism.name, "sampling": known.sampling.name}
+        given = given | {"bins": getattr(known.sampling, "bins", None)}
     settings = resolve(task, config, given)
     folder = out or Path("runs") / f"{settings.task}-{time.strftime('%Y%m%d-%H%M%S')}"
     if known is None:

@@ -1,4 +1,8 @@
-"""How wrong the models are: RMSE and MaxSE of A·(G + C⁻¹Z) for a workload A."""
+"""How wrong the models are: RMSE and MaxSE of A·(G + C⁻¹Z) for a workload A.
+
+With ``restart_every`` = b the noise starts anew at steps 1, b+1, 2b+1, …: C is block-diagonal, its blocks are the
+mechanism's C over b steps, and a row of A·C⁻¹ is made of what completed blocks left and of the current block's row.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,49 @@ from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_errors
 from lambdacgd.mechanisms.sensitivity import sensitivity
 from lambdacgd.mechanisms.toeplitz import multiply
 from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
+from lambdacgd.validation import InvalidInput, integer
 
 
-def squared_row_norms(mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM) -> Array:
+def squared_row_norms(
+    mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
+) -> Array:
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
+    if restart_every is None:
+        return _without_restarts(mechanism, n, workload)
+    b = integer("restart_every", restart_every, maximum=n, why=f" (the number of steps, {n})")
+    if n % b:
+        raise InvalidInput("restart_every", restart_every, f"{n} steps are not a whole number of such stretches")
+    within = _without_restarts(mechanism, b, workload)
+    # One block's share of ‖row t‖² is g(t): its own rows while it lasts, what it left behind afterwards. A later block
+    # does the same b steps later, and different blocks have different z, so the squares add.
+    share = np.concatenate([within, _left_behind(mechanism, b, n - b, float(within[-1]), workload)])
+    return np.cumsum(share.reshape(-1, b), axis=0).reshape(-1)
+
+
+def _left_behind(mechanism: Mechanism, b: int, later: int, last: float, workload: Workload) -> Array:
+    """The squared norm of a block's noise in the models 1, 2, …, ``later`` steps after its end; ``last`` at its end."""
+    if workload == PREFIX_SUM:
+        return np.full(later, last)
+    # A's column obeys w_{m+j} = w_m w_j − αβ w_{m−1} w_{j−1} with w_{−1} = 0, so the block's share of a later model is
+    # a combination of its last two rows.
+    final, before = (_row(mechanism, b, row, workload) for row in (b, b - 1))
+    w = workload.column(later + 1)
+    first, second = w[1:], -workload.decay * workload.momentum * w[:-1]
+    return first**2 * last + 2 * first * second * float(final @ before) + second**2 * float(before @ before)
+
+
+def _row(mechanism: Mechanism, n: int, t: int, workload: Workload) -> Array:
+    """Row t (1 … n, or the empty sum 0) of A·C⁻¹ over n steps."""
+    noising, scales = mechanism.noising(n), mechanism.column_scales(n)
+    uses = np.zeros(n)
+    uses[:t] = workload.column(n)[:t][::-1]  # A[t, i] for i = 1 … n
+    if scales is not None:
+        uses *= scales
+    # Σ_i A[t, i] d_i a_{i−s} for each s: a correlation with the noising coefficients.
+    return multiply(noising, uses[::-1], n)[::-1]
+
+
+def _without_restarts(mechanism: Mechanism, n: int, workload: Workload) -> Array:
     noising = mechanism.noising(n)
     uses = workload.column(n)
     scales = mechanism.column_scales(n)
@@ -35,19 +78,32 @@ def squared_row_norms(mechanism: Mechanism, n: int, workload: Workload = PREFIX_
     return total
 
 
-def error_norms(mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM) -> tuple[float, float]:
+def error_norms(
+    mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
+) -> tuple[float, float]:
     """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}): multiply by σ for the RMSE and the MaxSE of a calibrated mechanism."""
-    if workload == PREFIX_SUM and isinstance(mechanism, LambdaCGD) and not mechanism.normalized:
+    if restart_every is None and _has_closed_form(mechanism, workload):
+        assert isinstance(mechanism, LambdaCGD)
         return closed_form_errors(mechanism.lam, n)
-    rows = squared_row_norms(mechanism, n, workload)
+    rows = squared_row_norms(mechanism, n, workload, restart_every=restart_every)
     return float(np.sqrt(rows.mean())), float(np.sqrt(rows.max()))
 
 
-def rmse(mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM) -> float:
+def _has_closed_form(mechanism: Mechanism, workload: Workload) -> bool:
+    return workload == PREFIX_SUM and isinstance(mechanism, LambdaCGD) and not mechanism.normalized
+
+
+def rmse(
+    mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
+) -> float:
     """(1/√n)‖AC⁻¹‖_F · sens(C): the RMSE without amplification, at unit Gaussian noise."""
-    return error_norms(mechanism, horizon.steps, workload)[0] * sensitivity(mechanism, horizon).value
+    norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
+    return norms[0] * sensitivity(mechanism, horizon, restart_every=restart_every).value
 
 
-def maxse(mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM) -> float:
+def maxse(
+    mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
+) -> float:
     """‖AC⁻¹‖_{2→∞} · sens(C): the MaxSE without amplification, at unit Gaussian noise."""
-    return error_norms(mechanism, horizon.steps, workload)[1] * sensitivity(mechanism, horizon).value
+    norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
+    return norms[1] * sensitivity(mechanism, horizon, restart_every=restart_every).value

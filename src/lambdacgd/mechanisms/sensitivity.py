@@ -37,7 +37,13 @@ def participation_sum(column: Array, horizon: Horizon) -> Array:
     return np.cumsum(column.reshape(k, b), axis=0).reshape(-1)
 
 
-def sensitivity(mechanism: Mechanism, horizon: Horizon, *, participation: Participation = "cyclic") -> Sensitivity:
+def sensitivity(
+    mechanism: Mechanism,
+    horizon: Horizon,
+    *,
+    participation: Participation = "cyclic",
+    restart_every: int | None = None,
+) -> Sensitivity:
     """Sensitivity of ``mechanism`` when each example takes part once in each of ``horizon.epochs`` epochs.
 
     Guarantee
@@ -46,16 +52,37 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, participation: Partic
     is what Balls-in-Bins and a fixed order do; ``min-separation`` allows any steps at least b apart, at most k of
     them. ``exact`` is False where the value is an upper bound: C with negative entries (|C| is used instead), or
     min-separation without a lemma (the smallest non-increasing sequence above |c| is used instead).
+
+    With ``restart_every`` = b (fresh bins) C is block-diagonal, one block an epoch, so the columns of different epochs
+    are orthogonal: the value is √k times the largest column norm of a block, for *any* place in each epoch and for
+    C of any sign. It is exact, and ``participation`` makes no difference.
     """
     if participation not in ("cyclic", "min-separation"):
         raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
+    if restart_every is not None and restart_every != horizon.steps_per_epoch:
+        raise InvalidInput(
+            "restart_every", restart_every, f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
-        found = _sensitivity(mechanism, horizon, participation)
+        if restart_every is None:
+            found = _sensitivity(mechanism, horizon, participation)
+        else:
+            found = _with_restarts(mechanism, horizon)
     if not np.isfinite(found.value):
         raise InvalidInput(
             "mechanism", mechanism.name, f"its strategy C grows beyond all floats over {horizon.steps} steps"
         )
     return found
+
+
+def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    # ‖T[:, j]‖² is the sum of the first b − j squares of T's first column.
+    norms = np.sqrt(np.cumsum(mechanism.strategy(b) ** 2)[::-1])
+    scales = mechanism.column_scales(b)
+    if scales is not None:
+        norms = norms / scales
+    return Sensitivity(float(np.sqrt(k) * norms.max()), True, "one participation an epoch, epochs orthogonal")
 
 
 def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.sampling.balls_in_bins import BallsInBins
+from lambdacgd.sampling.balls_in_bins import BINS, BallsInBins, Bins
 from lambdacgd.sampling.base import DEFAULT_RUN, Sampling
 from lambdacgd.sampling.cyclic import Cyclic
 from lambdacgd.sampling.parquet import BinSortedParquet
@@ -15,7 +15,7 @@ SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, P
 
 
 def sampling_from_dict(data: dict[str, Any]) -> Sampling:
-    """The sampling that ``to_dict`` described."""
+    """The sampling that ``to_dict`` described; Balls-in-Bins without ``bins`` are fixed ones, as they once all were."""
     parameters = dict(data)
     name = parameters.pop("name", None)
     if name not in SAMPLINGS:
@@ -24,10 +24,12 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
 
 
 __all__ = [
+    "BINS",
     "DEFAULT_RUN",
     "SAMPLINGS",
     "BallsInBins",
     "BinSortedParquet",
+    "Bins",
     "Cyclic",
     "Poisson",
     "Sampling",

@@ -1,29 +1,37 @@
-"""Balls-in-Bins: every example has one bin, the same in every epoch, known from the key alone."""
+"""Balls-in-Bins: every example has one bin an epoch, known from the key alone. Fixed bins stay, fresh ones do not."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.keys import SecretKey, prf64
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
-from lambdacgd.validation import InvalidInput
+from lambdacgd.validation import InvalidInput, integer
+
+Bins = Literal["fresh", "fixed"]
+BINS: tuple[Bins, ...] = get_args(Bins)
 
 
 @dataclass(frozen=True)
 class BallsInBins(Sampling):
-    """Example e sits in bin ``prf(key, e) mod b``; step t trains on bin (t−1) mod b, in every epoch.
+    """Example e sits in bin ``prf(key, e) mod b``; step t trains on bin (t−1) mod b.
+
+    ``bins`` is "fixed" (the paper's: the same bins in every epoch) or "fresh" (``prf(key, epoch, e) mod b``: new bins
+    in every epoch, and noise that restarts at each epoch's first step, so ``restart_every`` is b). A description that
+    does not say which means fixed bins.
 
     Guarantee
     ---------
     To anyone without the key the bins of different examples are independent and uniform, up to the PRF (ChaCha20) and
     a modulo bias: no bin's probability exceeds 1/b by more than 2⁻⁶⁴, a relative b/2⁶⁴. Each example takes part
-    exactly once in each of k epochs, always in the same place, which is what the Balls-in-Bins accountants assume.
-    Bins are never truncated, padded or rebalanced: their sizes are Binomial(N, 1/b), and empty ones are yielded.
+    exactly once in each of k epochs: with fixed bins always in the same place, with fresh bins in places that are
+    independent of each other and of everything in other epochs. Bins are never truncated, padded or rebalanced: their
+    sizes are Binomial(N, 1/b), and empty ones are yielded.
     Adjacency is zero-out of one example: N, b and the example ids are public; the bins are not.
 
     >>> key = SecretKey.from_bytes(bytes(32))
@@ -32,10 +40,13 @@ class BallsInBins(Sampling):
     True
     """
 
+    bins: Bins = "fixed"
     name: ClassVar[str] = "balls-in-bins"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.bins not in BINS:
+            raise InvalidInput("bins", self.bins, "it must be fresh (redrawn every epoch) or fixed (drawn once)")
         if self.steps_per_epoch > self.examples:
             raise InvalidInput(
                 "steps_per_epoch",
@@ -44,13 +55,28 @@ class BallsInBins(Sampling):
                 f"Use at most {self.examples}",
             )
 
+    @property
+    def restart_every(self) -> int | None:
+        """b with fresh bins: the accounting composes epochs, so no noise may be cancelled across their boundary."""
+        return self.steps_per_epoch if self.bins == "fresh" else None
+
     def bin_of(
-        self, key: SecretKey, ids: NDArray[np.integer] | list[int] | range, *, run: str = DEFAULT_RUN
+        self,
+        key: SecretKey,
+        ids: NDArray[np.integer] | list[int] | range,
+        *,
+        run: str = DEFAULT_RUN,
+        epoch: int | None = None,
     ) -> Indices:
         """The bin (0 … b−1) of each example id: a pure function, the same on any machine, in any order or shard.
 
+        Fresh bins are those of an ``epoch`` (1 … k), which must be given; fixed bins are the same in all of them.
         Memory beyond the output is bounded by a constant.
         """
+        if epoch is not None:
+            epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
+        elif self.bins == "fresh":
+            raise InvalidInput("epoch", None, f"fresh bins are drawn every epoch; say which, 1 to {self.epochs}")
         asked = np.asarray(ids)
         if asked.size and (asked.dtype.kind not in "iu" or int(asked.min()) < 0 or int(asked.max()) >= self.examples):
             raise InvalidInput(
@@ -58,14 +84,22 @@ class BallsInBins(Sampling):
             )
         if asked.size == 0:
             return np.zeros(asked.shape, dtype=np.int64)
-        words = prf64(key.derive("run", run, "bins"), asked)
+        # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
+        path: tuple[str | int, ...] = ("run", run, "bins")
+        if self.bins == "fresh" and epoch is not None:
+            path = (*path, epoch)
+        words = prf64(key.derive(*path), asked)
         words %= np.uint64(self.steps_per_epoch)
         return words.astype(np.int64)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
-        bins = self.bin_of(key, np.arange(self.examples), run=run)
-        order = np.argsort(bins, kind="stable")
-        edges = np.searchsorted(bins, np.arange(self.steps_per_epoch + 1), sorter=order)
+        everyone, places = np.arange(self.examples), np.arange(self.steps_per_epoch + 1)
+        drawn = 0  # the epoch whose bins are laid out
         for step in range(start_step, self.steps + 1):
-            bin_ = (step - 1) % self.steps_per_epoch
-            yield order[edges[bin_] : edges[bin_ + 1]].astype(np.int64)
+            epoch, place = divmod(step - 1, self.steps_per_epoch)
+            if drawn == 0 or (self.bins == "fresh" and drawn != epoch + 1):
+                drawn = epoch + 1
+                bins = self.bin_of(key, everyone, run=run, epoch=drawn)
+                order = np.argsort(bins, kind="stable").astype(np.int64)
+                edges = np.searchsorted(bins, places, sorter=order)
+            yield order[edges[place] : edges[place + 1]].copy()

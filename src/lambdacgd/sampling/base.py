@@ -43,6 +43,16 @@ class Sampling:
     def steps(self) -> int:
         return self.steps_per_epoch * self.epochs
 
+    @property
+    def restart_every(self) -> int | None:
+        """After how many steps the noise forgets its past, because the accounting composes such stretches; or never."""
+        return None
+
+    @property
+    def block(self) -> Horizon:
+        """The stretch over which noise is correlated: what a mechanism is resolved for. The whole run, or an epoch."""
+        return self.horizon if self.restart_every is None else Horizon(self.restart_every, 1)
+
     def batches(self, key: SecretKey, *, run: str = DEFAULT_RUN, start_step: int = 1) -> Iterator[Indices]:
         """The example indices of steps ``start_step`` … n, one array a step (an empty one where nobody takes part)."""
         integer(

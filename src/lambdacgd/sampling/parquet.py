@@ -37,6 +37,13 @@ class BinSortedParquet:
     ) -> None:
         import pyarrow.parquet
 
+        if sampling.bins != "fixed":
+            raise InvalidInput(
+                "sampling",
+                f"balls-in-bins with {sampling.bins} bins",
+                "one order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
+                "bins='fixed', or train from a data set that reads any row (fresh bins need no sorting there)",
+            )
         self.path, self.sampling = Path(path), sampling
         self._bin_column, self._id_column = bin_column, id_column
         self._file = pyarrow.parquet.ParquetFile(self.path)

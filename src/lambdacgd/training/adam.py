@@ -39,7 +39,7 @@ class DebiasedAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if not adds_independent_noise(plan.mechanism, plan.horizon):
+        if not adds_independent_noise(plan.mechanism, plan.block):
             raise InvalidInput(
                 "plan",
                 plan.mechanism.name,

@@ -231,7 +231,7 @@ def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
         )
     if private.augmentations != 1:
         raise InvalidInput("augmentations", private.augmentations, "a captured step reads examples once; use the loop")
-    if not private.plan.mechanism.regenerates(private.plan.steps):
+    if not private.plan.mechanism.regenerates(private.plan.block.steps):
         raise InvalidInput(
             "plan",
             private.plan.mechanism.name,

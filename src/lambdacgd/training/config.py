@@ -26,6 +26,7 @@ class Config:
     clip: float
     mechanism: str = "lambda-cgd"
     sampling: str = "balls-in-bins"
+    bins: str | None = None
     lam: float | str | None = None
     bands: int | None = None
     optimizer: str = "sgd"
@@ -49,6 +50,8 @@ class Config:
             integer("physical_batch_size", self.physical_batch_size)
         if not isinstance(self.data, (str, type(None))):
             raise InvalidInput("data", self.data, "it must be a folder")
+        if self.bins not in (None, "fresh", "fixed"):
+            raise InvalidInput("bins", self.bins, "it must be fresh or fixed")
         if self.optimizer not in ("sgd", "adamw"):
             raise InvalidInput("optimizer", self.optimizer, "it must be sgd or adamw")
         if isinstance(self.lam, str) and self.lam != "auto":

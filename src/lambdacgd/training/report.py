@@ -15,7 +15,7 @@ REPORT, FIGURE = "report.md", "report.png"
 
 def noise_spectrum(plan: Plan, points: int = 512) -> tuple[np.ndarray, np.ndarray]:
     """(frequency in cycles a step, power relative to independent noise of the same σ): |Σ_j a_j e^{−2πijf}|²."""
-    column = plan.mechanism.noising(plan.steps)
+    column = plan.mechanism.noising(plan.block.steps)
     frequency = np.linspace(0.0, 0.5, points)
     response = np.exp(-2j * np.pi * np.outer(frequency, np.arange(len(column)))) @ column
     return frequency, np.abs(response) ** 2

@@ -51,6 +51,8 @@ def plan_for(config: Config, examples: int) -> Plan:
         extra["lam"] = config.lam
     if config.bands is not None:
         extra["bands"] = config.bands
+    if config.bins is not None:
+        extra["bins"] = config.bins
     return make_plan(
         examples,
         config.batch_size,

@@ -124,7 +124,7 @@ class Plan:
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
         found = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
-        same &= self.certificate.details.get("bins", "fixed") == getattr(self.sampling, "bins", "fixed")
+        same &= self.certificate.details.get("fresh_bins", False) == (self.restart_every is not None)
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",

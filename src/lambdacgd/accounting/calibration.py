@@ -36,7 +36,7 @@ def calibrate_noise(
     """
     found = _calibrate_noise(mechanism, sampling, epsilon, delta, estimate)
     if isinstance(sampling, BallsInBins) and sampling.bins == "fresh":
-        certificate = replace(found.certificate, details=found.certificate.details | {"bins": "fresh"})
+        certificate = replace(found.certificate, details=found.certificate.details | {"fresh_bins": True})
         return Calibration(found.sigma, certificate)
     return found
 

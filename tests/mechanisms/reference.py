@@ -24,6 +24,11 @@ def strategy_matrix(mechanism: Mechanism, n: int) -> np.ndarray:
     return np.linalg.inv(inverse)
 
 
+def restarted(mechanism: Mechanism, horizon: Horizon) -> np.ndarray:
+    """C of noise that restarts every epoch: one block an epoch, each the mechanism's C over b steps."""
+    return np.kron(np.eye(horizon.epochs), strategy_matrix(mechanism, horizon.steps_per_epoch))
+
+
 def correlation(recurrence: BandedInverse | BandedStrategy | BufferedToeplitz, noise: np.ndarray) -> np.ndarray:
     """The recurrence run step by step on the rows of ``noise``."""
     out = np.zeros_like(noise)
@@ -58,8 +63,19 @@ def min_separation_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
     return best
 
 
+def once_an_epoch_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
+    """Supremum over one column of each epoch, anywhere in it: signs do not matter, as |C| shows."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    epochs = [range(e * b, (e + 1) * b) for e in range(k)]
+    return max(float(np.linalg.norm(np.abs(C)[:, list(columns)].sum(axis=1))) for columns in itertools.product(*epochs))
+
+
 def left_factor(mechanism: Mechanism, n: int, workload: Workload) -> np.ndarray:
     """B = A·C⁻¹."""
+    return workload_matrix(n, workload) @ np.linalg.inv(strategy_matrix(mechanism, n))
+
+
+def workload_matrix(n: int, workload: Workload) -> np.ndarray:
     A = np.zeros((n, n))
     for start in range(n):  # SGD with momentum and decay, run on the start-th unit gradient
         velocity, weight = 0.0, 0.0
@@ -67,4 +83,4 @@ def left_factor(mechanism: Mechanism, n: int, workload: Workload) -> np.ndarray:
             velocity = workload.momentum * velocity + (1.0 if t == start else 0.0)
             weight = workload.decay * weight + velocity
             A[t, start] = weight
-    return A @ np.linalg.inv(strategy_matrix(mechanism, n))
+    return A

@@ -23,14 +23,19 @@ def squared_row_norms(
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
     if restart_every is None:
         return _without_restarts(mechanism, n, workload)
-    b = integer("restart_every", restart_every, maximum=n, why=f" (the number of steps, {n})")
-    if n % b:
-        raise InvalidInput("restart_every", restart_every, f"{n} steps are not a whole number of such stretches")
+    b = _stretch(n, restart_every)
     within = _without_restarts(mechanism, b, workload)
     # One block's share of ‖row t‖² is g(t): its own rows while it lasts, what it left behind afterwards. A later block
     # does the same b steps later, and different blocks have different z, so the squares add.
     share = np.concatenate([within, _left_behind(mechanism, b, n - b, float(within[-1]), workload)])
     return np.cumsum(share.reshape(-1, b), axis=0).reshape(-1)
+
+
+def _stretch(n: int, restart_every: int) -> int:
+    b = integer("restart_every", restart_every, maximum=n, why=f" (the number of steps, {n})")
+    if n % b:
+        raise InvalidInput("restart_every", restart_every, f"{n} steps are not a whole number of such stretches")
+    return b
 
 
 def _left_behind(mechanism: Mechanism, b: int, later: int, last: float, workload: Workload) -> Array:
@@ -81,16 +86,26 @@ def _without_restarts(mechanism: Mechanism, n: int, workload: Workload) -> Array
 def error_norms(
     mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
 ) -> tuple[float, float]:
-    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}): multiply by σ for the RMSE and the MaxSE of a calibrated mechanism."""
-    if restart_every is None and _has_closed_form(mechanism, workload):
-        assert isinstance(mechanism, LambdaCGD)
-        return closed_form_errors(mechanism.lam, n)
-    rows = squared_row_norms(mechanism, n, workload, restart_every=restart_every)
-    return float(np.sqrt(rows.mean())), float(np.sqrt(rows.max()))
+    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}): multiply by σ for the RMSE and the MaxSE of a calibrated mechanism.
 
+    For prefix sums the t-th row of restarted noise has squared norm e·S + R_r after e completed blocks and r steps of
+    the current one, with R the squared row norms within a block and S = R_b. For λCGD R_r = 1 + (r−1)(1−λ)².
 
-def _has_closed_form(mechanism: Mechanism, workload: Workload) -> bool:
-    return workload == PREFIX_SUM and isinstance(mechanism, LambdaCGD) and not mechanism.normalized
+    >>> round(error_norms(LambdaCGD(0.5), 6, restart_every=3)[1] ** 2, 6)  # S + R_3 = 2·(1 + 2/4)
+    3.0
+    """
+    if workload != PREFIX_SUM:
+        rows = squared_row_norms(mechanism, n, workload, restart_every=restart_every)
+        return float(np.sqrt(rows.mean())), float(np.sqrt(rows.max()))
+    b = n if restart_every is None else _stretch(n, restart_every)
+    earlier = n // b - 1
+    if isinstance(mechanism, LambdaCGD) and not mechanism.normalized:
+        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.lam, b))
+        left = largest
+    else:
+        within = _without_restarts(mechanism, b, workload)
+        mean, largest, left = float(within.mean()), float(within.max()), float(within[-1])
+    return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
 
 
 def rmse(

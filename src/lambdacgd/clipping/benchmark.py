@@ -1,8 +1,8 @@
 """One training step, private and not: time and peak memory, in one run on one machine, as JSON.
 
-Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. Opacus is
-measured where it is installed; parameters it has no rule for (a ViT's class token and positions) are frozen for it,
-in its favour.
+Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch; the modes of a
+model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
+parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from lambdacgd.clipping.convert import convert
 
 MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
 _RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
+_TURN = 3  # steps in a row of one mode, before the next has its turn
 Step = Callable[[], None]
 
 
@@ -131,31 +132,37 @@ def make_step(mode: str, case: Case, device: torch.device, precision: str, batch
     return our_step(case, device, precision, batch, noise_kind=mode)
 
 
-def measure(step: Step, device: torch.device, *, warm_up: int, repeats: int) -> dict[str, Any]:
-    """Median time of a step (CUDA events on a GPU) after ``warm_up`` steps, and peak memory on a GPU."""
+def prepare(step: Step, device: torch.device, *, resident: int, warm_up: int) -> dict[str, Any]:
+    """Warm up, and the peak memory (on a GPU) beyond the ``resident`` bytes that other modes hold."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     for _ in range(warm_up):
         step()
-    times: list[float] = []
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize()
+    return {"peak_mib": (torch.cuda.max_memory_allocated() - resident) / 2**20}
+
+
+def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dict[str, dict[str, Any]]:
+    """Time of a step of each mode, the modes taking turns: what slows the machine for a while slows them all.
+
+    A turn is a few steps in a row, as in training, where the host runs ahead of the device.
+    """
     cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    for _ in range(repeats):
-        if cuda:
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            step()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        else:
+    times: dict[str, list[float]] = {mode: [] for mode in steps}
+    for _ in range(rounds):
+        for mode, step in steps.items():
             began = time.perf_counter()
-            step()
-            times.append(1e3 * (time.perf_counter() - began))
-    out: dict[str, Any] = {"median_ms": statistics.median(times), "least_ms": min(times), "repeats": repeats}
-    if cuda:
-        out["peak_mib"] = torch.cuda.max_memory_allocated() / 2**20
-    return out
+            for _ in range(_TURN):
+                step()
+            if cuda:
+                torch.cuda.synchronize()
+            times[mode].append(1e3 * (time.perf_counter() - began) / _TURN)
+    return {
+        mode: {"median_ms": statistics.median(found), "least_ms": min(found), "repeats": rounds * _TURN}
+        for mode, found in times.items()
+    }
 
 
 def run(
@@ -188,34 +195,48 @@ def run(
             torch.set_float32_matmul_precision("high")
             torch.backends.cudnn.allow_tf32 = True
         for model in models:
-            for mode in modes:
-                cell = _cell(model, mode, precision, place, batch, warm_up, repeats)
-                result["cells"].append(cell)
-                print(_line(cell, result["cells"]), flush=True)
-                if out is not None:
-                    out.parent.mkdir(parents=True, exist_ok=True)
-                    out.write_text(json.dumps(result, indent=1) + "\n")
+            cells = _cells(model, modes, precision, place, batch, warm_up, repeats)
+            result["cells"] += cells
+            for cell in cells:
+                print(_line(cell, cells), flush=True)
+            if out is not None:
+                out.parent.mkdir(parents=True, exist_ok=True)
+                out.write_text(json.dumps(result, indent=1) + "\n")
         torch.set_float32_matmul_precision(before)
     return result
 
 
-def _cell(
-    model: str, mode: str, precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int
-) -> dict[str, Any]:
-    case = CASES[model]
-    cell: dict[str, Any] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
+def _cells(
+    model: str, modes: list[str], precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int
+) -> list[dict[str, Any]]:
+    """All modes of one model side by side; one that fails is recorded and left out."""
+    case, cuda = CASES[model], device.type == "cuda"
+    cells: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
     step: Step | None = None
-    try:
-        torch.manual_seed(1)
-        step = make_step(mode, case, device, precision, batch or case.batch)
-        cell |= measure(step, device, warm_up=warm_up, repeats=repeats)
-    except Exception as error:  # one failing cell must not lose the rest
-        cell["error"] = f"{type(error).__name__}: {error}"[:500]
-    del step
+    for mode in modes:
+        cells[mode] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
+        resident = torch.cuda.memory_allocated() if cuda else 0
+        try:
+            torch.manual_seed(1)
+            step = make_step(mode, case, device, precision, batch or case.batch)
+            cells[mode] |= prepare(step, device, resident=resident, warm_up=warm_up)
+            steps[mode] = step
+        except Exception as error:
+            cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
+        _free(device)
+    for mode, found in measure(steps, device, rounds=-(-repeats // _TURN)).items():
+        cells[mode] |= found
+    steps.clear()
+    step = None
+    _free(device)
+    return list(cells.values())
+
+
+def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return cell
 
 
 def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:

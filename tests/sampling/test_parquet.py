@@ -74,6 +74,11 @@ def test_an_id_that_comes_twice_is_refused(tmp_path: Path, group: int) -> None:
         BinSortedParquet(tmp_path / "twice.parquet", BallsInBins(10, 4, 1)).verify(KEY)
 
 
+def test_fresh_bins_have_no_one_order(sorted_file: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"fresh bins need a new one every epoch. Plan with bins='fixed'"):
+        BinSortedParquet(sorted_file, BallsInBins(5000, 64, 2, "fresh"))
+
+
 def test_a_file_that_does_not_fit_is_refused(sorted_file: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="5000 rows and the sampling 4000"):
         BinSortedParquet(sorted_file, BallsInBins(4000, 64, 2))

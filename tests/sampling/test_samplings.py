@@ -11,15 +11,23 @@ from hypothesis import strategies as st
 from scipy.stats import binom, chi2
 
 from lambdacgd.keys import SecretKey
-from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling, sampling_from_dict
+from lambdacgd.mechanisms import Horizon
+from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
 from lambdacgd.validation import InvalidInput
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 OTHER = SecretKey.from_bytes(bytes(range(1, 33)))
-ALL = [BallsInBins(200, 7, 3), Poisson(200, 7, 3), Cyclic(200, 7, 3, 28)]
+ALL = [BallsInBins(200, 7, 3), BallsInBins(200, 7, 3, "fresh"), Poisson(200, 7, 3), Cyclic(200, 7, 3, 28)]
+
+# prf64(derive("run", "0", "bins", epoch), id) mod 50 for ids 0 … 5 of epochs 1 and 2
+GOLDEN = [[16, 25, 25, 42, 43, 19], [2, 5, 42, 13, 13, 36]]
 
 
-@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+def named(sampling: Sampling) -> str:
+    return " ".join([getattr(sampling, "bins", ""), sampling.name]).strip()
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=named)
 def test_batches_are_a_function_of_key_run_and_step(sampling: Sampling) -> None:
     batches = list(sampling.batches(KEY))
     assert len(batches) == sampling.steps == sampling.horizon.steps == 21
@@ -35,7 +43,7 @@ def test_batches_are_a_function_of_key_run_and_step(sampling: Sampling) -> None:
         assert len(batch) == 0 or (batch.min() >= 0 and batch.max() < 200)
 
 
-@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("sampling", ALL, ids=named)
 def test_samplings_are_public_and_serialisable(sampling: Sampling) -> None:
     assert sampling_from_dict(json.loads(json.dumps(sampling.to_dict()))) == sampling
     with pytest.raises(InvalidInput, match="takes"):
@@ -44,11 +52,68 @@ def test_samplings_are_public_and_serialisable(sampling: Sampling) -> None:
         sampling_from_dict({"name": "shuffle"})
 
 
-@pytest.mark.parametrize("sampling", ALL, ids=lambda s: s.name)
+@pytest.mark.parametrize("sampling", ALL, ids=named)
 @pytest.mark.parametrize("step", [0, 23, 1.5])
 def test_steps_outside_the_horizon_are_refused_at_once(sampling: Sampling, step: int) -> None:
     with pytest.raises(InvalidInput, match=r"^start_step is"):
         sampling.batches(KEY, start_step=step)
+
+
+@pytest.mark.parametrize("sampling", ALL, ids=named)
+def test_a_block_is_what_noise_is_correlated_over(sampling: Sampling) -> None:
+    if getattr(sampling, "bins", None) == "fresh":
+        assert (sampling.restart_every, sampling.block) == (7, Horizon(7, 1))
+    else:
+        assert (sampling.restart_every, sampling.block) == (None, Horizon(7, 3))
+
+
+def test_a_description_without_bins_means_fixed_ones() -> None:
+    """Plans made before there was a choice have fixed bins, and their noise is far too small a guess for others."""
+    old = BallsInBins(200, 7, 3).to_dict()
+    assert old.pop("bins") == "fixed"
+    assert sampling_from_dict(old) == BallsInBins(200, 7, 3, "fixed") != BallsInBins(200, 7, 3, "fresh")
+    assert BallsInBins(200, 7, 3, "fresh").to_dict()["bins"] == "fresh"
+    for unknown in (None, "", "Fresh", "new", True):
+        with pytest.raises(InvalidInput, match=r"^bins is"):
+            sampling_from_dict(old | {"bins": unknown})
+
+
+def test_fresh_bins_use_every_example_once_an_epoch() -> None:
+    sampling = BallsInBins(500, 9, 4, "fresh")
+    batches = list(sampling.batches(KEY, run="mine"))
+    for epoch in range(1, 5):
+        bins = sampling.bin_of(KEY, range(500), run="mine", epoch=epoch)
+        mine = batches[9 * (epoch - 1) : 9 * epoch]
+        for place, batch in enumerate(mine):
+            assert (np.flatnonzero(bins == place) == batch).all()
+        assert sorted(np.concatenate(mine).tolist()) == list(range(500))
+
+
+def test_fresh_bins_of_an_epoch_are_nobody_elses() -> None:
+    """Other epochs, other runs, fixed bins, and runs whose ids look like epochs: all pairs differ nearly everywhere."""
+    everyone = range(1000)
+    fresh, fixed = BallsInBins(1000, 50, 3, "fresh"), BallsInBins(1000, 50, 3)
+    all_bins = [
+        fresh.bin_of(KEY, everyone, run=run, epoch=epoch) for run in ("0", "1", "2", "bins") for epoch in (1, 2, 3)
+    ]
+    all_bins += [fixed.bin_of(KEY, everyone, run=run) for run in ("0", "1", "2", "bins")]
+    for i, one in enumerate(all_bins):
+        for other in all_bins[:i]:
+            assert (one != other).mean() > 0.9  # 0.98 expected; below 0.9 with probability < 1e-30
+    golden = [fresh.bin_of(KEY, range(6), epoch=epoch).tolist() for epoch in (1, 2)]
+    assert golden == GOLDEN, "bins of running jobs must not change between versions"
+
+
+def test_the_epoch_of_bins() -> None:
+    fresh, fixed = BallsInBins(10, 5, 3, "fresh"), BallsInBins(10, 5, 3)
+    with pytest.raises(InvalidInput, match=r"^epoch is None.*1 to 3"):
+        fresh.bin_of(KEY, [1])
+    for sampling in (fresh, fixed):
+        for bad in (0, 4, 1.5):
+            with pytest.raises(InvalidInput, match=r"^epoch is"):
+                sampling.bin_of(KEY, [1], epoch=bad)  # type: ignore[arg-type]
+    assert (fixed.bin_of(KEY, range(10), epoch=2) == fixed.bin_of(KEY, range(10))).all()
+    assert (fresh.bin_of(KEY, range(10), epoch=np.int64(2)) == fresh.bin_of(KEY, range(10), epoch=2)).all()  # type: ignore[arg-type]
 
 
 def test_balls_in_bins_uses_every_example_once_an_epoch_in_the_same_place() -> None:
@@ -75,14 +140,16 @@ def test_bins_of_other_key_run_or_count_are_other_bins() -> None:
 
 
 def test_bins_are_uniform_and_independent() -> None:
-    """Four χ² tests at N = 10⁶, each with a false-alarm rate of 1e-6 (fixed key: it either always passes or never)."""
+    """Five χ² tests at N = 10⁶, each with a false-alarm rate of 1e-6 (fixed key: it either always passes or never)."""
     sampling = BallsInBins(1_000_000, 37, 1)
-    bins = sampling.bin_of(KEY, np.arange(1_000_000))
+    fresh, everyone = BallsInBins(1_000_000, 37, 2, "fresh"), np.arange(1_000_000)
+    bins = sampling.bin_of(KEY, everyone)
     tables = [
         np.bincount(bins, minlength=37),  # uniform
         np.bincount(37 * bins[:-1] + bins[1:], minlength=37**2),  # neighbours, with overlap: conservative enough
         np.bincount(37 * bins[:-8:2] + bins[8::2], minlength=37**2),  # one cipher block apart
         np.bincount(37 * bins + sampling.bin_of(KEY, np.arange(1_000_000), run="1"), minlength=37**2),  # two runs
+        np.bincount(37 * fresh.bin_of(KEY, everyone, epoch=1) + fresh.bin_of(KEY, everyone, epoch=2), minlength=37**2),
     ]
     for table in tables:
         expected = table.sum() / len(table)
@@ -90,8 +157,9 @@ def test_bins_are_uniform_and_independent() -> None:
         assert chi2.sf(statistic, len(table) - 1) > 1e-6
 
 
-def test_empty_bins_are_yielded_and_nothing_is_rebalanced() -> None:
-    sizes = [len(batch) for batch in BallsInBins(20, 20, 1).batches(KEY)]
+@pytest.mark.parametrize("bins", BINS)
+def test_empty_bins_are_yielded_and_nothing_is_rebalanced(bins: Bins) -> None:
+    sizes = [len(batch) for batch in BallsInBins(20, 20, 1, bins).batches(KEY)]
     assert len(sizes) == 20
     assert sum(sizes) == 20
     assert 0 in sizes

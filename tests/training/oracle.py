@@ -14,7 +14,7 @@ import lambdacgd as lc
 from lambdacgd.accounting import Certificate
 from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.planning import Plan
-from lambdacgd.sampling import BallsInBins
+from lambdacgd.sampling import BallsInBins, Bins
 
 KEY = bytes(range(32))
 
@@ -53,12 +53,18 @@ def plan(
 
 
 def binned_plan(
-    examples: int, batch_size: int, epochs: int, sigma: float = 0.5, mechanism: lc.Mechanism | None = None
+    examples: int,
+    batch_size: int,
+    epochs: int,
+    sigma: float = 0.5,
+    mechanism: lc.Mechanism | None = None,
+    bins: Bins = "fixed",
 ) -> Plan:
     """A Balls-in-Bins plan with a made-up σ: its certificate claims nothing."""
+    sampling = BallsInBins(examples, examples // batch_size, epochs, bins)
     return Plan(
-        mechanism=mechanism or lc.LambdaCGD(0.6),
-        sampling=BallsInBins(examples, examples // batch_size, epochs),
+        mechanism=(mechanism or lc.LambdaCGD(0.6)).resolve(sampling.block),
+        sampling=sampling,
         epsilon=1.0,
         delta=1e-5,
         batch_size=batch_size,
@@ -93,15 +99,15 @@ def clipped_sum(grads: list[dict[str, torch.Tensor]], zeta: float) -> dict[str, 
 def correlated_noise(
     p: Plan, secret: lc.SecretKey, run: str, module: nn.Module, zeta: float
 ) -> list[dict[str, torch.Tensor]]:
-    """ζσ·D·T⁻¹Z by a dense matrix over all steps."""
+    """ζσ·D·T⁻¹Z by a dense matrix over all steps, or over each epoch where the noise restarts."""
     layout = Layout.of_parameters(module.named_parameters())
     field = NoiseField(secret, layout, run_id=run)
-    n = p.steps
-    column = np.zeros(n)
-    coefficients = p.mechanism.noising(n)
+    n, block = p.steps, p.restart_every or p.steps
+    column = np.zeros(block)
+    coefficients = p.mechanism.noising(block)
     column[: len(coefficients)] = coefficients
-    scales = p.mechanism.column_scales(n)
-    scales = np.ones(n) if scales is None else scales
+    scales = p.mechanism.column_scales(block)
+    scales = np.ones(block) if scales is None else scales
     z = []
     for step in range(1, n + 1):
         tensors = {name: torch.zeros(q.shape) for name, q in module.named_parameters()}
@@ -109,7 +115,10 @@ def correlated_noise(
         z.append(tensors)
     return [
         {
-            name: sum(zeta * p.sigma * scales[t] * column[t - s] * z[s][name].double() for s in range(t + 1))
+            name: sum(
+                zeta * p.sigma * scales[t % block] * column[t - s] * z[s][name].double()
+                for s in range(t - t % block, t + 1)
+            )
             for name in z[0]
         }
         for t in range(n)

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.planning import Plan
+from lambdacgd.sampling import Bins
 from lambdacgd.training import Private, privatize
 
 
@@ -50,9 +51,9 @@ def build(folder: Path, workers: int = 1) -> tuple[Private, nn.Module, torch.opt
     return private, module, scheduler
 
 
-def prepare(folder: Path, **options: int) -> None:
-    """A run of 20 steps that stands at step 0."""
-    oracle.binned_plan(60, 15, 5).save(folder / "plan.json")
+def prepare(folder: Path, bins: Bins = "fixed", **options: int) -> None:
+    """A run of 20 steps, 4 an epoch, that stands at step 0."""
+    oracle.binned_plan(60, 15, 5, bins=bins).save(folder / "plan.json")
     lc.SecretKey.from_bytes(oracle.KEY).save(folder / "run.key")
     private, _, scheduler = build(folder, **options)
     private.save(folder / "checkpoint.pt", extra={"scheduler": scheduler.state_dict()})

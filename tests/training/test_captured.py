@@ -54,10 +54,12 @@ cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @cuda
 @pytest.mark.parametrize("padded", [None, 5, 96])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_same_as_the_loop(optimizer, padded):
-    ordinary, _ = build(optimizer)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_the_same_as_the_loop(optimizer, padded, bins):
+    p = oracle.binned_plan(96, 12, 3, bins=bins)
+    ordinary, _ = build(optimizer, p)
     oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
-    captured, data = build(optimizer)
+    captured, data = build(optimizer, p)
     captured.captured_step(loss, data, padded=padded).run()
     assert captured.finished
     agree(ordinary, captured)
@@ -66,8 +68,9 @@ def test_the_same_as_the_loop(optimizer, padded):
 @pytest.mark.gpu
 @cuda
 @pytest.mark.parametrize("mechanism", [lc.Identity(), lc.LambdaCGD(0.6, normalized=True), lc.BISR(3)], ids=str)
-def test_mechanisms_layers_and_empty_bins(mechanism):
-    p = oracle.binned_plan(12, 1, 3, mechanism=mechanism)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_mechanisms_layers_and_empty_bins(mechanism, bins):
+    p = oracle.binned_plan(12, 1, 3, mechanism=mechanism, bins=bins)
     ordinary, _ = build(p=p, convolution=True)
     oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
     captured, data = build(p=p, convolution=True)
@@ -79,9 +82,11 @@ def test_mechanisms_layers_and_empty_bins(mechanism):
 
 @pytest.mark.gpu
 @cuda
-def test_mixes_with_the_loop_and_with_schedulers():
-    ordinary, _ = build()
-    captured, data = build()
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_mixes_with_the_loop_and_with_schedulers(bins):
+    p = oracle.binned_plan(96, 12, 3, bins=bins)
+    ordinary, _ = build(p=p)
+    captured, data = build(p=p)
     schedules = [torch.optim.lr_scheduler.StepLR(p.optimizer, 5, gamma=0.5) for p in (ordinary, captured)]
     for x, y in ordinary.loader:
         loss(ordinary.model, x, y).backward()
@@ -109,17 +114,20 @@ def test_mixes_with_the_loop_and_with_schedulers():
 
 @pytest.mark.gpu
 @cuda
-def test_a_checkpoint_goes_on_captured(tmp_path):
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+@pytest.mark.parametrize("at", [8, 10])
+def test_a_checkpoint_goes_on_captured(tmp_path, bins, at):
     key = oracle.key()
     key.save(tmp_path / "run.key")
-    whole, data = build("momentum")
+    p = oracle.binned_plan(96, 12, 3, bins=bins)
+    whole, data = build("momentum", p)
     whole.run.key, whole.run._id = key, None
     step = whole.captured_step(loss, data)
-    step.run(10)
+    step.run(at)
     whole.save(tmp_path / "c.pt")
     step.run()
     whole.detach()
-    again, data = build("momentum")
+    again, data = build("momentum", p)
     again.run.key, again.run._id = key, None
     again.load(tmp_path / "c.pt")
     again.captured_step(loss, data).run()
@@ -168,11 +176,13 @@ class Eager(CapturedStep):
 
 @pytest.mark.parametrize("padded", [None, 5, 96])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-def test_padding_splitting_and_counting(optimizer, padded, monkeypatch):
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_padding_splitting_and_counting(optimizer, padded, bins, monkeypatch):
     monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
-    ordinary, _ = build(optimizer, device="cpu")
+    p = oracle.binned_plan(96, 12, 3, bins=bins)
+    ordinary, _ = build(optimizer, p, device="cpu")
     oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
-    private, data = build(optimizer, device="cpu")
+    private, data = build(optimizer, p, device="cpu")
     step = Eager(private, loss, data, padded)
     step()
     step.run(6)

@@ -48,27 +48,38 @@ def equal(a, b):
     return all(torch.equal(v, oracle.weights(b)[n]) for n, v in oracle.weights(a).items())
 
 
-def test_resumed_ends_like_uninterrupted(tmp_path):
-    whole = start(tmp_path)
-    steps(whole, 3)
+@pytest.mark.parametrize("at", [3, 4, 5])
+@pytest.mark.parametrize(
+    "p",
+    [
+        oracle.plan(),
+        *(oracle.binned_plan(48, 12, 3, mechanism=m, bins="fresh") for m in (lc.LambdaCGD(0.6), lc.BLT(2))),
+    ],
+    ids=["cyclic", "fresh", "fresh, buffered"],
+)
+def test_resumed_ends_like_uninterrupted(tmp_path, p, at):
+    """Before, at and after the boundary of epochs, which are 4 steps long."""
+    whole = start(tmp_path, p=p)
+    steps(whole, at)
     whole.save(tmp_path / "three.pt", extra={"note": [1, "two", torch.tensor(3.0)]})
     shutil.copytree(tmp_path, tmp_path / "copy")
     steps(whole, 99)
     whole.detach()
-    again = start(tmp_path / "copy", module=oracle.model(seed=9))
+    again = start(tmp_path / "copy", module=oracle.model(seed=9), p=p)
     extra = again.load(tmp_path / "copy" / "three.pt")
     assert extra == {"note": [1, "two", torch.tensor(3.0)]}
-    assert (again.steps_taken, again.run.id) == (3, whole.run.id)
+    assert (again.steps_taken, again.run.id) == (at, whole.run.id)
     steps(again, 99)
     assert equal(whole.model, again.model)
     assert again.finished
 
 
-def test_every_random_thing_resumes_exactly(tmp_path):
-    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 7 and 13 against never."""
-    resumable.prepare(tmp_path, workers=0)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_every_random_thing_resumes_exactly(tmp_path, bins):
+    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 8 (an epoch ends) and 13."""
+    resumable.prepare(tmp_path, bins, workers=0)
     shutil.copytree(tmp_path, tmp_path / "whole")
-    for until in (1, 7, 13):
+    for until in (1, 8, 13):
         random.seed(until)
         torch.manual_seed(until)
         private, _ = resumable.go_on(tmp_path, until=until, workers=0)
@@ -100,8 +111,8 @@ def run_and_kill(folder, after, workers):
     return process.exitcode == 0, time.monotonic() - began
 
 
-def kill_and_compare(folder, kills, seed, workers):
-    resumable.prepare(folder, workers=workers)
+def kill_and_compare(folder, kills, seed, workers, bins):
+    resumable.prepare(folder, bins, workers=workers)
     shutil.copytree(folder, folder / "whole")
     finished, duration = run_and_kill(folder / "whole", None, workers)
     assert finished
@@ -120,15 +131,17 @@ def kill_and_compare(folder, kills, seed, workers):
         assert torch.equal(value, two["averages"][0]["average"][name]), name
 
 
-def test_killed_at_random_moments(tmp_path):
-    kill_and_compare(tmp_path, kills=4, seed=11, workers=0)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_killed_at_random_moments(tmp_path, bins):
+    kill_and_compare(tmp_path, kills=4, seed=11, workers=0, bins=bins)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("round_", range(5))
-def test_killed_thirty_times(tmp_path, round_):
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_killed_thirty_times(tmp_path, round_, bins):
     """Five runs of six kills each, with a worker that reads ahead."""
-    kill_and_compare(tmp_path, kills=6, seed=100 + round_, workers=1)
+    kill_and_compare(tmp_path, kills=6, seed=100 + round_, workers=1, bins=bins)
 
 
 def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):

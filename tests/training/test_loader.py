@@ -32,10 +32,10 @@ class Indices(torch.utils.data.Dataset):
         return i, torch.rand(1).item(), random.random(), np.random.rand()  # noqa: NPY002
 
 
-def read(run="one", **options):
+def read(run="one", bins="fixed", **options):
     module = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    p = oracle.binned_plan(30, 5, 2)
+    p = oracle.binned_plan(30, 5, 2, bins=bins)
     private = privatize(module, optimizer, Indices(), p, max_grad_norm=1.0, key=oracle.key(), **options)
     private.run._id = run
     found: list[list[tuple]] = [[] for _ in range(p.steps)]
@@ -47,19 +47,21 @@ def read(run="one", **options):
     return p, found
 
 
-def test_batches_are_the_samplings():
-    p, found = read()
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_batches_are_the_samplings(bins):
+    p, found = read(bins=bins)
     for step, indices in zip(found, p.sampling.batches(oracle.key(), run="one"), strict=True):
         assert [item[0] for item in step] == (indices.tolist() or [0])
-    assert [[i[0] for i in step] for step in read(run="two")[1]] != [[i[0] for i in step] for step in found]
+    assert [[i[0] for i in step] for step in read(run="two", bins=bins)[1]] != [[i[0] for i in step] for step in found]
 
 
-def test_workers_and_the_generators_of_the_process_change_nothing():
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_workers_and_the_generators_of_the_process_change_nothing(bins):
     torch.manual_seed(1)
-    one = read(max_physical_batch_size=4)[1]
+    one = read(max_physical_batch_size=4, bins=bins)[1]
     torch.manual_seed(2)
     random.seed(3)
-    two = read(max_physical_batch_size=4, num_workers=2)[1]
+    two = read(max_physical_batch_size=4, num_workers=2, bins=bins)[1]
     assert one == two
     values = [item[1:] for step in one for item in step]
     assert len(set(values)) == len(values), "no random number comes twice"

@@ -27,8 +27,16 @@ def file_key(tmp_path):
     return key
 
 
-def test_adds_the_mechanisms_noise_in_place():
-    p = oracle.plan(mechanism=lc.LambdaCGD(0.5, normalized=True))
+@pytest.mark.parametrize(
+    "p",
+    [
+        oracle.plan(mechanism=lc.LambdaCGD(0.5, normalized=True)),
+        oracle.binned_plan(48, 12, 3, mechanism=lc.LambdaCGD(0.5, normalized=True), bins="fresh"),
+        oracle.binned_plan(48, 12, 3, mechanism=lc.BLT(2), bins="fresh"),
+    ],
+    ids=["cyclic", "fresh", "fresh, buffered"],
+)
+def test_adds_the_mechanisms_noise_in_place(p):
     noiser = Noiser(p, oracle.key(), max_grad_norm=2.0)
     module = torch.nn.ParameterDict({"a": torch.zeros(7), "b": torch.nn.ParameterDict({"weight": torch.zeros(3, 4)})})
     expected = oracle.correlated_noise(p, oracle.key(), noiser.run.id, module, 2.0)
@@ -47,8 +55,9 @@ def test_adds_the_mechanisms_noise_in_place():
 
 
 @pytest.mark.parametrize("asked", [(0, 1, 2, 3, 4, 5, 6, 7), (0, 3, 4, 7), (5,)])
-def test_batches_are_the_plans_whether_asked_or_not(asked):
-    p = oracle.binned_plan(48, 12, 2)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_batches_are_the_plans_whether_asked_or_not(asked, bins):
+    p = oracle.binned_plan(48, 12, 2, bins=bins)
     noiser = Noiser(p, oracle.key())
     expected = list(p.sampling.batches(oracle.key(), run=noiser.run.id))
     for t in range(p.steps):
@@ -58,17 +67,26 @@ def test_batches_are_the_plans_whether_asked_or_not(asked):
         noiser.add(zeros())
 
 
-def test_resumes(tmp_path):
-    p = oracle.plan()
+PLANS = {
+    "cyclic": oracle.plan(),
+    "fresh": oracle.binned_plan(48, 12, 2, bins="fresh"),
+    "fresh, buffered": oracle.binned_plan(48, 12, 2, mechanism=lc.BSR(3), bins="fresh"),
+}
+
+
+@pytest.mark.parametrize("p", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize("at", [3, 4, 5])
+def test_resumes(tmp_path, p, at):
+    """Before, at and after the boundary of epochs, which are 4 steps long."""
     whole = Noiser(p, file_key(tmp_path))
-    for _ in range(3):
+    for _ in range(at):
         whole.add(zeros())
     state = whole.state_dict()
-    rest = [(whole.batch().tolist(), whole.add(zeros())) for _ in range(5)]
+    rest = [(whole.batch().tolist(), whole.add(zeros())) for _ in range(8 - at)]
     whole.run.close()
     again = Noiser(p, file_key(tmp_path))
     again.load_state_dict(state)
-    assert again.steps_taken == 3
+    assert again.steps_taken == at
     for indices, sums in rest:
         assert again.batch().tolist() == indices
         for name, value in again.add(zeros()).items():

@@ -36,8 +36,9 @@ def same(a, b, tolerance):
     [lc.Identity(), lc.LambdaCGD(0.6), lc.LambdaCGD(0.6, normalized=True), lc.BISR(3), lc.BSR(3), lc.BLT(1)],
     ids=lambda m: type(m).__name__ + str(getattr(m, "normalized", "")),
 )
-def test_equals_one_example_at_a_time(mechanism):
-    p = oracle.plan(mechanism=mechanism)
+@pytest.mark.parametrize("bins", [None, "fixed", "fresh"])
+def test_equals_one_example_at_a_time(mechanism, bins):
+    p = oracle.binned_plan(48, 12, 2, mechanism=mechanism, bins=bins) if bins else oracle.plan(mechanism=mechanism)
     fast, slow = oracle.model(), oracle.model()
     private = train(fast, p)
     effective = private.clipper.max_grad_norm
@@ -98,8 +99,9 @@ def test_clipped_sums_equal_opacus():
 
 
 @pytest.mark.parametrize("size", [1, 7, 64, None])
-def test_physical_batch_size_changes_nothing(size):
-    p = oracle.binned_plan(60, 15, 2)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_physical_batch_size_changes_nothing(size, bins):
+    p = oracle.binned_plan(60, 15, 2, bins=bins)
     dataset = oracle.data(60)
     runs = []
     for physical in (None, size):
@@ -136,29 +138,35 @@ def applied_noise(p, run):
     return -torch.cat(trail).diff(dim=0).double().numpy()
 
 
-@pytest.mark.parametrize("mechanism", [lc.LambdaCGD(0.8), lc.LambdaCGD(0.8, normalized=True), lc.BISR(3)], ids=str)
-def test_covariance_of_the_applied_noise(mechanism):
+@pytest.mark.parametrize(
+    "mechanism", [lc.LambdaCGD(0.8), lc.LambdaCGD(0.8, normalized=True), lc.BISR(3), lc.BSR(2)], ids=str
+)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_covariance_of_the_applied_noise(mechanism, bins):
     """σ²ζ²/B²·C⁻¹C⁻ᵀ for n = 6, from 2 000·8 = 16 000 draws: all 21 entries within 5 standard errors.
 
-    False alarms: 21 entries, 5 σ each (normal to a good approximation at 16 000 draws): about 1.2e-5.
+    With fresh bins C⁻¹ is two blocks of 3: nothing of one epoch's noise is in the other's. False alarms: 21 entries,
+    5 σ each (normal to a good approximation at 16 000 draws): about 1.2e-5.
     """
-    p = oracle.binned_plan(12, 4, 2, sigma=0.9, mechanism=mechanism)
+    p = oracle.binned_plan(12, 4, 2, sigma=0.9, mechanism=mechanism, bins=bins)
     draws = np.concatenate([applied_noise(p, f"run {i}") for i in range(8)], axis=1)
     n, count = draws.shape
     assert (n, count) == (6, 16_000)
     inverse = np.zeros((n, n))
-    coefficients = mechanism.noising(n)
-    scales = mechanism.column_scales(n) if mechanism.column_scales(n) is not None else np.ones(n)
+    block = {"fixed": 6, "fresh": 3}[bins]
+    coefficients = mechanism.noising(block)
+    scales = mechanism.column_scales(block) if mechanism.column_scales(block) is not None else np.ones(block)
     for t in range(n):
-        for j, a in enumerate(coefficients[: t + 1]):
-            inverse[t, t - j] = scales[t] * a
+        for j, a in enumerate(coefficients[: t % block + 1]):
+            inverse[t, t - j] = scales[t % block] * a
     expected = (p.sigma * ZETA / p.batch_size) ** 2 * inverse @ inverse.T
     error = np.sqrt((np.outer(np.diag(expected), np.diag(expected)) + expected**2) / count)
     assert (np.abs(draws @ draws.T / count - expected) < 5 * error).all()
 
 
-def test_empty_bins_step_with_noise_alone():
-    p = oracle.binned_plan(8, 1, 3)  # 8 bins for 8 examples: about a third stay empty
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_empty_bins_step_with_noise_alone(bins):
+    p = oracle.binned_plan(8, 1, 3, bins=bins)  # 8 bins for 8 examples: about a third stay empty
     module, dataset = oracle.model(), oracle.data(8)
     optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
     private = privatize(module, optimizer, dataset, p, max_grad_norm=ZETA, key=oracle.key())

@@ -1,0 +1,145 @@
+"""What the training experiments train: data on the device in two splits, and small models for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.experiments.runs import TrainingRun
+from lambdacgd.training.data import Examples, Splits, cifar10, digits, imdb
+from lambdacgd.training.tasks import BagOfWords, cifar10_model, digits_model
+from lambdacgd.validation import InvalidInput
+
+# Pieces of BERT's vocabulary are listed by frequency (a public order): later ones become [UNK], a smaller table to noise.
+PIECES, UNKNOWN = 8192, 100
+_ORDER = 20260122  # the seed of the public shuffle behind the validation split
+
+
+def bag_of_words() -> nn.Module:
+    """Mean of 32-dimensional embeddings of 8 192 word pieces, one hidden layer: 263 266 parameters."""
+    return BagOfWords(PIECES, 32, 2)
+
+
+class RandomBert(nn.Module):
+    """A BERT of the given size with random weights, through ``transformers``: the path that fine-tuning takes."""
+
+    def __init__(self, *, layers: int, width: int, heads: int) -> None:
+        super().__init__()
+        from transformers import BertConfig, BertForSequenceClassification
+
+        config = BertConfig(
+            vocab_size=PIECES,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=imdb.LENGTH,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=2,
+        )
+        self.bert = BertForSequenceClassification(config)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != imdb.PADDING).long()).logits
+        return logits
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A data set and the models for it; ``read`` turns stored rows into the model's input on the device."""
+
+    name: str
+    load: Callable[[Path | None], Splits]
+    models: dict[str, Callable[[], nn.Module]]
+    read: Callable[[Examples], Tensor]
+
+
+def _images(examples: Examples) -> Tensor:
+    return examples._numbers(examples.inputs)
+
+
+def _pieces(examples: Examples) -> Tensor:
+    tokens = examples.inputs.long()
+    return torch.where(tokens < PIECES, tokens, UNKNOWN)
+
+
+PROBLEMS: dict[str, Problem] = {
+    problem.name: problem
+    for problem in (
+        Problem("digits", digits.load, {"mlp": digits_model}, _images),
+        Problem("cifar10", cifar10.load, {"cnn": cifar10_model}, _images),
+        Problem(
+            "imdb",
+            imdb.load,
+            {
+                "bag-of-words": bag_of_words,
+                "bert-tiny": lambda: RandomBert(layers=2, width=128, heads=2),
+            },
+            _pieces,
+        ),
+    )
+}
+
+
+def problem(name: str) -> Problem:
+    """The problem of that name."""
+    if name not in PROBLEMS:
+        raise InvalidInput("task", name, f"it must be one of {', '.join(PROBLEMS)}")
+    return PROBLEMS[name]
+
+
+def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
+    """How many training examples a run learns from, and how many are held out for validation."""
+    if run.split == "test":
+        return (every if run.examples is None else min(every, run.examples)), 0
+    held_out = every // 5
+    training = every - held_out
+    if run.examples is None:
+        return training, held_out
+    kept = min(every, run.examples)
+    return kept - kept // 5, kept // 5
+
+
+TRAINING_EXAMPLES = {"digits": digits.TRAIN, "cifar10": 50_000, "imdb": 25_000}
+
+
+class Data:
+    """A problem's examples on a device, cut for validation or test. The held-out fifth is the end of a public shuffle."""
+
+    def __init__(self, name: str, splits: Splits, device: torch.device) -> None:
+        of = problem(name)
+        order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(_ORDER))
+        shuffled = splits.train.part(order)
+        self.name, self.device = name, device
+        self._x, self._y = of.read(shuffled).to(device), shuffled.labels.to(device)
+        self._test = (of.read(splits.test).to(device), splits.test.labels.to(device))
+
+    def cut(self, run: TrainingRun) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """(training inputs, labels), (evaluation inputs, labels) of a run."""
+        train, held_out = sizes(len(self._y), run)
+        if run.split == "test":
+            return (self._x[:train], self._y[:train]), self._test
+        return (self._x[:train], self._y[:train]), (self._x[-held_out:], self._y[-held_out:])
+
+
+def packed(splits: Splits) -> dict[str, Any]:
+    """Splits as plain tensors, for ``torch.save``: worker processes read them back without decoding again."""
+    return {
+        part: {"inputs": one.inputs, "labels": one.labels, "shift": one.shift, "scale": one.scale}
+        for part, one in (("train", splits.train), ("test", splits.test))
+    } | {"classes": splits.classes}
+
+
+def unpacked(content: dict[str, Any]) -> Splits:
+    """The inverse of ``packed``."""
+    train, test = (
+        Examples(part["inputs"], part["labels"], shift=part["shift"], scale=part["scale"])
+        for part in (content["train"], content["test"])
+    )
+    return Splits(train, test, content["classes"])

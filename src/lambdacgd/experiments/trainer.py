@@ -1,0 +1,127 @@
+"""One training run through the library's own calls: captured on CUDA where the noise allows it, the plain loop else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.experiments.plan_book import PlanBook
+from lambdacgd.experiments.problems import Data, problem
+from lambdacgd.experiments.runs import Result, TrainingRun
+from lambdacgd.planning import Plan
+from lambdacgd.training import Private, privatize
+
+AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
+_LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
+
+
+class TooLate(Exception):
+    """The time given to a run is over; nothing of it is kept."""
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    """A dataset of row numbers: a batch is then gathered on the device in one call by ``collate``."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = self.tensors
+        chosen = torch.tensor(rows, device=x.device)
+        return x.index_select(0, chosen), y.index_select(0, chosen)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+    """Train and evaluate ``run``: accuracy of the last weights and of their averages, by name.
+
+    ``until`` (``time.monotonic()``) is when to give up with ``TooLate``.
+    """
+    (x, y), held_out = data.cut(run)
+    plan = plans.for_run(run, len(y))
+    began = time.monotonic()
+    torch.manual_seed(run.seed)
+    model = problem(run.task).models[run.model]().to(data.device)
+    captured = data.device.type == "cuda" and plan.mechanism.regenerates(plan.block.steps)
+    rate = torch.tensor(run.learning_rate, device=data.device)  # read on the device: a schedule needs no new capture
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
+    rows = Rows((x, y))
+    private = privatize(model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate)
+    averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
+    if run.schedule == "linear":
+        private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))
+    for _ in _captured(private, (x, y)) if captured else _loop(private, loss_of):
+        if until is not None and time.monotonic() > until:
+            raise TooLate(str(run))
+    _wait(data.device)
+    seconds = time.monotonic() - began
+    scores = {"last": accuracy(model, *held_out)}
+    for name, average in averages.items():
+        with average.applied():
+            scores[name] = accuracy(model, *held_out)
+    private.detach()
+    return {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2)} | _facts(plan, captured)
+
+
+def _facts(plan: Plan, captured: bool) -> dict[str, Any]:
+    return {
+        "sigma": plan.sigma,
+        "plan": plan.digest,
+        "certificate": {"method": plan.certificate.method, "kind": plan.certificate.kind},
+        "training_examples": plan.examples,
+        "steps": plan.steps,
+        "captured": captured,
+    }
+
+
+def _captured(private: Private, data: tuple[Tensor, Tensor]) -> Iterable[int]:
+    # Batches above B + 2√B come in two parts, one in sixty: cheaper than more padding in all of them.
+    size = private.plan.batch_size
+    padded = min(private.plan.examples, 8 * -(-int(size + 2 * size**0.5) // 8))
+    step = private.captured_step(loss_of, data, padded=padded)
+    while not private.finished:
+        step.run(min(private.plan.steps_per_epoch, private.plan.steps - private.steps_taken))
+        yield private.steps_taken
+
+
+def _loop(private: Private, loss: Callable[..., Tensor]) -> Iterable[int]:
+    for x, y in private.loader:
+        loss(private.model, x, y).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        yield private.steps_taken
+
+
+def _anneal(rate: Tensor, begin: float, private: Private) -> None:
+    left = 1 - private.steps_taken / private.plan.steps
+    rate.fill_(begin * (_LEAST + (1 - _LEAST) * left))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, batch: int = 1000) -> float:
+    """The share that the model gets right."""
+    model.eval()
+    hits = torch.zeros((), dtype=torch.int64, device=y.device)
+    for start in range(0, len(y), batch):
+        hits += (model(x[start : start + batch]).argmax(1) == y[start : start + batch]).sum()
+    model.train()
+    return int(hits) / len(y)

@@ -48,8 +48,8 @@ def identity(private: Private) -> dict[str, Any]:
     }
 
 
-def gather(private: Private, extra: dict[str, Any] | None) -> dict[str, Any]:
-    """The run's state as it is: tensors are those in use, not copies."""
+def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = True) -> dict[str, Any]:
+    """The run's state as it is: tensors are those in use, not copies. ``frozen=False`` leaves frozen parameters out."""
     if private.cycle.phase is not Phase.IDLE:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
@@ -68,12 +68,22 @@ def gather(private: Private, extra: dict[str, Any] | None) -> dict[str, Any]:
         "run": private.run.id,
         "step": private.steps_taken,
         "plan": private.plan.to_json(),
-        "model": dict(private.model.state_dict()),
+        "model": _weights(private, frozen),
         "optimizer": private.optimizer.state_dict(),
         "averages": [average.state_dict() for average in private.averages],
         "generators": _generators(),
         "extra": {} if extra is None else extra,
     }
+
+
+def _weights(private: Private, frozen: bool) -> dict[str, Any]:
+    left_out = set() if frozen else _frozen(private)
+    return {name: value for name, value in private.model.state_dict().items() if name not in left_out}
+
+
+def _frozen(private: Private) -> set[str]:
+    """Names of parameters that training does not change: whoever builds the model again has them."""
+    return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def apply(private: Private, state: dict[str, Any]) -> None:
@@ -91,7 +101,8 @@ def apply(private: Private, state: dict[str, Any]) -> None:
         private.run.resume(state["run"], state["step"], content_digest(state))
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
-    private.model.load_state_dict(state["model"])
+    kept = {name: value for name, value in private.model.state_dict().items() if name not in state["model"]}
+    private.model.load_state_dict(state["model"] | {name: kept[name] for name in _frozen(private) & kept.keys()})
     private.optimizer.load_state_dict(state["optimizer"])
     for average, saved in zip(private.averages, state["averages"], strict=True):
         average.load_state_dict(saved)
@@ -99,10 +110,12 @@ def apply(private: Private, state: dict[str, Any]) -> None:
     _set_generators(state["generators"])
 
 
-def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None) -> None:
+def save(
+    private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None, *, frozen: bool = True
+) -> None:
     """Write a checkpoint: draft, sync, ledger, rename. A failure leaves the previous file and the ledger alone."""
     target = Path(path)
-    state = gather(private, extra)
+    state = gather(private, extra, frozen=frozen)
     digest = content_digest(state)
     draft = target.with_name(f".{target.name}.draft")
     try:

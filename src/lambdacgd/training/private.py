@@ -113,13 +113,16 @@ class Private:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None) -> None:
+    def save(
+        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True
+    ) -> None:
         """Write a checkpoint, whole or not at all, and enter it in the ledger.
 
         ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
-        ``state_dict()``).
+        ``state_dict()``). ``frozen=False`` leaves frozen parameters out, for small checkpoints of adapters: the model
+        that loads it brings them.
         """
-        checkpoint.save(self, path, extra)
+        checkpoint.save(self, path, extra, frozen=frozen)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Go on from a checkpoint file, which must be the run's newest release. Returns what was given as ``extra``."""

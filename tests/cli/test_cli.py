@@ -176,3 +176,21 @@ def test_compare_over_a_single_step(capsys):
     one = ["--examples", "10", "--batch-size", "10", "--epochs", "1", "--epsilon", "4", "--delta", "1e-5"]
     assert main(["compare", *one, "--sampling", "cyclic", "--json"]) == 0
     assert {plan["steps"] for plan in json.loads(capsys.readouterr().out)} == {1}
+
+
+@pytest.mark.parametrize("command", ["plan", "compare"])
+def test_bins_belong_to_balls_in_bins(command, capsys):
+    assert main([command, *CYCLIC, "--bins", "fixed"]) == 2
+    assert "--bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
+    assert main([command, *BASE, "--bins", "old"]) == 2
+    assert "--bins is 'old', but it must be fresh" in capsys.readouterr().err
+
+
+def test_what_is_compared():
+    from lambdacgd.cli.planner import compared
+
+    for bins in ("fixed", "fresh"):
+        rows = compared("balls-in-bins", None, None, bins)
+        assert rows[0] == ("dp-sgd", "poisson", {})
+        assert {parameters["bins"] for _, _, parameters in rows[1:]} == {bins}
+    assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))

@@ -6,6 +6,7 @@ import base64
 import dataclasses
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -25,8 +26,8 @@ def secrets_of(private, losses, sums):
     """Byte patterns that must not be in anything that leaves (in a checkpoint, the run id and fingerprint may be)."""
     key, run = private.run.key, private.run.id
     found = {"the key": oracle.KEY}
-    for name in ("noise", "bins", "order"):
-        found[f"the sub-key of {name}"] = key.derive("run", run, name)
+    for path in (("noise",), ("bins",), ("bins", 1), ("bins", 2), ("order",)):
+        found[f"the sub-key of {path}"] = key.derive("run", run, *path)
     for what, raw in list(found.items()):
         found[f"{what} in hex"] = raw.hex().encode()
         found[f"{what} in base64"] = base64.b64encode(raw)[:40]
@@ -65,8 +66,9 @@ def trained(tmp_path, p=None):
     return private, secrets_of(private, losses, sums)
 
 
-def test_nothing_secret_leaves(tmp_path):
-    private, patterns = trained(tmp_path)
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_nothing_secret_leaves(tmp_path, bins):
+    private, patterns = trained(tmp_path, oracle.binned_plan(48, 12, 2, bins=bins))
     folder = export(private.model, tmp_path / "out" / "release")
     private.save(tmp_path / "c.pt")
     assert sorted(p.name for p in folder.iterdir()) == ["PRIVACY.md", "model.safetensors", "privacy-card.json"]
@@ -150,6 +152,24 @@ def test_the_card_says_what_is_claimed(tmp_path):
         "hyperparameters",
     ):
         assert part in text
+
+
+@pytest.mark.parametrize(
+    ("p", "words"),
+    [
+        (oracle.plan(), "over all 8 steps"),
+        (oracle.binned_plan(48, 12, 2), r"over all 8 steps, bins drawn once and kept \(fixed bins\)"),
+        (oracle.binned_plan(48, 12, 2, bins="fresh"), r"redrawn and noise restarts every 4 steps \(fresh bins\)"),
+    ],
+    ids=["cyclic", "fixed", "fresh"],
+)
+def test_the_card_says_which_bins(tmp_path, p, words):
+    private, _ = trained(tmp_path, p)
+    folder = export(private.model, tmp_path / "r")
+    card = json.loads((folder / "privacy-card.json").read_text())
+    assert re.search(words + "$", card["correlation"])
+    assert card["sampling"].get("bins") == getattr(p.sampling, "bins", None)
+    assert f"| Correlated noise | {card['correlation']} |" in (folder / "PRIVACY.md").read_text()
 
 
 def test_a_card_that_claims_nothing(tmp_path):

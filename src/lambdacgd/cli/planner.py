@@ -15,13 +15,21 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache
+from lambdacgd.choices import DEFAULT_BINS
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
+from lambdacgd.sampling import BallsInBins
+from lambdacgd.validation import InvalidInput
 
 
-def compared(sampling: str, bands: int | None, buffers: int | None) -> list[tuple[str, str, dict[str, Any]]]:
-    """What ``compare`` sets side by side: mechanism, sampling and parameters."""
+def compared(
+    sampling: str, bands: int | None, buffers: int | None, bins: str | None = None
+) -> list[tuple[str, str, dict[str, Any]]]:
+    """What ``compare`` sets side by side: mechanism, sampling and parameters.
+
+    Where bins may be of either kind, fresh ones are shown, and DP-SGD and λCGD over fixed ones beside them.
+    """
     if sampling == "poisson":
         return [("dp-sgd", "poisson", {})]
     amplified = sampling == "balls-in-bins"
@@ -40,8 +48,14 @@ def compared(sampling: str, bands: int | None, buffers: int | None) -> list[tupl
     ]
     if amplified:
         rows.insert(1, ("lambda-cgd", {"objective": "guideline"}))
-    poisson = [("dp-sgd", "poisson", dict[str, Any]())] if amplified else []
-    return [*poisson, *((name, sampling, parameters) for name, parameters in rows)]
+    if not amplified:
+        return [(name, sampling, parameters) for name, parameters in rows]
+    kind = bins or DEFAULT_BINS
+    found = [("dp-sgd", "poisson", dict[str, Any]())]
+    found += [(name, sampling, parameters | {"bins": kind}) for name, parameters in rows]
+    if bins is None and kind == "fresh":  # the paper's, for comparison
+        found += [("dp-sgd", sampling, {"bins": "fixed"}), ("lambda-cgd", sampling, best | {"bins": "fixed"})]
+    return found
 
 
 @contextlib.contextmanager
@@ -65,9 +79,7 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(
-        Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.name}", expand=False)
-    )
+    console.print(Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {sampled(plan)}", expand=False))
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -80,19 +92,14 @@ def show_comparison(
 ) -> None:
     examples, batch_size, sampling = request.pop("examples"), request.pop("batch_size"), request.pop("sampling")
     bins = request.pop("bins")
+    if bins is not None and sampling != BallsInBins.name:
+        raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
     plans = []
-    for name, how, parameters in compared(sampling, bands, buffers):
+    for name, how, parameters in compared(sampling, bands, buffers, bins):
         with _busy(as_json, f"{name}, {how}"):
             plans.append(
                 make_plan(
-                    examples,
-                    batch_size,
-                    mechanism=name,
-                    sampling=how,
-                    bins=bins if how == sampling else None,
-                    estimate=estimate,
-                    **parameters,
-                    **request,
+                    examples, batch_size, mechanism=name, sampling=how, estimate=estimate, **parameters, **request
                 )
             )
     if plot:
@@ -140,6 +147,12 @@ def describe(mechanism: Mechanism) -> str:
     if fields.get("normalized"):
         words.append("normalised")
     return " ".join([_TITLES[mechanism.name], *words])
+
+
+def sampled(plan: Plan) -> str:
+    """A plan's sampling in a few words."""
+    bins = getattr(plan.sampling, "bins", None)
+    return plan.sampling.name if bins is None else f"{plan.sampling.name}, {bins} bins"
 
 
 def memory(mechanism: Mechanism, steps: int) -> str:
@@ -197,11 +210,11 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 def _comparison_table(plans: list[Plan]) -> Table:
-    last = plans[-1]
+    usual = plans[len(plans) // 2]  # of the kind that most rows are
     settings = (
-        f"N = {last.examples}, B = {last.batch_size}, k = {last.epochs}, ε = {last.epsilon:g}, δ = {last.delta:g}"
+        f"N = {usual.examples}, B = {usual.batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, δ = {usual.delta:g}"
     )
-    table = Table(title=f"{settings}, {last.sampling.name}", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{settings}, {sampled(usual)}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -209,7 +222,9 @@ def _comparison_table(plans: list[Plan]) -> Table:
     best = min(plan.rmse for plan in plans)
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""
-        apart = "" if plan.sampling.name == last.sampling.name else f" ({plan.sampling.name})"
+        apart = ""
+        if sampled(plan) != sampled(usual):
+            apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
         table.add_row(
             describe(plan.mechanism) + apart,
             f"{mark}{plan.sigma:.4g}",

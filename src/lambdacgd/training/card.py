@@ -12,6 +12,7 @@ from typing import Any
 
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.planning import Plan
+from lambdacgd.sampling import BallsInBins
 from lambdacgd.training.trained import Trained
 from lambdacgd.version import __version__
 
@@ -55,6 +56,7 @@ def card(trained: Trained) -> dict[str, Any]:
         "replace_one": {"epsilon": _finite(epsilon), "delta": delta, "reading": why},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
+        "correlation": _correlation(plan),
         "sigma": plan.sigma,
         "max_grad_norm": _finite(trained.max_grad_norm),
         "clipping": trained.clipping_mode,
@@ -69,6 +71,14 @@ def card(trained: Trained) -> dict[str, Any]:
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
+
+
+def _correlation(plan: Plan) -> str:
+    """Over what noise is correlated, and how often the examples are dealt out: the claim holds for nothing else."""
+    if plan.restart_every is not None:
+        return f"within an epoch: bins are redrawn and noise restarts every {plan.restart_every} steps (fresh bins)"
+    dealt = ", bins drawn once and kept (fixed bins)" if isinstance(plan.sampling, BallsInBins) else ""
+    return f"over all {plan.steps} steps{dealt}"
 
 
 def _claim(plan: Plan) -> str:
@@ -111,6 +121,7 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Replace-one", f"ε ≤ {_rounded_up(other['epsilon'])}, δ ≤ {_rounded_up(other['delta'])} ({other['reading']})"),
         ("Mechanism", _described(mechanism)),
         ("Sampling", _described(sampling)),
+        ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", facts["batch_size"]),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),

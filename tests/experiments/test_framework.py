@@ -87,7 +87,8 @@ def test_errors_are_shown_and_tried_again(tmp_path: Path) -> None:
     answers: list[Row] = [{"error": "out of memory", "y": None}, {"y": 7}]
     experiment = Experiment(
         name="flaky", what="fails once", cells=lambda settings: [{"x": 1}],
-        compute=lambda cell, settings: answers.pop(0), columns=("x", "y", "error"), page=lambda rows: str(rows[0].get("error")),
+        compute=lambda cell, settings: answers.pop(0), columns=("x", "y", "error"),
+        page=lambda rows: str(rows[0].get("error")),
     )  # fmt: skip
     assert "error" in reproduce(experiment, tmp_path)[0]
     assert "out of memory" in (tmp_path / "flaky.md").read_text()

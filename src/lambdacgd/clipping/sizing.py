@@ -150,7 +150,7 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
     with torch.random.fork_rng(devices):
         try:
             clipper.check_output(clipper.model.forward(*new_args, **new_kwargs))
-        except ClippingError:
+        except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:
             raise ClippingError(

@@ -8,4 +8,12 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "lambdacgd.experiments.rmse_table:EXPERIMENT",
         "the paper's RMSE table, every mechanism and ε, beside ours",
     ),
+    "runtime-cifar": (
+        "lambdacgd.experiments.runtime:CIFAR",
+        "the paper's runtime table for CIFAR-10: seconds an epoch and memory, by how the noise is made",
+    ),
+    "runtime-imdb": (
+        "lambdacgd.experiments.runtime:IMDB",
+        "the paper's runtime table for IMDb: seconds an epoch and memory, by how the noise is made",
+    ),
 }

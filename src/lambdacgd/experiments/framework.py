@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import json
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -100,6 +101,8 @@ def reproduce(
     if not collect:
         _compute(experiment, cells, folder, found, settings, stop_after)
     records = [found[key] for key in map(experiment.key, cells) if key in found]
+    if not records and not collect:
+        return []  # no time for a single one
     if not records:
         raise InvalidInput("out", str(folder), f"it holds no finished cell of {experiment.name}; leave out --collect")
     _write(experiment, folder, records, quick=settings.quick, missing=len(cells) - len(records))
@@ -148,6 +151,8 @@ def _compute(
             _append(folder / "cells.jsonl", record)
             found[key] = record
             bar.advance(task)
+            if not bar.console.is_terminal:  # a log wants lines, not a bar
+                print(f"{experiment.title(cell)}: {record['seconds']} s", flush=True, file=sys.stderr)
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:

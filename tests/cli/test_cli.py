@@ -181,9 +181,9 @@ def test_compare_over_a_single_step(capsys):
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_bins_belong_to_balls_in_bins(command, capsys):
     assert main([command, *CYCLIC, "--bins", "fixed"]) == 2
-    assert "--bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
+    assert "--bins: bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
     assert main([command, *BASE, "--bins", "old"]) == 2
-    assert "--bins is 'old', but it must be fresh" in capsys.readouterr().err
+    assert "--bins: bins is 'old', but it must be fresh" in capsys.readouterr().err
 
 
 def test_what_is_compared():

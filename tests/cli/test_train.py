@@ -73,7 +73,19 @@ def quick(folder, **changes):
     return Session.start(folder, settings.resolve("digits", None, given))
 
 
-@pytest.mark.parametrize("extra", [{}, {"optimizer": "adamw", "lr": 0.01, "ema": 0.9, "physical_batch_size": 100}])
+BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise: no accountant is needed here
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"optimizer": "adamw", "lr": 0.01, "ema": 0.9, "physical_batch_size": 100},
+        BINNED | {"bins": "fixed"},
+        BINNED | {"bins": "fresh"},
+    ],
+    ids=["cyclic", "adamw", "fixed", "fresh"],
+)
 def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
     first = quick(tmp_path / "a", **extra)
     first.private.save(first.folder / "checkpoint.pt")
@@ -97,6 +109,30 @@ def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
         assert torch.equal(one, two), name
     assert rest.test_accuracy() == whole.test_accuracy()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_bins_from_the_command_or_a_file(tmp_path, bins):
+    common = ["digits", "--epsilon", "inf", "--epochs", "1", "--batch-size", "240", "--lambda", "0.5"]
+    cli(*common, "--bins", bins, "--out", tmp_path / "one")
+    assert settings.resolve(None, tmp_path / "one" / "config.toml", {}).bins == bins
+    cli(*common, "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")
+    for run in ("one", "two"):
+        assert lc.Plan.load(tmp_path / run / "plan.json").sampling.bins == bins
+    cli("digits", "--plan", tmp_path / "one" / "plan.json", "--out", tmp_path / "three")
+    assert settings.resolve(None, tmp_path / "three" / "config.toml", {}).bins == bins
+    with pytest.raises(InvalidInput, match="fixed by --plan"):
+        cli("digits", "--plan", tmp_path / "one" / "plan.json", "--bins", bins, "--out", tmp_path / "four")
+    with pytest.raises(InvalidInput, match="fixed for a run"):
+        cli("--resume", tmp_path / "one", "--bins", bins)
+    with pytest.raises(InvalidInput, match=r"^bins is 'old'"):
+        cli(*common, "--bins", "old", "--out", tmp_path / "five")
+
+
+def test_bins_are_written_down_where_they_are_a_default(tmp_path):
+    session = quick(tmp_path / "run", **BINNED)
+    assert settings.resolve(None, tmp_path / "run" / "config.toml", {}).bins == session.plan.sampling.bins
+    assert quick(tmp_path / "cyclic").config.bins is None
 
 
 def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ class Session:
         splits = config.described.load(Path(config.data) if config.data else None)
         if plan is None:
             plan = plan_for(config, len(splits.train))
+        config = replace(config, bins=getattr(plan.sampling, "bins", None))  # written down even where it was a default
         (folder / KEY).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         settings.write(config, folder / CONFIG)
         plan.save(folder / PLAN)

@@ -1,0 +1,9 @@
+"""`LambdaCGDTrainer`: a `transformers.Trainer` that trains with differential privacy from a plan."""
+
+from lambdacgd.integrations.extras import need
+
+need("hf", "transformers", "accelerate")
+
+from lambdacgd.integrations.huggingface.trainer import LambdaCGDTrainer  # noqa: E402
+
+__all__ = ["LambdaCGDTrainer"]

@@ -1,0 +1,83 @@
+"""What may leave for a model hub: weights, configuration, tokenizer and the privacy card, and nothing else.
+
+An allow-list, not a list of exceptions: files are written anew into a folder of their own, and only that is uploaded.
+The output folder, with its training losses, checkpoints and logs, never is.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from safetensors.torch import save_model
+from torch import nn
+
+from lambdacgd.training.card import card, to_json, to_markdown
+from lambdacgd.training.export import CARD_JSON, CARD_MARKDOWN, WEIGHTS
+from lambdacgd.training.trained import trained_by
+
+TAGS = ("differential-privacy", "lambdacgd")
+
+
+def write_card(model: nn.Module, folder: Path) -> None:
+    """The privacy card of a trained model, for machines and for people."""
+    facts = card(trained_by(model))
+    (folder / CARD_JSON).write_text(to_json(facts))
+    (folder / CARD_MARKDOWN).write_text(to_markdown(facts))
+
+
+def readme(model: Any, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
+    """A model card of public facts: no loss, no metric, no hyperparameter chosen on data."""
+    is_adapter = hasattr(model, "peft_config")
+    found = {"library_name": "peft" if is_adapter else "transformers", "tags": sorted({*TAGS, *tags})}
+    base = getattr(getattr(model, "config", None), "_name_or_path", "")
+    if base and not Path(base).exists() and "/" in base:
+        found["base_model"] = base
+    data = ModelCardData(**(found | {key: value for key, value in metadata.items() if value is not None}))
+    privacy = to_markdown(card(trained_by(model))).removeprefix("# Privacy card\n")
+    return f"---\n{data.to_yaml()}\n---\n\n# {name or 'Model'}\n\nTrained with lambdacgd.\n\n## Privacy card\n{privacy}"
+
+
+def stage(model: Any, processing: Any, card_text: str) -> Path:
+    """A new folder with exactly what may be published."""
+    folder = Path(tempfile.mkdtemp(prefix="lambdacgd-upload-"))
+    try:
+        if hasattr(model, "save_pretrained"):
+            model.save_pretrained(folder)
+        else:
+            save_model(model, str(folder / WEIGHTS))
+        if processing is not None:
+            processing.save_pretrained(folder)
+        write_card(model, folder)
+        (folder / "README.md").write_text(card_text)
+        ModelCard.load(folder / "README.md")  # its metadata must be readable
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return folder
+
+
+def upload(folder: Path, *, repo: str, message: str, token: str | None, revision: str | None, wait: bool) -> Any:
+    """Upload a staged folder and remove it; without ``wait`` in the background, as a future."""
+    try:
+        api: Any = HfApi()
+        result = api.upload_folder(
+            repo_id=repo,
+            folder_path=str(folder),
+            commit_message=message,
+            token=token,
+            revision=revision,
+            run_as_future=not wait,
+        )
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if wait:
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        result.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
+    return result

@@ -1,0 +1,322 @@
+"""`LambdaCGDTrainer`: the Trainer's own loop over logical batches, with `privatize` underneath."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from lambdacgd.clipping.factors import Mode
+from lambdacgd.integrations.huggingface import checkpoints, losses
+from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm
+from lambdacgd.integrations.huggingface.publishing import Publishing
+from lambdacgd.integrations.independence import check_independent, check_losses
+from lambdacgd.integrations.keyfile import KeyLike, find_key
+from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
+from lambdacgd.planning import Plan
+from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
+from lambdacgd.training import checkpoint as states
+from lambdacgd.validation import InvalidInput
+
+logger = logging.getLogger(__name__)
+_CHECKED_EXAMPLES = 8
+_Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
+
+
+class LambdaCGDTrainer(Publishing, _Trainer):
+    """A ``transformers.Trainer`` that trains with the plan's (ε, δ).
+
+    ::
+
+        plan = lc.plan(train_dataset, 128, epochs=3, epsilon=8.0, delta=1e-5)
+        trainer = LambdaCGDTrainer(model, args, plan=plan, train_dataset=train_dataset, processing_class=tokenizer)
+        trainer.train()
+
+    ``args.per_device_train_batch_size`` is the physical batch size, which does not change the result; steps and epochs
+    are the plan's; ``args.max_grad_norm`` (or ``max_grad_norm``) is the per-example clipping norm ζ. ``key`` is a
+    ``SecretKey`` or the path of a key file, by default ``<output_dir>.private/run.key``, which is made where there is
+    none. ``clipping_mode`` and ``data_fingerprint`` go to ``privatize``, everything else to the Trainer. ``private`` is
+    the run under way or last.
+
+    Guarantee
+    ---------
+    Weights that ``save_model``, checkpoints and ``push_to_hub`` write are (ε, δ)-DP as `Private` says, for one run.
+    Every such write is entered in the ledger beside the key. Uploads hold weights, configuration, tokenizer and the
+    privacy card only. Choosing among checkpoints, or when to stop, by looking at private data is not covered.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *,
+        plan: Plan,
+        max_grad_norm: float | None = None,
+        key: KeyLike = None,
+        clipping_mode: Mode = "flat",
+        data_fingerprint: str | None = None,
+        **options: Any,
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput("plan", type(plan).__name__, "the Trainer takes a Plan: lc.plan(…) or Plan.load(path)")
+        if model is None or options.get("model_init") is not None:
+            raise InvalidInput("model", None, "give a model: model_init would train several, each at its own (ε, δ)")
+        args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
+        self.plan, self.private = plan, None  # type: Plan, Private | None
+        self._zeta = clipping_norm(args, max_grad_norm)
+        self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
+        self._resumed: dict[str, Any] | None = None
+        super().__init__(model, args, **options)
+        if self.accelerator.num_processes > 1:
+            raise InvalidInput(
+                "args",
+                f"{self.accelerator.num_processes} processes",
+                "this Trainer takes one process: start without torchrun",
+            )
+        self._kind = None if self._has_own_loss() else losses.kind_of(self.model)
+        if args.load_best_model_at_end:
+            warnings.warn(
+                "load_best_model_at_end chooses weights by looking at eval_dataset. If that is private data, the "
+                "choice is not covered by the plan's (ε, δ)",
+                stacklevel=2,
+            )
+        self.callback_handler.callbacks.insert(0, _Position(self))
+
+    def _has_own_loss(self) -> bool:
+        return self.compute_loss_func is not None or type(self).compute_loss is not LambdaCGDTrainer.compute_loss
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Train the plan's steps, or the rest of them from the newest checkpoint (``resume_from_checkpoint``)."""
+        if trial is not None:
+            raise InvalidInput("trial", type(trial).__name__, _NO_SEARCH)
+        self._check_first(resume_from_checkpoint)
+        self.private = self._privatize()
+        try:
+            folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
+            self._check_examples()
+            return super().train(folder, None, *args, **kwargs)
+        finally:
+            self.private.detach()
+
+    def _check_first(self, resume_from: str | bool | None) -> None:
+        if resume_from:
+            return
+        if self.private is not None and self.private.steps_taken:
+            raise TrainingError(
+                f"this Trainer's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
+                "train(resume_from_checkpoint=True), or make a new model and Trainer for a new run, which costs its "
+                "own (ε, δ)"
+            )
+        checkpoints.check_fresh(self.args.output_dir)
+
+    def _privatize(self) -> Private:
+        if self.train_dataset is None:
+            raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
+        key = find_key(self._key, self.args.output_dir)
+        earlier = len(key.ledger().runs()) if key.path is not None else 0
+        if earlier:
+            logger.warning(
+                "This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier
+            )
+        dataset, collate = self._data()
+        optimizer = self.create_optimizer()
+        return privatize(
+            self.model,
+            getattr(optimizer, "optimizer", optimizer),
+            dataset,
+            self.plan,
+            max_grad_norm=self._zeta,
+            max_physical_batch_size=self.args.train_batch_size,
+            key=key,
+            loss_reduction="sum",
+            clipping_mode=self._mode,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+            data_fingerprint=self._fingerprint,
+        )
+
+    def _data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
+        """The dataset and the collator without columns that the model does not take, as the Trainer reads them."""
+        if hasattr(self.train_dataset, "remove_columns"):  # datasets.Dataset
+            return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
+        return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
+
+    def _check_examples(self) -> None:
+        """Before the first step: do a few examples have losses of their own?"""
+        dataset, collate = self._data()
+        count = min(_CHECKED_EXAMPLES, len(dataset), max(2, self.args.train_batch_size))
+        items = [dataset[i] for i in range(count)]
+        check_independent(
+            self.model, lambda batch: self.compute_loss(self.model, self._prepare_inputs(batch)), items, collate
+        )
+
+    def get_train_dataloader(self) -> Any:
+        """The plan's logical batches."""
+        if self.private is None:
+            raise TrainingError("the training loader exists once train() has bound the plan to the model")
+        return LogicalLoader(self.private)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
+    ) -> tuple[list[LogicalBatch], None]:
+        """One logical batch; nothing is counted over examples."""
+        found = next(epoch_iterator, None)
+        return ([] if found is None else [found]), None
+
+    # --- a logical step ----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward passes of one logical batch. Returns its mean loss, which is not private."""
+        if not isinstance(inputs, LogicalBatch):
+            raise TrainingError(
+                f"a training step takes a logical batch of the plan, not a {type(inputs).__name__}: leave "
+                "get_train_dataloader and get_batch_samples as they are"
+            )
+        model.train()
+        switch: Any = getattr(self.optimizer, "train", None)
+        if callable(switch):
+            switch()
+        total, examples = torch.zeros((), device=self.args.device), 0
+        for part, _ in inputs.parts():
+            prepared = self._prepare_inputs(part)
+            rows = self._rows(prepared)
+            with self.compute_loss_context_manager():
+                each = check_losses(self.compute_loss(model, prepared), rows)
+            each.sum().backward()
+            total += each.detach().sum()
+            examples += rows
+        return total / examples
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """One loss per example, a vector. Override it to compute your own; an average is refused."""
+        inputs = dict(inputs)
+        labels = inputs.pop("labels", None)
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            each = self.compute_loss_func(outputs, labels, num_items_in_batch=None)
+        else:
+            if labels is None:
+                raise TrainingError("the batch holds no 'labels'; the collator must put them there")
+            logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+            smoothing = self.args.label_smoothing_factor
+            assert self._kind is not None
+            each = losses.per_example(self._kind, logits, labels, getattr(self.model, "config", None), smoothing)
+        return (each, outputs) if return_outputs else each
+
+    def _rows(self, inputs: Any) -> int:
+        assert self.private is not None
+        return self.private.clipper.count((), {k: v for k, v in inputs.items() if k != "labels"})
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
+        """The Trainer's optimizer over the trainable parameters."""
+        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
+        return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        """Gradients are clipped per example, and there is none to look at before the noise."""
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        return None
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted: the number of drawn examples is not private."""
+        return 0 if isinstance(inputs, LogicalBatch) else super().floating_point_ops(inputs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Training losses under names that say what they are, with the plan's (ε, δ) beside them."""
+        if "loss" in logs or "train_loss" in logs:
+            claim = {"privacy_epsilon": self.plan.epsilon, "privacy_delta": self.plan.delta}
+            logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
+        super().log(logs, start_time)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        assert self.private is not None
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.args.save_only_model:
+            self.state.save_to_json(str(folder / "trainer_state.json"))
+            scheduler = {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict())
+            self.private.save(folder / checkpoints.RUN_STATE, extra={"scheduler": scheduler}, frozen=False)
+        super()._save_checkpoint(model, trial)
+
+    def _resume(self, resume_from: str | bool) -> str:
+        """Load the newest whole checkpoint; older ones are refused by the ledger."""
+        assert self.private is not None
+        for folder in checkpoints.candidates(resume_from, self.args.output_dir):
+            try:
+                extra = self.private.load(folder / checkpoints.RUN_STATE)
+            except CheckpointError:
+                if (folder / checkpoints.RUN_STATE).exists():
+                    raise
+                continue  # it was being written when the process died, and never left it
+            self._resumed = {"scheduler": extra["scheduler"], "generators": states._generators()}
+            return str(folder)
+        raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The weights came with the run's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._resumed is not None and self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._resumed is not None:
+            states._set_generators(self._resumed["generators"])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Part of the run's state."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Part of the run's state."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """There is none."""
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused: every trial is a run with its own cost."""
+        raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
+
+
+_NO_SEARCH = (
+    "every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
+    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost"
+)
+
+
+class _Position(TrainerCallback):
+    """Epochs as the plan counts them; a resumed Trainer counts from the batches it saw."""
+
+    def __init__(self, trainer: LambdaCGDTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        private = self._trainer.private
+        if private is not None:
+            state.epoch = private.steps_taken / private.plan.steps_per_epoch
+
+
+def _plain(value: Any) -> Any:
+    """A scheduler's state of numbers, strings, lists and dicts; functions, which the arguments bring, left out."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, (list, tuple)):
+        return [None if callable(v) else _plain(v) for v in value]
+    return value

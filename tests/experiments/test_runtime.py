@@ -32,7 +32,7 @@ class Flat(nn.Module):
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
-    cases = {"cnn": Case(Flat, 4, image=4), "greedy": Case(lambda: Flat(2), 4, image=4)}
+    cases = {"cnn": Case(Flat, 4, image=4), "greedy": Case(lambda: Flat(5), 4, image=4)}
     monkeypatch.setattr(runtime_measure, "MODELS", cases)
     return cases
 
@@ -80,9 +80,9 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
 
 
 def test_out_of_memory_halves_the_physical_batch(tiny: dict[str, Case]) -> None:
-    found = measured("greedy")
-    assert found["physical_used"] == 2
-    assert found["variants"]["Opacus"]["physical_used"] == 2
+    found = measured("greedy", batch=16, physical=8)
+    assert found["physical_used"] == 4
+    assert found["variants"]["Opacus"]["physical_used"] == 4
     row = found["variants"][DP_SGD]
     assert row["epoch_s"] == pytest.approx(
         10 * (row["pooled_first_ms"] + 3 * row["pooled_later_ms"] + row["act_ms"]) / 1e3

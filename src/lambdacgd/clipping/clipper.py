@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
@@ -103,12 +104,15 @@ class Clipper:
         self._task, self._batch, self._seen = -1, 0, set[int]()
         self._consumed: set[int] = set()
         self._attached = False
+        self.sharded = False  # set by `keep_sums_in`
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self.may_probe = True  # where ranks compute together (FSDP2), all must probe at the same batch
         self.parameters = sites.trainable(model)
         if not self.parameters:
             raise ClippingError("the model has no trainable parameter: every requires_grad is False.")
         self.shapes = {name: p.shape for name, p in self.parameters.items()}
-        first = next(iter(self.parameters.values()))
-        self.anchor = torch.zeros((), device=first.device, requires_grad=True)
+        device = sites.compute_device(next(iter(self.parameters.values())))
+        self.anchor = torch.zeros((), device=device, requires_grad=True)
         self._undo = sites.install(self)
         self._attached = True
 
@@ -116,6 +120,18 @@ class Clipper:
     def sums(self) -> dict[str, Tensor]:
         """The clipped sums gathered since the last `take`, by parameter name."""
         return self._totals.filled
+
+    def keep_sums_in(self, totals: Totals) -> None:
+        """Gather sums elsewhere: for models whose parameters are sharded over processes."""
+        self._totals, self.sharded = totals, True
+        self.linear_sites = []  # their weights are whole only while their own layer runs
+
+    def watch(self, gathered: Tensor, hook: Callable[[Tensor], None]) -> None:
+        """Call ``hook`` when autograd gives this tensor a gradient."""
+        known = self._watched.get(id(gathered))
+        if known is None or known() is not gathered:
+            self._watched[id(gathered)] = weakref.ref(gathered)
+            self._undo.append(gathered.register_post_accumulate_grad_hook(hook).remove)
 
     # --- what the operator reads -------------------------------------------------------------------------------------
 
@@ -190,7 +206,7 @@ class Clipper:
             self.generation += 1
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
-            if self._probe and batch > 1:
+            if self._probe and batch > 1 and self.may_probe:
                 self._buffers = probe(self, args, kwargs, batch)
                 self._probe = False
             self.casts = sites.cast_weights(self)
@@ -278,7 +294,7 @@ class Clipper:
             raise ClippingError(f"{weights.shape[0]} weights were given for {self._batch} examples.")
         shared = {name for name, found in pending.items() if len(found) > 1}
         merged = resolve_sums({name: merge(found) for name, found in pending.items()})
-        packs, alone = pack_small(merged, apart=self.mode == "per-layer")
+        packs, alone = pack_small(merged, apart=self.mode == "per-layer" or self.sharded)
         groups: dict[str, list[Norm]] = {}
         for names, norm in norm_pass.finish(alone, shared):
             if self.mode == "per-layer":
@@ -295,6 +311,7 @@ class Clipper:
             self._totals.add(record, self.parameters[record.name], order[self._group(record.name)], keep)
         for pack in packs:
             self._totals.add_pack(pack, order[""], keep)
+        self._totals.finish()
 
     def _group(self, name: str) -> str:
         return name.rpartition(".")[0] if self.mode == "per-layer" else ""

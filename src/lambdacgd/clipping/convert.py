@@ -29,6 +29,7 @@ def convert(model: nn.Module, *, groups: int = 32) -> nn.Module:
     """
     if groups < 1:
         raise ClippingError(f"groups must be at least 1, not {groups}.")
+    _refuse_wrapped(model)
     for path, module in model.named_modules():
         if type(module) in _OPEN:
             if getattr(module, "proj_size", 0):
@@ -40,6 +41,18 @@ def convert(model: nn.Module, *, groups: int = 32) -> nn.Module:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return _without_batch_norm(model, groups)
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    """Wrappers know the modules they were given: what is exchanged later is neither synchronised nor sharded."""
+    for path, module in model.named_modules():
+        wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
+        if wrapped or any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False)):
+            what = "wrapped in DistributedDataParallel" if wrapped else "sharded (fully_shard)"
+            raise ClippingError(
+                f"module '{path}' is {what} already. Convert first: convert(model), then wrap or shard it, then make "
+                "the optimizer, then privatize."
+            )
 
 
 def _without_batch_norm(module: nn.Module, groups: int) -> nn.Module:

@@ -149,6 +149,9 @@ class Totals:
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one
             self.add(record, views[record.name], factor, keep)
 
+    def finish(self) -> None:
+        """All records of a backward pass have been added."""
+
     def clear(self) -> None:
         self.filled = {}
 

@@ -39,6 +39,14 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     return found
 
 
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where a parameter's layer computes: for a shard kept in host memory, the device of its mesh."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type != "cuda":
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 def install(clipper: Clipper) -> list[Undo]:
     """Replace the forward of every owner of trainable parameters; the returned calls give everything back."""
     model, names = clipper.model, {id(p): name for name, p in clipper.parameters.items()}
@@ -119,6 +127,8 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
             "it was called before the model itself, so the number of examples is unknown. Call the model "
             "(model(x)); its first tensor argument has the batch first, or pass batch_of= to attach."
         )
+    if site.clipper.sharded:
+        _watch(site)
     if rule is not None:
         if getattr(rule, "finds_batch", False):
             return rule(site, *args, **kwargs)
@@ -152,6 +162,15 @@ def _stray(name: str, parameter: Tensor) -> None:
         "called before attach). Call the owning module instead, move penalties to the optimizer's weight_decay, or "
         "freeze the parameter."
     )
+
+
+def _watch(site: Site) -> None:
+    """Under FSDP2 autograd sees the gathered parameter, not the shard that `install` watches."""
+    for local, name in site.names.items():
+        owner, _, last = local.rpartition(".")
+        gathered = site.module.get_submodule(owner)._parameters[last]
+        if gathered is not None:
+            site.clipper.watch(gathered, partial(_stray, name))
 
 
 def _guard(module: nn.Module, path: str) -> Undo:
@@ -189,6 +208,11 @@ def refuse_modules(model: nn.Module) -> None:
         if isinstance(m, torch.jit.ScriptModule) and inside:
             raise ClippingError(
                 f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form."
+            )
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            raise ClippingError(
+                f"module '{path}' is wrapped in DistributedDataParallel, which would average gradients that were not "
+                "clipped. lambdacgd.privatize takes the wrapped model; to clip alone, attach to its .module."
             )
         if isinstance(m, (nn.DataParallel,)):
             raise ClippingError(

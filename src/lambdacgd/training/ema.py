@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lambdacgd.training.distributed.shards import reshard
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.validation import number
 
@@ -23,6 +24,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = number("decay", decay, above=0, below=1, include=(0,))
         self._model = model
+        self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._updates = 0
         self._average = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
@@ -31,7 +33,7 @@ class EMA:
         self.in_use = False
 
     def _weights(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        return self._parameters
 
     @torch.no_grad()
     def update(self) -> None:
@@ -59,6 +61,7 @@ class EMA:
     def _copy(self, source: dict[str, Tensor]) -> None:
         for name, p in self._weights().items():
             p.copy_(source[name])
+        reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lambdacgd.training.distributed.shards import gradient_like, local
 from lambdacgd.training.errors import TrainingError
 
 
@@ -46,7 +47,7 @@ class Gradients:
                 raise TrainingError(
                     f"{name}.grad still holds the gradient of step {done}: call optimizer.zero_grad() after every step"
                 )
-            if p.grad is not tensor and bool(p.grad.any()):
+            if p.grad is not tensor and bool(local(p.grad).any()):
                 raise TrainingError(
                     f"{name}.grad was written by something other than this library; it would be lost, and it is not "
                     "private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
@@ -79,7 +80,7 @@ class Gradients:
         for name, p in self._parameters.items():
             # The clipper's own buffer, through an alias that counts its own changes: the next backward pass writes the
             # buffer again, and only zero_grad writes the alias.
-            p.grad = noisy[name].data if p.dtype == noisy[name].dtype else noisy[name].to(p.dtype)
+            p.grad = gradient_like(p, noisy[name].data)
             self._written[name] = (p.grad, p.grad._version)
 
     def clear(self) -> None:

@@ -3,9 +3,9 @@
 Guarantee
 ---------
 The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated,
-padded or rebalanced. Where nobody takes part, one example of weight exactly zero is handed out, so that the step is
-pure noise. What random augmentation does depends on the run, the step and the place in the logical batch only, not on
-workers or resuming.
+padded or rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where
+nobody takes part, one example of weight exactly zero is handed out, so that the step is pure noise. What random
+augmentation does depends on the run, the step and the place in the logical batch only, not on workers or resuming.
 """
 
 from __future__ import annotations
@@ -37,31 +37,38 @@ class Chunk(NamedTuple):
     indices: list[int]
     last: bool
     empty: bool
+    least: int = 0  # examples that every rank has at least in this physical batch
 
 
 class Chunks:
     """What the data loader reads its batches from; remembers, in order, what it gave."""
 
-    def __init__(self, batches: Iterator[np.ndarray], start: int, size: int | None) -> None:
+    def __init__(
+        self, batches: Iterator[np.ndarray], start: int, size: int | None, *, rank: int = 0, ranks: int = 1
+    ) -> None:
         self._batches, self._start, self._size = batches, start, size
+        self._rank, self._ranks = rank, ranks
         self.given: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[Chunk]:
         for step, found in enumerate(self._batches, start=self._start):
-            for chunk in cut(step, found, self._size):
+            for chunk in cut(step, found, self._size, rank=self._rank, ranks=self._ranks):
                 self.given.append(chunk)
                 yield chunk
 
 
-def cut(step: int, found: np.ndarray, size: int | None) -> Iterator[Chunk]:
-    """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero."""
-    if len(found) == 0:
-        yield Chunk(step, 0, [0], last=True, empty=True)
-        return
-    size = size or len(found)
-    for first in range(0, len(found), size):
-        part = found[first : first + size].tolist()
-        yield Chunk(step, first, part, last=first + size >= len(found), empty=False)
+def cut(step: int, found: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
+    """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
+
+    With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
+    have as many parts as the one with the most examples, so that they go through them together.
+    """
+    own, most = found[rank::ranks], max(1, -(-len(found) // ranks))
+    size = size or most
+    for first in range(0, most, size):
+        part = own[first : first + size].tolist()
+        least = min(size, max(0, len(found) // ranks - first))
+        yield Chunk(step, rank + ranks * first, part or [0], first + size >= most, empty=not part, least=least)
 
 
 class Examples(Dataset[Any]):
@@ -164,7 +171,8 @@ class Loader:
         private = self._private
         private.check_dataset()
         batches = self._batches(step)
-        chunks = Chunks(iter(batches), step, self._size)
+        world = private.world
+        chunks = Chunks(iter(batches), step, self._size, rank=world.rank, ranks=world.size)
         # A generator of its own: starting to read must not move the generator that dropout uses.
         generator = torch.Generator().manual_seed(step)
         loader = DataLoader(

@@ -19,6 +19,11 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint, schedulers
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.cycle import Cycle, Phase
+from lambdacgd.training.distributed.reduction import all_reduce_, fingerprint
+from lambdacgd.training.distributed.sharded import ShardedTotals
+from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
+from lambdacgd.training.distributed.world import World
+from lambdacgd.training.distributed.wrapping import check_not_sharded_since
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.gradients import Gradients
@@ -57,12 +62,21 @@ class Private:
         data_fingerprint: str | None,
         loader_options: dict[str, Any],
         undo: list[Callable[[], None]],
+        world: World,
+        reduce_every_batch: bool = False,
     ) -> None:
+        self.world, self._failed = world, False
         self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
         self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
         self.data_fingerprint = data_fingerprint
         self.max_physical_batch_size = max_physical_batch_size
         self.layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
+        self._sharded_modules = len(fsdp_modules(model))
+        self.shards: ShardedTotals | None = None
+        if any(is_sharded(p) for p in clipper.parameters.values()):
+            self.shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
+            clipper.keep_sums_in(self.shards)
+            clipper.may_probe = False  # until a batch of which every rank has two examples
         self.cycle = Cycle(plan.steps, lambda: clipper.norms.numel())
         self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
         self.averages: list[EMA] = []
@@ -113,9 +127,7 @@ class Private:
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(
-        self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True
-    ) -> None:
+    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
         """Write a checkpoint, whole or not at all, and enter it in the ledger.
 
         ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
@@ -167,6 +179,8 @@ class Private:
         ``loss(model, *batch)`` computes the loss of a batch; ``data`` are the dataset's examples as CUDA tensors, in
         its order. Batches are padded to ``padded`` examples (by default B + 3√B, rounded up) and split where larger.
         """
+        if self.world.many or self.shards is not None:
+            raise TrainingError("a captured step is for one process; with several, loop over private.loader")
         return CapturedStep(self, loss, data, padded)
 
     # --- schedulers, and the way back --------------------------------------------------------------------------------
@@ -200,6 +214,11 @@ class Private:
     def check_usable(self) -> None:
         if not self._attached:
             raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
+        if self._failed:
+            raise TrainingError(
+                "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and "
+                "resume all ranks from the newest checkpoint"
+            )
 
     def check_dataset(self) -> None:
         if len(self.dataset) != self.plan.examples:
@@ -210,6 +229,7 @@ class Private:
 
     def begin(self) -> None:
         """Before the first batch of a loop: schedulers that exist by now are known."""
+        check_not_sharded_since(self.model, self._sharded_modules)
         if self.max_physical_batch_size is not None:
             schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
 
@@ -218,7 +238,24 @@ class Private:
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
         self.cycle.batch(chunk.step, len(chunk.indices), last=chunk.last)
+        if self.shards is not None:
+            self.shards.expect(chunk.step, last=chunk.last)
+            self.clipper.may_probe = chunk.least > 1
         self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
+
+    def compare_weights(self) -> None:
+        """Every rank holds the same weights, to the bit; checked at the end of every epoch and before saving."""
+        if not self.world.many:
+            return
+        plain = [p for p in self.clipper.parameters.values() if not is_sharded(p)]
+        self.world.agree(
+            f"after step {self.steps_taken}",
+            {"weights": fingerprint(plain)},
+            {
+                "weights": "The ranks have drifted apart: different hardware or libraries, or weights changed by hand "
+                "on some. Resume all from the newest checkpoint, on equal machines"
+            },
+        )
 
     def drop_batch(self) -> None:
         """Forget the logical batch under way. Nothing of it was released."""
@@ -256,6 +293,8 @@ class Private:
             return
         self.cycle.acted()
         self.trained.steps_taken = self.cycle.done
+        if self.cycle.done % self.plan.steps_per_epoch == 0:
+            self.compare_weights()
         for act in self.after_step:
             act()
 
@@ -272,12 +311,15 @@ class Private:
 
     @torch.no_grad()
     def _write_gradients(self) -> None:
-        sums = self.clipper.take()
         step = self.cycle.current
         try:
+            sums = self.clipper.take()
+            if self.shards is None:
+                all_reduce_(sums, step, self.world)
             self._add_noise(sums, step)
         except BaseException:  # a sum that is not finite, Ctrl-C
             self.drop_batch()  # the sums are spoilt; the loader yields the batch again
+            self._failed = self.world.many
             raise
         torch._foreach_div_(list(sums.values()), self.plan.batch_size)
         self.gradients.write(sums)
@@ -295,7 +337,7 @@ class Private:
             self._stage = noise_stage(
                 self.plan, self.run.key, run_id=self.run.id, layout=self.layout, max_grad_norm=self.max_grad_norm
             )
-        self._stage.add_(sums, step)
+        self._stage.add_(sums, step, offsets=None if self.shards is None else self.shards.offsets)
 
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"

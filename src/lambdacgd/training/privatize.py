@@ -17,11 +17,16 @@ from lambdacgd.clipping.factors import Mode
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.augmentation import examples_in, run_by_view
+from lambdacgd.training.distributed.run import SharedRun
+from lambdacgd.training.distributed.shards import is_sharded
+from lambdacgd.training.distributed.start import start_together
+from lambdacgd.training.distributed.world import World
+from lambdacgd.training.distributed.wrapping import follow, unwrap
 from lambdacgd.training.errors import NotPrivateWarning, check_claim
 from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run
-from lambdacgd.training.trained import ATTACHED
+from lambdacgd.training.trained import ATTACHED, remember
 from lambdacgd.validation import InvalidInput, integer, number
 
 
@@ -46,6 +51,8 @@ def privatize(
     multiprocessing_context: Any = None,
     batch_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     data_fingerprint: str | None = None,
+    process_group: Any = None,
+    reduce_every_batch: bool = False,
 ) -> Private:
     """Bind a plan to a model, an optimizer and a map-style dataset. All three stay what they are, and so does the loop.
 
@@ -68,72 +75,99 @@ def privatize(
     yours that names the data; a checkpoint of other data is then refused. The rest goes to
     ``torch.utils.data.DataLoader``.
 
+    Where ``torch.distributed`` is initialised, all ranks of ``process_group`` (by default all) train one model: call it
+    on each, with the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is.
+    ``max_physical_batch_size`` is then each rank's, and only rank 0 needs a ``key``. ``reduce_every_batch`` reduces the
+    sums of sharded models after every physical batch, which takes less memory and more traffic.
+
     With ε = inf the same loop runs without noise or clipping, for debugging, and says so.
     """
-    _check_plan(plan)
-    check_claim(plan)
-    _check_model_and_optimizer(model, optimizer)
-    _check_dataset(dataset, plan)
-    number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
-    if max_physical_batch_size is not None:
-        integer("max_physical_batch_size", max_physical_batch_size)
-    integer("num_workers", num_workers, minimum=0)
-    views = integer("augmentations", augmentations)
-    if math.isinf(plan.epsilon):
-        max_grad_norm = math.inf
-        warnings.warn(
-            "NOT PRIVATE: the plan has ε = inf, so this run adds no noise and clips nothing. Use it for debugging "
-            "only and never on data that needs protection",
-            NotPrivateWarning,
-            stacklevel=2,
-        )
-    if views > 1 and batch_of is not None:
-        raise InvalidInput(
-            "batch_of", "a function", "with augmentations the batch must be the first dimension; leave it out"
-        )
-    clipper = clipping.attach(
-        model,
-        max_grad_norm,
-        loss_reduction=loss_reduction,
-        mode="flat" if math.isinf(max_grad_norm) else clipping_mode,
-        batch_of=examples_in(views) if views > 1 else batch_of,
-    )
-    undo = [clipper.detach]
+    world = World.of(process_group)
+    private: Private | None = None
     try:
-        _check_same_parameters(clipper.parameters, optimizer)
-        # Clip to a little less, so that a contribution with all its rounding stays within ζ: σ is then the plan's own.
-        clipper.max_grad_norm = max_grad_norm / (1 + clipper.sensitivity_tolerance)
-        if views > 1:
-            undo.append(run_by_view(model, views))
-            clipper.views = views
-            clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
-        options = {
-            "num_workers": num_workers,
-            "collate_fn": collate_fn,
-            "pin_memory": pin_memory,
-            "prefetch_factor": prefetch_factor,
-            "worker_init_fn": worker_init_fn,
-            "multiprocessing_context": multiprocessing_context,
-        }
-        private = Private(
-            model,
-            optimizer,
-            dataset,
-            plan,
-            max_grad_norm=max_grad_norm,
-            clipper=clipper,
-            run=Run(key, prepared=run_id, plan=plan.digest),
-            views=views,
-            max_physical_batch_size=max_physical_batch_size,
-            data_fingerprint=data_fingerprint,
-            loader_options=options,
-            undo=undo,
-        )
+        with world.together("privatize"):
+            _check_plan(plan)
+            check_claim(plan)
+            given, model = model, unwrap(model, world)
+            _check_model_and_optimizer(model, optimizer)
+            _check_dataset(dataset, plan)
+            number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
+            if max_physical_batch_size is not None:
+                integer("max_physical_batch_size", max_physical_batch_size)
+            integer("num_workers", num_workers, minimum=0)
+            views = integer("augmentations", augmentations)
+            if math.isinf(plan.epsilon):
+                max_grad_norm = math.inf
+                warnings.warn(
+                    "NOT PRIVATE: the plan has ε = inf, so this run adds no noise and clips nothing. Use it for "
+                    "debugging only and never on data that needs protection",
+                    NotPrivateWarning,
+                    stacklevel=2,
+                )
+            if views > 1 and batch_of is not None:
+                raise InvalidInput(
+                    "batch_of", "a function", "with augmentations the batch must be the first dimension; leave it out"
+                )
+            clipper = clipping.attach(
+                model,
+                max_grad_norm,
+                loss_reduction=loss_reduction,
+                mode="flat" if math.isinf(max_grad_norm) else clipping_mode,
+                batch_of=examples_in(views) if views > 1 else batch_of,
+            )
+            undo = [clipper.detach]
+            try:
+                undo += follow(model, given, world)
+                _check_same_parameters(clipper.parameters, optimizer)
+                # Clip to a little less, so that a contribution with all its rounding stays within ζ: σ is then the
+                # plan's own.
+                clipper.max_grad_norm = max_grad_norm / (1 + clipper.sensitivity_tolerance)
+                if views > 1:
+                    undo.append(run_by_view(model, views))
+                    clipper.views = views
+                    clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
+                options = {
+                    "num_workers": num_workers,
+                    "collate_fn": collate_fn,
+                    "pin_memory": pin_memory,
+                    "prefetch_factor": prefetch_factor,
+                    "worker_init_fn": worker_init_fn,
+                    "multiprocessing_context": multiprocessing_context,
+                }
+                private = Private(
+                    model,
+                    optimizer,
+                    dataset,
+                    plan,
+                    max_grad_norm=max_grad_norm,
+                    clipper=clipper,
+                    run=_run(world, key, run_id, plan),
+                    views=views,
+                    max_physical_batch_size=max_physical_batch_size,
+                    data_fingerprint=data_fingerprint,
+                    loader_options=options,
+                    undo=undo,
+                    world=world,
+                    reduce_every_batch=reduce_every_batch,
+                )
+            except BaseException:
+                for step in reversed(undo):
+                    step()
+                raise
+        start_together(private)
     except BaseException:
-        for step in reversed(undo):
-            step()
+        if private is not None:
+            private.detach()
         raise
+    if given is not model:
+        remember(given, private.trained)
     return private
+
+
+def _run(world: World, key: SecretKey | None, prepared: str | None, plan: Plan) -> Run:
+    if world.many:
+        return SharedRun(world, key, prepared=prepared, plan=plan.digest)
+    return Run(key, prepared=prepared, plan=plan.digest)
 
 
 def _check_plan(plan: Any) -> None:
@@ -187,6 +221,12 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
     names = {id(p): name for name, p in clipped.items()}
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     outside = [p for p in held if id(p) not in names]
+    if outside and any(is_sharded(p) for p in clipped.values()):
+        raise InvalidInput(
+            "optimizer",
+            f"{len(outside)} parameter(s) from before sharding",
+            "fully_shard replaces a model's parameters: call it first, then make the optimizer, then privatize",
+        )
     if outside:
         raise InvalidInput(
             "optimizer",

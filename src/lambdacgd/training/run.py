@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import time
+from typing import NoReturn
 
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
 from lambdacgd.training.errors import CheckpointError, TrainingError
@@ -48,15 +49,17 @@ class Run:
                 "the process that trains"
             )
         if self._id is None:
-            if self.key.path is None:
-                self._id = secrets.token_hex(16)
-            else:
-                self._ledger = self.key.ledger()
-                run_id = self._prepared or self._ledger.new_run(**self._facts)
-                self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
-                self._held.enter_context(self._ledger.lock(run_id))
-                self._id = run_id
+            self._id = self._new_id()
         return self._id
+
+    def _new_id(self) -> str:
+        if self.key.path is None:
+            return secrets.token_hex(16)
+        self._ledger = self.key.ledger()
+        run_id = self._prepared or self._ledger.new_run(**self._facts)
+        self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
+        self._held.enter_context(self._ledger.lock(run_id))
+        return run_id
 
     @property
     def started(self) -> bool:
@@ -66,12 +69,18 @@ class Run:
         """The ledger, without which no weights may leave the process to be resumed from."""
         _ = self.id
         if self._ledger is None:
-            raise CheckpointError(
-                "this run's key lives in memory only, so nothing could ever resume it. Make a key file before "
-                "training: "
-                'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
-            )
+            self.refuse_memory_only()
         return self._ledger
+
+    def check_ledger(self) -> None:
+        """Refuse to save what nobody could resume."""
+        self.need_ledger()
+
+    def refuse_memory_only(self) -> NoReturn:
+        raise CheckpointError(
+            "this run's key lives in memory only, so nothing could ever resume it. Make a key file before training: "
+            'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+        )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:
         """Enter that weights are about to leave the process (kept by nobody if the key has no file)."""

@@ -1,0 +1,63 @@
+"""Before the first step: every rank brought the same things, or no rank begins."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lambdacgd.training.distributed.run import SharedRun
+from lambdacgd.training.distributed.wrapping import broadcast_
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.version import __version__
+
+if TYPE_CHECKING:
+    from lambdacgd.training.private import Private
+
+_ADVICE = {
+    "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
+    "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
+    "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
+    "device": "Noise of different kinds of device agrees only to rounding: use one kind",
+    "physical batch size": "Ranks go through physical batches together",
+    "wrapping": "Wrap or shard the model on every rank, or on none",
+}
+
+
+def facts(private: Private) -> dict[str, Any]:
+    """What all ranks must agree on: digests and settings, nothing secret."""
+    return {
+        "plan": private.plan.digest,
+        "layout": private.layout.digest,
+        "parameter types": [str(p.dtype) for p in private.clipper.parameters.values()],
+        "dataset length": len(private.dataset),
+        "max_grad_norm": private.max_grad_norm,
+        "clipping mode": private.clipper.mode,
+        "loss reduction": private.clipper.loss_reduction,
+        "augmentations": private.augmentations,
+        "physical batch size": private.max_physical_batch_size,
+        "data fingerprint": private.data_fingerprint,
+        "device": private.clipper.anchor.device.type,
+        "wrapping": "sharded" if private.shards is not None else "replicated",
+        "version": __version__,
+    }
+
+
+def start_together(private: Private) -> None:
+    """Compare, then take rank 0's key and weights. All ranks must call it; a difference is an error on each."""
+    world, run = private.world, private.run
+    if not isinstance(run, SharedRun):
+        return
+    world.agree("privatize", facts(private), _ADVICE)
+    _check_keys(world.gather(run.given_fingerprint))
+    run.share(private.clipper.anchor.device)
+    broadcast_(private.model, world)
+
+
+def _check_keys(fingerprints: list[str | None]) -> None:
+    """Rank 0's key counts; others bring the same one or none."""
+    for rank, found in enumerate(fingerprints):
+        if found is not None and found != fingerprints[0]:
+            first = "none" if fingerprints[0] is None else f"the key {fingerprints[0][:8]}…"
+            raise TrainingError(
+                f"privatize: rank 0 was given {first} and rank {rank} the key {found[:8]}…: their noise and batches "
+                "would not be one run's. Give the key on rank 0 alone (others receive it), or the same file on all"
+            )

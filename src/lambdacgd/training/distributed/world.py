@@ -1,0 +1,144 @@
+"""The processes that train one model together, and how they speak: few words, and never some of them alone.
+
+Everything here is small (errors, digests, the key); sums travel in `reduction` and `sharded`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import distributed as dist
+
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.validation import InvalidInput
+
+Result = TypeVar("Result")
+
+
+class World:
+    """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
+
+    def __init__(self, group: Any | None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+        self.source = 0 if group is None else dist.get_global_rank(group, 0)  # rank 0's name in the whole job
+
+    @classmethod
+    def of(cls, process_group: Any | None) -> World:
+        """The world of a process group; by default the whole job's, if ``torch.distributed`` is initialised."""
+        if not (dist.is_available() and dist.is_initialized()):
+            if process_group is not None:
+                raise InvalidInput(
+                    "process_group", type(process_group).__name__, "call torch.distributed.init_process_group() first"
+                )
+            if int(os.environ.get("WORLD_SIZE") or "1") > 1:
+                raise InvalidInput(
+                    "process_group",
+                    f"None, in one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE)",
+                    "call torch.distributed.init_process_group() before privatize, so that the processes train one "
+                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE",
+                )
+            return cls(None)
+        group = dist.group.WORLD if process_group is None else process_group
+        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+            raise InvalidInput(
+                "process_group", type(group).__name__, "it must be a process group that this process belongs to"
+            )
+        return cls(group)
+
+    @property
+    def many(self) -> bool:
+        return self.size > 1
+
+    @property
+    def first(self) -> bool:
+        """Whether this process keeps the key's file and the ledger."""
+        return self.rank == 0
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, by rank. All must call it."""
+        if not self.many:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's value, on every rank. All must call it."""
+        if not self.many:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=self.source, group=self.group)
+        return box[0]
+
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """A block that every rank runs by itself: if it fails on one, it fails on all, and nobody is left waiting.
+
+        Blocks must not be nested, nor hold anything else that speaks to other ranks.
+        """
+        try:
+            yield
+        except Exception as error:
+            self.gather(f"{type(error).__name__}: {error}")
+            raise
+        self._check(what, self.gather(None))
+
+    def from_first(self, what: str, act: Callable[[], Result]) -> Result:
+        """What ``act`` returns on rank 0, on every rank; if it fails there, an error on every rank."""
+        if not self.many:
+            return act()
+        result: Any = None
+        own: Exception | None = None
+        if self.first:
+            try:
+                result = act()
+            except Exception as error:
+                own = error
+        result, said = self.share((result, None if own is None else f"{type(own).__name__}: {own}"))
+        if own is not None:
+            raise own
+        self._check(what, [said])
+        return result
+
+    def _check(self, what: str, outcomes: list[str | None]) -> None:
+        failed = {rank: said for rank, said in enumerate(outcomes) if said is not None}
+        if failed:
+            rank = min(failed)
+            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise TrainingError(f"{what} failed on rank {rank}{others}, so no rank goes on. There: {failed[rank]}")
+
+    def agree(self, what: str, facts: dict[str, Any], advice: dict[str, str]) -> None:
+        """An error on every rank, naming what differs and where, unless all ranks have the same facts."""
+        found = self.gather(facts)
+        lines = []
+        for name in facts:
+            values = [other.get(name) for other in found]
+            odd = [rank for rank, value in enumerate(values) if value != values[0]]
+            if odd:
+                shown = f"{_short(values[0])} on rank 0, {_short(values[odd[0]])} on rank {odd[0]}"
+                lines.append(f"- {name}: {shown}. {advice.get(name, 'It must be the same on every rank')}")
+        if lines:
+            raise TrainingError(f"{what}: the ranks differ, so no rank goes on.\n" + "\n".join(lines))
+
+    def share_secret(self, secret: bytes, device: torch.device) -> bytes:
+        """Rank 0's 32 bytes, on every rank, by way of memory that is overwritten afterwards."""
+        if not self.many:
+            return secret
+        box = torch.zeros(32, dtype=torch.uint8, device=device)
+        if self.first:
+            box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+        dist.broadcast(box, src=self.source, group=self.group)
+        received = bytes(box.tolist())
+        box.zero_()
+        return received
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 24 else text[:20] + "…'"

@@ -114,8 +114,9 @@ class Plan:
     def check(self) -> None:
         """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, bins, ε or δ changed later.
 
-        The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. A
-        certificate of fresh bins says so, since independent noise has the same errors over fresh and fixed ones.
+        The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. The
+        certificate names the kind of sampling, which independent noise would not show (those of earlier releases do
+        not, and were never of fresh bins).
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
@@ -124,7 +125,8 @@ class Plan:
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
         found = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
-        same &= self.certificate.details.get("fresh_bins", False) == (self.restart_every is not None)
+        unnamed = self.sampling.kind if self.restart_every is None else None
+        same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",

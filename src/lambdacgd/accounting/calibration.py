@@ -31,14 +31,12 @@ def calibrate_noise(
     """The noise multiplier σ that makes ``mechanism`` under ``sampling`` (ε, δ)-DP, with its certificate.
 
     ``mechanism`` must be resolved. ``estimate`` asks for a quick point estimate where only sampling can answer; its
-    certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all. A certificate of
-    fresh bins says so in its details: it is worth nothing over fixed ones.
+    certificate says ``kind="estimate"`` and is not a privacy claim. ε = inf means no noise at all. Its
+    details name the kind of sampling: σ of fresh bins is worth nothing over fixed ones.
     """
     found = _calibrate_noise(mechanism, sampling, epsilon, delta, estimate)
-    if isinstance(sampling, BallsInBins) and sampling.bins == "fresh":
-        certificate = replace(found.certificate, details=found.certificate.details | {"fresh_bins": True})
-        return Calibration(found.sigma, certificate)
-    return found
+    details = found.certificate.details | {"sampling": sampling.kind}
+    return Calibration(found.sigma, replace(found.certificate, details=details))
 
 
 def _calibrate_noise(
@@ -76,6 +74,8 @@ def cross_check(mechanism: Mechanism, sampling: Sampling, *, sigma: float, epsil
     """δ(ε) at this σ by Monte Carlo, which shares no code with the exact accountant: for ``plan --cross-check``."""
     if not isinstance(sampling, BallsInBins):
         raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
+    if sampling.bins == "fresh":
+        raise InvalidInput("cross_check", True, "it simulates fixed bins only")
     from lambdacgd.accounting.monte_carlo import MonteCarlo
 
     found = MonteCarlo(mechanism, sampling.horizon).estimate_delta(epsilon, sigma, samples=262_144)

@@ -79,7 +79,9 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {sampled(plan)}", expand=False))
+    console.print(
+        Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.kind}", expand=False)
+    )
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -149,12 +151,6 @@ def describe(mechanism: Mechanism) -> str:
     return " ".join([_TITLES[mechanism.name], *words])
 
 
-def sampled(plan: Plan) -> str:
-    """A plan's sampling in a few words."""
-    bins = getattr(plan.sampling, "bins", None)
-    return plan.sampling.name if bins is None else f"{plan.sampling.name}, {bins} bins"
-
-
 def memory(mechanism: Mechanism, steps: int) -> str:
     """What the noise needs beside the gradient, in vectors of its size."""
     past = mechanism.past_vectors(steps)
@@ -214,7 +210,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
     settings = (
         f"N = {usual.examples}, B = {usual.batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, δ = {usual.delta:g}"
     )
-    table = Table(title=f"{settings}, {sampled(usual)}", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{settings}, {usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
@@ -223,7 +219,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""
         apart = ""
-        if sampled(plan) != sampled(usual):
+        if plan.sampling.kind != usual.sampling.kind:
             apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
         table.add_row(
             describe(plan.mechanism) + apart,

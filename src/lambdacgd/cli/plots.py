@@ -80,10 +80,10 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
 
 def comparison_figure(plans: list[Plan], path: Path) -> None:
     """RMSE of each mechanism as bars: blue where no noise is stored, grey where it is."""
-    from lambdacgd.cli.planner import describe, sampled
+    from lambdacgd.cli.planner import describe
 
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
-    labels = [f"{describe(plan.mechanism)} ({sampled(plan)})" for plan in ordered]
+    labels = [f"{describe(plan.mechanism)} ({plan.sampling.kind})" for plan in ordered]
     colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
     with _figure(path, figsize=(8, 0.45 * len(plans) + 1.5)) as axes:
         axes.barh(labels, [plan.rmse for plan in ordered], color=colors)

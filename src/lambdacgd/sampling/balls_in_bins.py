@@ -56,6 +56,10 @@ class BallsInBins(Sampling):
             )
 
     @property
+    def kind(self) -> str:
+        return f"{self.name}, {self.bins} bins"
+
+    @property
     def restart_every(self) -> int | None:
         """b with fresh bins: the accounting composes epochs, so no noise may be cancelled across their boundary."""
         return self.steps_per_epoch if self.bins == "fresh" else None

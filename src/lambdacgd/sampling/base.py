@@ -44,6 +44,11 @@ class Sampling:
         return self.steps_per_epoch * self.epochs
 
     @property
+    def kind(self) -> str:
+        """What a certificate must have been made for: the name, and how often examples are dealt out."""
+        return self.name
+
+    @property
     def restart_every(self) -> int | None:
         """After how many steps the noise forgets its past, because the accounting composes such stretches; or never."""
         return None

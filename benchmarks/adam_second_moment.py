@@ -37,6 +37,7 @@ def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
         delta=DELTA,
         mechanism=lc.LambdaCGD(lam),
         sampling="balls-in-bins",
+        bins="fixed",
     )
     torch.manual_seed(seed)
     model = digits_model()

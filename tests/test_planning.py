@@ -51,16 +51,17 @@ def test_automatic_lambda_without_amplification_is_rmse_optimal():
     assert (plan.choice["parameter"], plan.choice["objective"]) == ("lambda", "rmse")
 
 
-def test_balls_in_bins_is_the_default_and_certified_exactly():
-    plan = lc.plan(**(PAPER | {"epsilon": 2.0}), lam=0.9)
-    assert plan.sampling.name == "balls-in-bins"
+def test_fixed_bins_are_certified_exactly():
+    plan = lc.plan(**(PAPER | {"epsilon": 2.0}), lam=0.9, bins="fixed")
+    assert plan.sampling == lc.BallsInBins(50_000, 390, 10, "fixed")
+    assert (plan.restart_every, plan.block) == (None, plan.horizon)
     assert plan.sigma == pytest.approx(5.4996, rel=1e-3)
     assert (plan.certificate.method, plan.certificate.confidence) == ("transfer-matrix", 1.0)
     assert plan.rmse < cyclic(epsilon=2.0, lam=0.9).rmse
 
 
 def test_dp_sgd_under_balls_in_bins_is_lambda_zero():
-    small = {"examples": 1000, "batch_size": 50, "epochs": 3, "epsilon": 2.0, "delta": 1e-5}
+    small = {"examples": 1000, "batch_size": 50, "epochs": 3, "epsilon": 2.0, "delta": 1e-5, "bins": "fixed"}
     independent = lc.plan(**small, mechanism="dp-sgd")
     assert independent.certificate.method == "transfer-matrix"
     assert independent.sigma == pytest.approx(lc.plan(**small, lam=0.0).sigma, rel=1e-6)
@@ -69,14 +70,14 @@ def test_dp_sgd_under_balls_in_bins_is_lambda_zero():
 
 def test_automatic_lambda_under_amplification_follows_the_guideline():
     small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 2.0, "delta": 1e-5}
-    plan = lc.plan(**small)
+    plan = lc.plan(**small, bins="fixed")
     found = {candidate["objective"]: candidate["value"] for candidate in plan.choice["candidates"]}
     assert set(found) == {"rmse", "maxse", "amplified-rmse", "guideline"}
     assert plan.mechanism.lam == found["guideline"] <= found["amplified-rmse"] <= found["rmse"] <= found["maxse"]
 
 
 def test_other_mechanisms_are_certified_by_sampling():
-    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4, "bins": "fixed"}
     certified = lc.plan(**small, mechanism="bisr", bands=3)
     quick = lc.plan(**small, mechanism="bisr", bands=3, estimate=True)
     assert (certified.certificate.method, certified.certificate.kind) == ("monte-carlo", "bound")
@@ -188,6 +189,11 @@ def test_steps_per_epoch_can_be_given():
         ({"steps_per_epoch": 0}, "steps_per_epoch"),
         ({"steps_per_epoch": 391}, "steps_per_epoch"),
         ({"sampling": "poisson", "lam": 0.9}, "sampling"),
+        ({"bins": "fixed"}, "bins"),
+        ({"bins": "fresh", "sampling": "poisson", "lam": 0.0}, "bins"),
+        ({"bins": "new", "sampling": "balls-in-bins"}, "bins"),
+        ({"bins": "fresh", "sampling": "balls-in-bins", "mechanism": "bisr", "bands": 391}, "bands"),
+        ({"bins": "fresh", "sampling": "balls-in-bins", "mechanism": "bandinvmf", "amplified": True}, "amplified"),
     ],
 )
 def test_bad_input_names_the_parameter(changes, parameter):
@@ -259,8 +265,9 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     with pytest.raises(lc.InvalidInput):
         lc.plan(100, 20, epochs=2, epsilon=4.0, delta=1e-5, mechanism=_Scaled((0.1,)), sampling="poisson")
     small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
-    scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True)
-    assert scaled.sigma == pytest.approx(2 * lc.plan(**small, lam=0.5).sigma, rel=0.02)
+    for bins in ("fixed", "fresh"):
+        scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True, bins=bins)
+        assert scaled.sigma == pytest.approx(2 * lc.plan(**small, lam=0.5, bins=bins).sigma, rel=0.02)
 
 
 def test_a_plan_of_an_earlier_release_is_still_that_plan():
@@ -297,3 +304,42 @@ def test_a_file_that_is_no_plan_is_refused_even_with_a_digest_of_its_own(changes
         part = {name: value for name, value in cyclic(lam=0.95).to_dict().items() if name not in (key, "digest")}
         with pytest.raises(lc.InvalidInput):
             lc.Plan.from_json(json.dumps(part | {"digest": _digest(part)}))
+
+
+def test_a_file_without_bins_means_fixed_ones(tmp_path):
+    """Files made before there was a choice; the digest is that of what was written."""
+    content = lc.plan(**PAPER, lam=0.9, bins="fixed").to_dict()
+    content.pop("digest")
+    assert content["sampling"].pop("bins") == "fixed"
+    assert content["certificate"]["details"].pop("sampling") == "balls-in-bins, fixed bins"
+    old = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    assert old.sampling.bins == "fixed"
+    old.check()
+
+
+RESOLVED = {
+    "lambda-cgd": {"lam": 0.9},
+    "lambda-cgd, normalised": {"lam": 0.9, "normalized": True},
+    "dp-sgd": {},
+    "bisr": {},
+    "gamma-bifr": {"gamma": 0.6},
+    "bandinvmf": {},
+    "blt": {"buffers": 2},
+    "bsr": {},
+    "bandmf": {},
+    "diagonal": {},
+}
+
+
+@pytest.mark.parametrize("name", RESOLVED)
+def test_fresh_bins_are_planned_over_one_epoch(name, tmp_path):
+    """Mechanisms are those of n = b, k = 1; errors and sensitivity are those of restarted noise. ε = inf: no noise."""
+    request = {"mechanism": name.split(",")[0], "examples": 400, "batch_size": 20, "epochs": 3, "delta": 1e-4}
+    plan = lc.plan(**request, **RESOLVED[name], epsilon=math.inf, bins="fresh")
+    assert (plan.steps, plan.block, plan.restart_every) == (60, lc.Horizon(20, 1), 20)
+    one = lc.plan(**(request | {"epochs": 1}), **RESOLVED[name], epsilon=math.inf, bins="fixed")
+    assert plan.mechanism == one.mechanism
+    assert plan.sensitivity == pytest.approx(math.sqrt(3) * one.sensitivity, rel=1e-9)
+    plan.check()
+    plan.save(tmp_path / "plan.json")
+    assert lc.Plan.load(tmp_path / "plan.json") == plan

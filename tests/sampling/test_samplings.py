@@ -13,6 +13,7 @@ from scipy.stats import binom, chi2
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import Horizon
 from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
+from lambdacgd.sampling.balls_in_bins import _sorted_by
 from lambdacgd.validation import InvalidInput
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
@@ -164,6 +165,13 @@ def test_empty_bins_are_yielded_and_nothing_is_rebalanced(bins: Bins) -> None:
     assert sum(sizes) == 20
     assert 0 in sizes
     assert max(sizes) > 1
+
+
+@pytest.mark.parametrize("count", [1, 2, 65_536, 65_537, 2**31, 2**40])
+def test_sorting_by_bin_is_a_stable_sort(count: int) -> None:
+    bins = np.random.default_rng(5).integers(0, count, size=3000)
+    bins[::7] = count - 1
+    assert (_sorted_by(bins, count) == np.argsort(bins, kind="stable")).all()
 
 
 def test_more_bins_than_examples_is_an_error() -> None:

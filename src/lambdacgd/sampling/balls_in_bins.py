@@ -97,13 +97,21 @@ class BallsInBins(Sampling):
         return words.astype(np.int64)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
-        everyone, places = np.arange(self.examples), np.arange(self.steps_per_epoch + 1)
+        everyone, count = np.arange(self.examples), self.steps_per_epoch
         drawn = 0  # the epoch whose bins are laid out
         for step in range(start_step, self.steps + 1):
             epoch, place = divmod(step - 1, self.steps_per_epoch)
             if drawn == 0 or (self.bins == "fresh" and drawn != epoch + 1):
                 drawn = epoch + 1
                 bins = self.bin_of(key, everyone, run=run, epoch=drawn)
-                order = np.argsort(bins, kind="stable").astype(np.int64)
-                edges = np.searchsorted(bins, places, sorter=order)
+                order = _sorted_by(bins, count)
+                edges = np.concatenate([[0], np.cumsum(np.bincount(bins, minlength=count))])
             yield order[edges[place] : edges[place + 1]].copy()
+
+
+def _sorted_by(bins: Indices, count: int) -> Indices:
+    """``argsort(bins, kind="stable")``, 16 bits at a time: NumPy's stable sort of 16-bit integers is a radix sort."""
+    order = np.argsort((bins & 0xFFFF).astype(np.uint16), kind="stable")
+    for shift in range(16, int(count - 1).bit_length(), 16):
+        order = order[np.argsort((bins[order] >> shift & 0xFFFF).astype(np.uint16), kind="stable")]
+    return order.astype(np.int64)

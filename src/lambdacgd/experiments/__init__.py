@@ -8,6 +8,14 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "lambdacgd.experiments.rmse_table:EXPERIMENT",
         "the paper's RMSE table, every mechanism and ε, beside ours",
     ),
+    "normalized-ratio": (
+        "lambdacgd.experiments.normalized_ratio:EXPERIMENT",
+        "RMSE of column-normalised over plain λCGD for grids of k and b",
+    ),
+    "lambda-theory": (
+        "lambdacgd.experiments.lambda_theory:EXPERIMENT",
+        "the λ of each objective over batch size, epochs and ε; the full-batch constants",
+    ),
     "runtime-cifar": (
         "lambdacgd.experiments.runtime:CIFAR",
         "the paper's runtime table for CIFAR-10: seconds an epoch and memory, by how the noise is made",
@@ -15,5 +23,25 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "runtime-imdb": (
         "lambdacgd.experiments.runtime:IMDB",
         "the paper's runtime table for IMDb: seconds an epoch and memory, by how the noise is made",
+    ),
+    "methods-cifar": (
+        "lambdacgd.experiments.methods_table:CIFAR_METHODS",
+        "test accuracy on CIFAR-10 over ε, every method tuned alike (needs the data: --data)",
+    ),
+    "methods-imdb": (
+        "lambdacgd.experiments.methods_table:IMDB_METHODS",
+        "test accuracy on IMDb over ε, a model trained from scratch (needs the data: --data)",
+    ),
+    "lambda-sweep": (
+        "lambdacgd.experiments.sweeps:LAMBDA_SWEEP",
+        "validation accuracy over λ, batch sizes and ε, without amplification (needs the data: --data)",
+    ),
+    "amplified-sweep": (
+        "lambdacgd.experiments.sweeps:AMPLIFIED_SWEEP",
+        "validation accuracy over λ under Balls-in-Bins (needs the data: --data)",
+    ),
+    "epochs-sweep": (
+        "lambdacgd.experiments.sweeps:EPOCHS_SWEEP",
+        "validation accuracy over λ for 20, 40 and 80 epochs (needs the data: --data)",
     ),
 }

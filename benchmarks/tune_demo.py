@@ -26,8 +26,8 @@ from lambdacgd.training.tasks import digits_model
 
 DELTA, EPOCHS, BATCH_SIZE, LAMBDA = 1e-4, 2, 8, 0.8
 METHODS = {
-    "dp-sgd": (lc.Identity(), "poisson"),
-    "lambda-cgd": (lc.LambdaCGD(LAMBDA), "balls-in-bins"),
+    "dp-sgd": (lc.Identity(), {"sampling": "poisson"}),
+    "lambda-cgd": (lc.LambdaCGD(LAMBDA), {"bins": "fixed"}),
 }
 CLIPS = (0.5, 1.0, 2.0, 4.0, 8.0)
 REACHES = (0.0625, 0.125, 0.25, 0.5)  # learning rate times clipping norm: how far one example can move the sum
@@ -67,7 +67,7 @@ def main() -> None:
             epsilon=options.epsilon,
             delta=DELTA,
             mechanism=mechanism,
-            sampling=sampling,
+            **sampling,
         )
         for clip in CLIPS:
             for reach in REACHES:

@@ -29,7 +29,7 @@ def test_prints_both_accuracies(monkeypatch):
     pytest.importorskip("sklearn")
     monkeypatch.setattr(module, "EPOCHS", 1)
     monkeypatch.setattr(module, "BATCH_SIZE", 240)
-    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling="cyclic") for m in module.METHODS))
+    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling={"sampling": "cyclic"}) for m in module.METHODS))
     output = run("--seeds", "2")
     for part in ("DP-SGD", "DP-λCGD", "mean", "ε = 2", "%", "±"):
         assert part in output

@@ -21,14 +21,14 @@ class Method:
 
     name: str
     mechanism: Mechanism
-    sampling: str
+    sampling: dict[str, Any]
     learning_rate: float
     max_grad_norm: float
 
 
 METHODS = (
-    Method("DP-SGD (Poisson)", Identity(), "poisson", 0.03125, 4.0),
-    Method("DP-λCGD (λ = 0.8)", LambdaCGD(0.8), "balls-in-bins", 0.0625, 2.0),
+    Method("DP-SGD (Poisson)", Identity(), {"sampling": "poisson"}, 0.03125, 4.0),
+    Method("DP-λCGD (λ = 0.8)", LambdaCGD(0.8), {"bins": "fixed"}, 0.0625, 2.0),
 )
 
 
@@ -59,7 +59,7 @@ def demo(
                 epsilon=EPSILON,
                 delta=DELTA,
                 mechanism=method.mechanism,
-                sampling=method.sampling,
+                **method.sampling,
             )
         plans.append(plan)
         console.print(

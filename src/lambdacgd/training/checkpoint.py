@@ -24,6 +24,7 @@ import torch
 
 from lambdacgd.keys import LedgerError
 from lambdacgd.training.cycle import Phase
+from lambdacgd.training.distributed import folder
 from lambdacgd.training.errors import CheckpointError
 from lambdacgd.training.identity import check_identity, content_digest
 from lambdacgd.version import __version__
@@ -48,8 +49,8 @@ def identity(private: Private) -> dict[str, Any]:
     }
 
 
-def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = True) -> dict[str, Any]:
-    """The run's state as it is: tensors are those in use, not copies. ``frozen=False`` leaves frozen parameters out."""
+def check_savable(private: Private) -> None:
+    """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     if private.cycle.phase is not Phase.IDLE:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
@@ -60,7 +61,12 @@ def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = Tru
             "the model holds an average of its weights now (ema.applied()), and training would go on from that. Leave "
             "that block before saving; averages are part of every checkpoint"
         )
-    private.run.need_ledger()
+    private.run.check_ledger()
+
+
+def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = True) -> dict[str, Any]:
+    """The run's state as it is: tensors are those in use, not copies. ``frozen=False`` leaves frozen parameters out."""
+    check_savable(private)
     return {
         "format": FORMAT,
         "version": __version__,
@@ -71,7 +77,7 @@ def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = Tru
         "model": _weights(private, frozen),
         "optimizer": private.optimizer.state_dict(),
         "averages": [average.state_dict() for average in private.averages],
-        "generators": _generators(),
+        "generators": generators(),
         "extra": {} if extra is None else extra,
     }
 
@@ -88,15 +94,8 @@ def _frozen(private: Private) -> set[str]:
 
 def apply(private: Private, state: dict[str, Any]) -> None:
     """Go on from a state: everything is checked before anything changes."""
-    private.check_usable()
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"this is not a checkpoint of format {FORMAT}")
-    check_identity(state["identity"], identity(private))
-    if len(state["averages"]) != len(private.averages):
-        raise CheckpointError(
-            f"the checkpoint has {len(state['averages'])} running averages of the weights and this run "
-            f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
-        )
+    with private.world.together("loading"):
+        _check(private, state)
     try:
         private.run.resume(state["run"], state["step"], content_digest(state))
     except LedgerError as error:
@@ -107,13 +106,26 @@ def apply(private: Private, state: dict[str, Any]) -> None:
     for average, saved in zip(private.averages, state["averages"], strict=True):
         average.load_state_dict(saved)
     private.stand_at(state["step"])
-    _set_generators(state["generators"])
+    set_generators(state["generators"])
 
 
-def save(
-    private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None, *, frozen: bool = True
-) -> None:
+def _check(private: Private, state: dict[str, Any]) -> None:
+    private.check_usable()
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"this is not a checkpoint of format {FORMAT}")
+    check_identity(state["identity"], identity(private))
+    if len(state["averages"]) != len(private.averages):
+        raise CheckpointError(
+            f"the checkpoint has {len(state['averages'])} running averages of the weights and this run "
+            f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
+        )
+
+
+def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None, *, frozen: bool = True) -> None:
     """Write a checkpoint: draft, sync, ledger, rename. A failure leaves the previous file and the ledger alone."""
+    if private.world.group is not None or private.shards is not None:
+        folder.save(private, path, extra, frozen=frozen)
+        return
     target = Path(path)
     state = gather(private, extra, frozen=frozen)
     digest = content_digest(state)
@@ -132,12 +144,19 @@ def save(
         ) from error
     private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
     os.replace(draft, target)
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
 
 
 def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Go on from a checkpoint file; returns its ``extra``."""
+    """Go on from a checkpoint file or folder; returns its ``extra``."""
     source = Path(path)
+    if private.world.from_first("loading", source.is_dir):
+        return folder.load(private, source)
+    if private.world.many or private.shards is not None:
+        raise CheckpointError(
+            f"{source} is no checkpoint folder. What one process saved without torch.distributed is a file, which "
+            "several cannot go on from: save it again from one process with torch.distributed initialised"
+        )
     _settle_drafts(private, source)
     state = _read(source)
     if state is None:
@@ -148,6 +167,15 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         )
     apply(private, state)
     return dict(state["extra"])
+
+
+def exists(private: Private, path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint, or what is left of one that a killed process had entered in the ledger."""
+    source = Path(path)
+    if source.is_dir():
+        return folder.exists(private, source)
+    _settle_drafts(private, source)
+    return source.is_file()
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -167,23 +195,23 @@ def _settle_drafts(private: Private, source: Path) -> None:
     """
     if private.run.key.path is None:
         return
-    ledger, folder = private.run.key.ledger(), source.parent
-    for draft in folder.glob(".*.draft"):
+    ledger, where = private.run.key.ledger(), source.parent
+    for draft in where.glob(".*.draft"):
         if not draft.is_file():  # an export that never completed
             continue
         state = _read(draft)
         with contextlib.suppress(LedgerError):
             newest = None if state is None else ledger.newest(state["run"])
             if newest is not None and newest.digest == content_digest(state):
-                os.replace(draft, folder / draft.name[1 : -len(".draft")])
-                _sync_folder(folder)
+                os.replace(draft, where / draft.name[1 : -len(".draft")])
+                sync_folder(where)
                 continue
             ours = state is not None and state["identity"]["key"] == private.run.key.fingerprint()
             if ours or (state is None and draft.name == f".{source.name}.draft"):
                 draft.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -191,7 +219,7 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _generators() -> dict[str, Any]:
+def generators() -> dict[str, Any]:
     """Dropout's and augmentation's random numbers. They protect nobody: noise and bins come from the key alone."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state()  # noqa: NPY002
@@ -203,7 +231,7 @@ def _generators() -> dict[str, Any]:
     }
 
 
-def _set_generators(state: dict[str, Any]) -> None:
+def set_generators(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])

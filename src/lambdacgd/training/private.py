@@ -6,6 +6,7 @@ import copy
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.distributed.wrapping import check_not_sharded_since
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.errors import CheckpointError, TrainingError
 from lambdacgd.training.gradients import Gradients
 from lambdacgd.training.identity import content_digest
 from lambdacgd.training.loader import Chunk, Epoch, Loader
@@ -132,13 +133,19 @@ class Private:
 
         ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
         ``state_dict()``). ``frozen=False`` leaves frozen parameters out, for small checkpoints of adapters: the model
-        that loads it brings them.
+        that loads it brings them. Where ``torch.distributed`` is initialised, ``path`` becomes a folder that any number
+        of processes can go on from, and every rank must call this.
         """
         checkpoint.save(self, path, extra, frozen=frozen)
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Go on from a checkpoint file, which must be the run's newest release. Returns what was given as ``extra``."""
+        """Go on from a checkpoint, which must be the run's newest release. Returns what was given as ``extra``."""
         return checkpoint.load(self, path)
+
+    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        found = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
+        return self.load(path) if found else None
 
     def state_dict(self, *, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """A copy of the run's state (weights, optimizer, position; no key, no noise) for a file of your own.
@@ -146,12 +153,19 @@ class Private:
         It counts as released from this moment: the run resumes from it or from something newer, not from before. Prefer
         ``save``, which also survives a crash while writing.
         """
-        state = copy.deepcopy(checkpoint.gather(self, extra))
-        self.run.release(self.steps_taken, digest=content_digest(state), kind="state_dict")
+        if self.shards is not None:
+            raise CheckpointError("a sharded run's state is in no one process: use private.save(folder)")
+        _ = self.run.id
+        with self.world.together("state_dict"):
+            state = copy.deepcopy(checkpoint.gather(self, extra))
+        release = partial(self.run.release, self.steps_taken, digest=content_digest(state), kind="state_dict")
+        self.world.from_first("state_dict", release)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
         """Go on from a ``state_dict()``, which must be the run's newest release. Returns its ``extra``."""
+        place = {name: state.get(name) if isinstance(state, dict) else None for name in ("run", "step")}
+        self.world.agree("load_state_dict", place, {})
         checkpoint.apply(self, state)
         return dict(state["extra"])
 

@@ -266,7 +266,7 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                 if (folder / checkpoints.RUN_STATE).exists():
                     raise
                 continue  # it was being written when the process died, and never left it
-            self._resumed = {"scheduler": extra["scheduler"], "generators": states._generators()}
+            self._resumed = {"scheduler": extra["scheduler"], "generators": states.generators()}
             return str(folder)
         raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
 
@@ -279,7 +279,7 @@ class LambdaCGDTrainer(Publishing, _Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed is not None:
-            states._set_generators(self._resumed["generators"])
+            states.set_generators(self._resumed["generators"])
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Part of the run's state."""

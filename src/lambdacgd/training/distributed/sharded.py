@@ -30,6 +30,10 @@ from lambdacgd.training.errors import TrainingError
 from lambdacgd.validation import InvalidInput
 
 
+# Its name since torch 2.13; the older one warns there.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 @dataclass(eq=False)
 class Group:
     """Parameters whose sums travel together, and the memory that receives this rank's part of them."""
@@ -137,7 +141,7 @@ class ShardedTotals(Totals):
             start += place.chunk
         flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
         out = group.received if self._fresh else torch.empty_like(group.received)
-        work = dist.reduce_scatter_tensor(out, flat.view(-1), group=group.shard_group, async_op=True)
+        work = _reduce_scatter(out, flat.view(-1), group=group.shard_group, async_op=True)
         return Sent(group, flat, out, work)
 
     def _receive(self, sent: Sent) -> Tensor:

@@ -1,0 +1,251 @@
+"""Numbers in README and docs, written from the files in ``results/`` so that they cannot drift.
+
+    python benchmarks/readme_numbers.py [--check]
+
+A page says where: ``<!-- numbers: NAME -->`` … ``<!-- end -->``, within a line or around a block; NAME is one of the
+functions below. Plots shown on pages are copied from ``results/`` to ``docs/figures/``. ``--check`` changes nothing and
+fails if something would change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lambdacgd.experiments import EXPERIMENTS
+
+ROOT = Path(__file__).parent.parent
+RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
+PLACE = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.S)
+TITLES = {
+    "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "vit-b": "ViT-B", "vit-l": "ViT-L", "vit-h": "ViT-H",
+    "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large",
+}  # fmt: skip
+LAMBDA_CGD = "regenerated, 2 bands"
+
+
+def result(path: str) -> dict[str, Any] | None:
+    file = RESULTS / path
+    return json.loads(file.read_text()) if file.exists() else None
+
+
+def experiment(name: str) -> dict[str, Any] | None:
+    """What ``lambdacgd reproduce NAME`` wrote, unless it is a quick version."""
+    found = result(f"{name}/{name}.json")
+    return None if found is None or found["quick"] else found
+
+
+def _measured(name: str) -> dict[str, Any]:
+    found = result(name)
+    if found is None:
+        raise SystemExit(f"results/{name} is missing")
+    return found
+
+
+def _noise() -> dict[str, dict[str, Any]]:
+    models = _measured("noise-h200.json")["models"]
+    return {name: models[name] for name in TITLES}
+
+
+def noise_over_opacus() -> str:
+    """λCGD's two streams over Opacus's one, least and most over the models."""
+    ratios = [model["contenders"][LAMBDA_CGD]["over opacus DP-SGD"] for model in _noise().values()]
+    return f"{min(ratios):.2f} to {max(ratios):.2f}"
+
+
+def noise_extra_memory() -> str:
+    """A bound on the extra memory, in tenths of a MiB."""
+    most = max(model["contenders"][LAMBDA_CGD]["extra_mib"] for model in _noise().values())
+    return f"{int(10 * most) / 10 + 0.1:.1f} MiB"
+
+
+def noise_table() -> str:
+    head = ("model", "parameters", "copy", "Opacus, DP-SGD", "rewinding, 2 bands", "regenerated λCGD", "over Opacus",
+            "4 bands", "16 bands", "buffer on CPU, 2 bands")  # fmt: skip
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+
+    def ms(value: float) -> str:
+        return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}"
+
+    for name, model in _noise().items():
+        c = model["contenders"]
+        cells = [TITLES[name], f"{model['parameters'] / 1e6:.1f}M"]
+        cells += [ms(c[one]["ms"]) for one in ("copy", "opacus DP-SGD", "rewinding generator, 2 bands")]
+        cells += [f"**{ms(c[LAMBDA_CGD]['ms'])}**", f"{c[LAMBDA_CGD]['over opacus DP-SGD']:.2f}"]
+        others = ("regenerated, 4 bands", "regenerated, 16 bands", "buffers on cpu, 2 bands")
+        cells += [ms(c[one]["ms"]) for one in others]
+        lines.append("| " + " | ".join(cells) + " |")
+    return _block("\n".join(lines))
+
+
+def rmse_ratios() -> str:
+    """Ours over the printed value, least and most, in groups."""
+    found = experiment("rmse-table")
+    if found is None:
+        return _block("Not computed yet.")
+    rows = [row for row in found["rows"] if row["ratio"] is not None and not row["known_slip"]]
+
+    def extent(chosen: list[dict[str, Any]]) -> str:
+        ratios = [row["ratio"] for row in chosen]
+        return f"{min(ratios):.3f} to {max(ratios):.3f}" if ratios else "none"
+
+    def banded(row: dict[str, Any]) -> bool:
+        return bool(row["row"].startswith("BandInvMF"))
+
+    plain, amplified = ([row for row in rows if row["amplified"] is way] for way in (False, True))
+    exact = [row for row in amplified if row["row"].startswith("DP-λCGD")]
+    return _block(
+        f"- without amplification: {extent([r for r in plain if not banded(r)])} for every mechanism but BandInvMF "
+        f"({extent([r for r in plain if banded(r)])});\n"
+        f"- with amplification: {extent([r for r in amplified if not banded(r)])}; where the exact accountant answers "
+        f"(λCGD), {extent(exact)}; BandInvMF {extent([r for r in amplified if banded(r)])}."
+    )
+
+
+def _rmse(title: str, epsilon: float) -> float | None:
+    found = experiment("rmse-table")
+    rows = found["rows"] if found else []
+    return next((r["rmse"] for r in rows if r["row"] == title and r["epsilon"] == epsilon and r["amplified"]), None)
+
+
+def _runtime() -> dict[str, dict[str, Any]]:
+    """Model -> variants, of both tables."""
+    tables = (experiment(name) for name in ("runtime-cifar", "runtime-imdb"))
+    return {row["model"]: row["variants"] for found in tables if found for row in found["rows"] if "variants" in row}
+
+
+def _range(values: list[float], form: str) -> str:
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
+def runtime_summary() -> str:
+    """One sentence on both runtime tables, or that they are not there yet."""
+    models = _runtime()
+    if not models:
+        return "not measured yet"
+    ours = [v[LAMBDA_CGD]["over_dp_sgd"] for v in models.values() if "over_dp_sgd" in v[LAMBDA_CGD]]
+    buffer = [v[f"CPU buffer, {p} bands"].get("over_dp_sgd") for v in models.values() for p in (2, 4, 16)]
+    known = [value for value in buffer if value is not None]
+    extra = [
+        v[LAMBDA_CGD]["peak_mib"] - v["DP-SGD"]["peak_mib"] for v in models.values() if v[LAMBDA_CGD].get("peak_mib")
+    ]
+    text = f"{_range(ours, '.4f')} of DP-SGD's time an epoch over {len(models)} models"
+    text += f", at most {max(0.0, *extra):.1f} MiB more memory" if extra else ""
+    return text + (f"; a noise buffer on the CPU takes {_range(known, '.2f')}" if known else "")
+
+
+def readme_results() -> str:
+    """The short list in README: only what has been computed."""
+    lines = []
+    pairs = [(e, _rmse("DP-SGD", e), _rmse("DP-λCGD (λ=0.95)", e)) for e in (8.0, 2.0)]
+    if all(a and b for _, a, b in pairs):
+        said = ", ".join(f"ε = {e:g}: {b:.1f}, DP-SGD {a:.1f}" for e, a, b in pairs)
+        lines.append(
+            "- **Error** (RMSE in the paper's setting: 50 000 examples, batches of 128, 10 epochs, δ = 1e-5, fixed "
+            f"bins, λ = .95): {said}."
+        )
+    accuracy = experiment("methods-cifar")
+    if accuracy:
+        lines += _accuracy(accuracy["rows"])
+    if _runtime():
+        lines.append(f"- **Time**: λCGD takes {runtime_summary()}.")
+    return _block("\n".join(lines) if lines else "Nothing computed yet.")
+
+
+def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
+    found = {(row["method"], row["epsilon"]): row for row in rows if "test" in row}
+
+    def text(name: str, epsilon: float) -> str | None:
+        row = found.get((name, epsilon))
+        if row is None:
+            return None
+        error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
+        return f"{100 * row['test']:.1f}{error}%"
+
+    said = []
+    for epsilon in (8.0, 2.0, 0.5):
+        base, fixed, fresh = (text(name, epsilon) for name in ("dp-sgd", "lambda-cgd", "lambda-cgd-fresh"))
+        if base and (fixed or fresh):
+            ours = " and ".join(f"{t} ({w} bins)" for t, w in ((fresh, "fresh"), (fixed, "fixed")) if t)
+            said.append(f"ε = {epsilon:g}: {ours}, DP-SGD {base}")
+    return [f"- **Accuracy** (CIFAR-10, a CNN of 0.3M parameters, all tuned alike): {'; '.join(said)}."] if said else []
+
+
+def experiments() -> str:
+    """Every experiment's page, with its plot, in the order of ``lambdacgd reproduce --list``."""
+    parts = []
+    for name, (_, what) in EXPERIMENTS.items():
+        parts.append(f"## `{name}`: {what}")
+        page = RESULTS / name / f"{name}.md"
+        if not page.exists():
+            parts.append(f"Not run here yet: `lambdacgd reproduce {name}`.")
+            continue
+        _, _, body = page.read_text().partition("\n")
+        body = body.replace(f"({name}.svg)", f"(figures/{name}.svg)")
+        parts.append(re.sub(r"^#", "###", body.strip(), flags=re.M))  # headings of a page go below its own
+    return _block("\n\n".join(parts))
+
+
+def _block(text: str) -> str:
+    return f"\n\n{text}\n\n"
+
+
+NUMBERS: dict[str, Callable[[], str]] = {
+    "noise-over-opacus": noise_over_opacus,
+    "noise-extra-memory": noise_extra_memory,
+    "noise-table": noise_table,
+    "rmse-ratios": rmse_ratios,
+    "runtime-summary": runtime_summary,
+    "readme-results": readme_results,
+    "experiments": experiments,
+}
+
+
+def written(text: str) -> str:
+    """A page with its numbers as ``results/`` has them now."""
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in NUMBERS:
+            raise SystemExit(f"there are no numbers called {match[2]}; known: {', '.join(NUMBERS)}")
+        return match[1] + NUMBERS[match[2]]() + match[4]
+
+    if text.count("<!-- numbers:") != len(PLACE.findall(text)):
+        raise SystemExit("a place for numbers has no end")
+    return PLACE.sub(fill, text)
+
+
+def changes() -> dict[Path, bytes]:
+    """Every file that is not what ``results/`` says, with what it should be."""
+    found: dict[Path, bytes] = {}
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        new = written(page.read_text()).encode()
+        if new != page.read_bytes():
+            found[page] = new
+    for name in EXPERIMENTS:
+        plot, copy = RESULTS / name / f"{name}.svg", FIGURES / f"{name}.svg"
+        if plot.exists() and (not copy.exists() or copy.read_bytes() != plot.read_bytes()):
+            found[copy] = plot.read_bytes()
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail instead of writing")
+    check = parser.parse_args().check
+    found = changes()
+    for path, content in found.items():
+        print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+    sys.exit(1 if check and found else 0)
+
+
+if __name__ == "__main__":
+    main()

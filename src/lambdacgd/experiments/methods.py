@@ -9,10 +9,10 @@ from typing import Any
 
 from lambdacgd.validation import InvalidInput
 
-# Larger than 1 − 1/16 only where noise is small; beside them where searches begin, by ε (fixed bins: the paper's).
+# The λ that searches begin with, by ε. For fixed bins the paper's; for fresh ones near the smallest error.
 _FIXED = MappingProxyType({8.0: 0.95, 4.0: 0.95, 2.0: 0.9, 1.0: 0.9, 0.5: 0.9, 0.25: 0.8})
 _FRESH = MappingProxyType({8.0: 0.9, 4.0: 0.9, 2.0: 0.8, 1.0: 0.8, 0.5: 0.8, 0.25: 0.8})
-# The second λ that a search tries: towards what the error favours least strongly, a smaller one first.
+# The λ that a search tries beside it: the paper finds smaller ones better than errors say.
 _FIXED_OTHER = MappingProxyType({8.0: 0.9, 4.0: 0.9, 2.0: 0.8, 1.0: 0.8, 0.5: 0.8, 0.25: 0.9})
 _FRESH_OTHER = MappingProxyType({8.0: 0.8, 4.0: 0.8, 2.0: 0.9, 1.0: 0.9, 0.5: 0.6, 0.25: 0.6})
 
@@ -81,11 +81,21 @@ METHODS: dict[str, Method] = {
             other=_FIXED_OTHER,
         ),
         Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4), ours=True),
-        Method("bandinvmf-amplified-4", "amplified BandInvMF (p = 4)", _binned("bandinvmf", bands=4, amplified=True), ours=True),
+        Method(
+            "bandinvmf-amplified-4",
+            "amplified BandInvMF (p = 4)",
+            _binned("bandinvmf", bands=4, amplified=True),
+            ours=True,
+        ),
         # No amplification: a fixed order, for the sweeps over λ. λ = 0 is DP-SGD.
-        Method("lambda-cgd-cyclic", "DP-λCGD, no amplification", {"mechanism": "lambda-cgd", "sampling": "cyclic"}, lam={1.0: 0.9}),
+        Method(
+            "lambda-cgd-cyclic",
+            "DP-λCGD, no amplification",
+            {"mechanism": "lambda-cgd", "sampling": "cyclic"},
+            lam={1.0: 0.9},
+        ),
     )
-}  # fmt: skip
+}
 
 
 def method(name: str) -> Method:

@@ -15,7 +15,7 @@ from lambdacgd.training.data import Examples, Splits, cifar10, digits, imdb
 from lambdacgd.training.tasks import BagOfWords, cifar10_model, digits_model
 from lambdacgd.validation import InvalidInput
 
-# Pieces of BERT's vocabulary are listed by frequency (a public order): later ones become [UNK], a smaller table to noise.
+# BERT's vocabulary is listed roughly by frequency, a public order. Later pieces become [UNK]: a smaller table to noise.
 PIECES, UNKNOWN = 8192, 100
 _ORDER = 20260122  # the seed of the public shuffle behind the validation split
 
@@ -41,8 +41,8 @@ class RandomBert(nn.Module):
             max_position_embeddings=imdb.LENGTH,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
-            num_labels=2,
         )
+        config.num_labels = 2
         self.bert = BertForSequenceClassification(config)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ TRAINING_EXAMPLES = {"digits": digits.TRAIN, "cifar10": 50_000, "imdb": 25_000}
 
 
 class Data:
-    """A problem's examples on a device, cut for validation or test. The held-out fifth is the end of a public shuffle."""
+    """A problem's examples on a device, cut for validation or test; held out is the last fifth of a public shuffle."""
 
     def __init__(self, name: str, splits: Splits, device: torch.device) -> None:
         of = problem(name)
@@ -119,6 +119,10 @@ class Data:
         self.name, self.device = name, device
         self._x, self._y = of.read(shuffled).to(device), shuffled.labels.to(device)
         self._test = (of.read(splits.test).to(device), splits.test.labels.to(device))
+
+    def examples(self, run: TrainingRun) -> int:
+        """How many examples a run trains on."""
+        return sizes(len(self._y), run)[0]
 
     def cut(self, run: TrainingRun) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """(training inputs, labels), (evaluation inputs, labels) of a run."""

@@ -1,4 +1,4 @@
-"""One training run as data: what is trained, with what, and what came out. Results are kept by the digest of the run."""
+"""One training run as data: what is trained, with what, and what came out. Results are kept by the run's digest."""
 
 from __future__ import annotations
 

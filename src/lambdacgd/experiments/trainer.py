@@ -74,17 +74,23 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
         with average.applied():
             scores[name] = accuracy(model, *held_out)
     private.detach()
-    return {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2)} | _facts(plan, captured)
+    found = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
+    return found | _facts(plan)
 
 
-def _facts(plan: Plan, captured: bool) -> dict[str, Any]:
+def diverged(why: str, plan: Plan) -> Result:
+    """The result of a run whose sums stopped being finite: nothing learned."""
+    names = ["last", *(f"ema-{decay:g}" for decay in AVERAGES)]
+    return {"accuracy": dict.fromkeys(names, 0.0), "diverged": why, "seconds": 0.0} | _facts(plan)
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
     return {
         "sigma": plan.sigma,
         "plan": plan.digest,
         "certificate": {"method": plan.certificate.method, "kind": plan.certificate.kind},
         "training_examples": plan.examples,
         "steps": plan.steps,
-        "captured": captured,
     }
 
 

@@ -8,7 +8,8 @@ from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.keys import SecretKey, prf64
+from lambdacgd.chacha import prf64_range
+from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
 from lambdacgd.validation import integer
 
@@ -34,10 +35,9 @@ class Poisson(Sampling):
     def members(self, key: SecretKey, step: int, *, run: str = DEFAULT_RUN) -> Indices:
         """Who takes part in one step (1 … n): a pure function of key, run, step and example."""
         step = integer("step", step, maximum=self.steps, why=": the horizon is fixed")
-        everyone = np.arange(self.examples)
         if self.steps_per_epoch == 1:
-            return everyone
-        words = prf64(key.derive("run", run, "poisson", step), everyone)
+            return np.arange(self.examples)
+        words = prf64_range(key.derive("run", run, "poisson", step), self.examples)
         return np.flatnonzero(words < np.uint64((1 << 64) // self.steps_per_epoch)).astype(np.int64)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:

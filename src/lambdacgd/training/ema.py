@@ -42,8 +42,12 @@ class EMA:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        for name, p in self._weights().items():
-            self._average[name].lerp_(p.to(self._average[name].dtype), 1 - decay)
+        weights = self._weights()
+        averages = [self._average[name] for name in weights]
+        new = [p.to(average.dtype) for average, p in zip(averages, weights.values(), strict=True)]
+        torch._foreach_lerp_(
+            averages, new, 1 - decay
+        )  # one launch for all of a model: small ones are bound by launches
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:

@@ -1,0 +1,162 @@
+"""``methods-cifar`` and ``methods-imdb``: test accuracy of every method over ε, each tuned with the same budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
+from lambdacgd.experiments.methods import METHODS, method
+from lambdacgd.experiments.search import NEIGHBOURS, method_search
+from lambdacgd.experiments.show import panels, table
+from lambdacgd.experiments.training import compute_with
+
+SEARCHED = (8.0, 2.0, 0.5)  # ε with a search of their own; NEIGHBOURS learn from them
+FIRST = ("lambda-cgd-fresh", "dp-sgd", "lambda-cgd")  # in the order of importance
+COLUMNS = (
+    "method", "epsilon", "test", "standard_error", "last", "validation", "learning_rate", "max_grad_norm", "lambda",
+    "schedule", "weights", "sigma", "training_seconds",
+)  # fmt: skip
+CIFAR = {"task": "cifar10", "model": "cnn", "batch_size": 128, "epochs": 10, "max_grad_norm": 0.3}
+IMDB = {"task": "imdb", "model": "bag-of-words", "batch_size": 512, "epochs": 10, "max_grad_norm": 0.3}
+BUDGET = {"tries": 5, "seeds": 3, "splits": ["validation", "test"]}
+
+
+def _cell(base: dict[str, Any], name: str, epsilon: float, **more: Any) -> Cell:
+    between = epsilon in NEIGHBOURS and "examples" not in more
+    return {"method": name, "epsilon": epsilon} | base | BUDGET | ({"between": True} if between else {}) | more
+
+
+def cifar_cells(settings: Settings) -> list[Cell]:
+    """Most valuable first: our methods and DP-SGD at three ε, then at the others, then everything else."""
+    if settings.quick:
+        small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 2, "seeds": 2}
+        return [_cell(CIFAR, name, 8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
+    others = [name for name in METHODS if name not in FIRST and name != "lambda-cgd-cyclic"]
+    cells = [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in FIRST]
+    cells += [_cell(CIFAR, name, epsilon) for name in FIRST for epsilon in NEIGHBOURS]
+    cells += [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in others]
+    return cells + [_cell(CIFAR, name, epsilon) for epsilon in NEIGHBOURS for name in others]
+
+
+def imdb_cells(settings: Settings) -> list[Cell]:
+    """The same comparison on reviews, with a model trained from scratch."""
+    rate = {8.0: 8.0, 2.0: 4.0, 0.5: 2.0}
+    if settings.quick:
+        small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 2}
+        return [_cell(IMDB, name, 8.0, learning_rate=8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
+    return [_cell(IMDB, name, epsilon, learning_rate=rate[epsilon]) for epsilon in SEARCHED for name in FIRST]
+
+
+def percent(row: Row) -> str:
+    """An accuracy with its standard error."""
+    error = row["standard_error"]
+    return f"{100 * row['test']:.1f}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
+def comparison(rows: list[Row]) -> str:
+    """Methods down, ε across."""
+    epsilons = sorted({row["epsilon"] for row in rows}, reverse=True)
+    found = {(row["method"], row["epsilon"]): row for row in rows}
+    names = [name for name in METHODS if any(row["method"] == name for row in rows)]
+    tops = {e: max((r for r in rows if r["epsilon"] == e), key=lambda r: r["test"])["method"] for e in epsilons}
+    lines = []
+    for name in names:
+        texts: list[str | None] = []
+        for e in epsilons:
+            text = percent(found[name, e]) if (name, e) in found else None
+            texts.append(f"**{text}**" if text is not None and tops[e] == name else text)
+        lines.append([method(name).title + (" (ours)" if method(name).ours else ""), *texts])
+    return table(["method", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
+def settings_found(rows: list[Row]) -> str:
+    """What the searches chose."""
+    lines = [
+        [
+            method(row["method"]).title, f"{row['epsilon']:g}", f"{row['learning_rate']:.3g}",
+            f"{row['max_grad_norm']:.2g}", None if row["lambda"] is None else f"{row['lambda']:g}", row["schedule"],
+            row["weights"], f"{row['sigma']:.4g}", f"{100 * row['validation']:.1f}", len(row["tried"]),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = ["method", "ε", "learning rate", "ζ", "λ", "schedule", "weights", "σ", "validation %", "runs"]
+    return table(header, lines)
+
+
+def _page(rows: list[Row], about: str, beside: str) -> str:
+    return "\n\n".join(
+        [
+            f"Test accuracy in percent, mean ± standard error over seeds; δ = 1e-5. {about}",
+            comparison(rows),
+            "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
+            ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
+            "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
+            "number of runs from the same learning rates. For ε = 4, 1 and .25 the rates begin where the searches of "
+            "the two nearest ε ended, and two are tried. The search itself is not covered by (ε, δ).",
+            settings_found(rows),
+            beside,
+        ]
+    )
+
+
+def cifar_page(rows: list[Row]) -> str:
+    about = "CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), B = 128, k = 10, plain SGD, no augmentation."
+    beside = (
+        "The paper shows its comparison as a figure, and names 49.05% for DP-λCGD at ε = .5. Its network has no "
+        "normalisation and ζ = 8, with which ours diverged; so differences between methods can be compared, "
+        "accuracies only roughly. Test images are the 9 980 that are exact in our copy of the data."
+    )
+    return _page(rows, about, beside)
+
+
+def imdb_page(rows: list[Row]) -> str:
+    about = (
+        "IMDb reviews (first 256 word pieces, the 8 192 most frequent), the mean of 32-dimensional embeddings and one "
+        "hidden layer, trained from scratch, B = 512, k = 10."
+    )
+    beside = "The paper fine-tunes a pretrained BERT-base, which reaches 87.7% at ε = .5: not comparable in height."
+    return _page(rows, about, beside)
+
+
+def plot(rows: list[Row]) -> Any:
+    """Accuracy over ε, a line a method."""
+    figure, (axes,) = panels(1, size=(6.4, 4.4))
+    for name in METHODS:
+        points = sorted(
+            (row["epsilon"], row["test"], row["standard_error"] or 0) for row in rows if row["method"] == name
+        )
+        if points:
+            style = "-" if method(name).ours or name == "lambda-cgd" else "--"
+            axes.errorbar(
+                [p[0] for p in points], [100 * p[1] for p in points], [100 * p[2] for p in points],
+                fmt=f"o{style}", capsize=2, markersize=4, label=method(name).title,
+            )  # fmt: skip
+    epsilons = sorted({row["epsilon"] for row in rows})
+    axes.set_xscale("log")
+    axes.set_xticks(epsilons, [f"{e:g}" for e in epsilons])
+    axes.minorticks_off()
+    axes.set(xlabel="ε", ylabel="test accuracy (%)")
+    axes.legend(fontsize=7)
+    return figure
+
+
+CIFAR_METHODS = Experiment(
+    "methods-cifar",
+    "test accuracy on CIFAR-10 over ε, every method tuned alike",
+    cifar_cells,
+    compute_with(method_search),
+    COLUMNS,
+    cifar_page,
+    plot,
+    lambda cell: f"{cell['method']} ε={cell['epsilon']:g}",
+)
+IMDB_METHODS = Experiment(
+    "methods-imdb",
+    "test accuracy on IMDb over ε, a model trained from scratch",
+    imdb_cells,
+    compute_with(method_search),
+    COLUMNS,
+    imdb_page,
+    plot,
+    lambda cell: f"{cell['method']} ε={cell['epsilon']:g}",
+)

@@ -1,0 +1,70 @@
+"""What the training experiments share: how a cell is computed, which plans it may need, and rows from stored runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from lambdacgd import cache
+from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
+from lambdacgd.experiments.methods import method
+from lambdacgd.experiments.plan_book import PlanBook
+from lambdacgd.experiments.pool import answer
+from lambdacgd.experiments.runs import RunStore, TrainingRun
+from lambdacgd.experiments.search import Search, start
+
+Make = Callable[[Cell], Search]
+
+
+def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
+    """``Experiment.compute`` for a kind of search: runs in this process, one after another, each kept when it ends."""
+
+    def compute(cell: Cell, settings: Settings) -> Row:
+        import torch
+
+        from lambdacgd.experiments.problems import Data, problem
+        from lambdacgd.experiments.trainer import diverged, train
+        from lambdacgd.noise import NonFiniteSum
+
+        kept = cache.folder()
+        store = RunStore(None if kept is None else kept / "training-runs.jsonl")
+        plans = PlanBook(make=True)
+        held: list[Data] = []
+
+        def train_here(run: TrainingRun, until: float | None) -> Row:
+            if not held:
+                splits = problem(run.task).load(settings.data)
+                held.append(Data(run.task, splits, torch.device(settings.torch_device)))
+            try:
+                return train(run, held[0], plans, until=until)
+            except NonFiniteSum as error:
+                return diverged(str(error), plans.for_run(run, held[0].examples(run)))
+
+        row = answer(make(cell), store, train_here)
+        assert row is not None
+        return row
+
+    return compute
+
+
+def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
+    """Every plan that the search of a cell may ask for, on both splits."""
+    from lambdacgd.experiments.problems import TRAINING_EXAMPLES, sizes
+
+    first = start(cell)
+    known = method(first.method)
+    lams = [first.lam] if "lam" in cell else [known.first(first.epsilon), known.second(first.epsilon)]
+    for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
+        run = replace(first, lam=lam)
+        for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
+            one = replace(run, split=split)
+            yield one.plan_request(sizes(TRAINING_EXAMPLES[run.task], one)[0])
+
+
+def rows_from(experiment: Experiment, make: Make, store: RunStore, settings: Settings) -> Iterator[tuple[Cell, Row]]:
+    """The cells whose searches can be answered from the store alone."""
+    for cell in experiment.cells(settings):
+        row = answer(make(cell), store, None)
+        if row is not None:
+            yield cell, row

@@ -44,10 +44,12 @@ class EMA:
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
         weights = self._weights()
         averages = [self._average[name] for name in weights]
-        new = [p.to(average.dtype) for average, p in zip(averages, weights.values(), strict=True)]
-        torch._foreach_lerp_(
-            averages, new, 1 - decay
-        )  # one launch for all of a model: small ones are bound by launches
+        new = [p.detach().to(average.dtype) for average, p in zip(averages, weights.values(), strict=True)]
+        if all(type(tensor) is Tensor for tensor in new):
+            torch._foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
+            return
+        for average, tensor in zip(averages, new, strict=True):  # sharded tensors know fewer operations
+            average.lerp_(tensor, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:

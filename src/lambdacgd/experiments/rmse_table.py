@@ -63,7 +63,7 @@ def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
     elif isinstance(mechanism, Identity):
         sampling = Poisson(_EXAMPLES, b, k)
     elif isinstance(mechanism, LambdaCGD):
-        sampling = BallsInBins(_EXAMPLES, b, k)
+        sampling = BallsInBins(_EXAMPLES, b, k, bins="fixed")  # the paper's
     else:
         estimate = MonteCarlo(mechanism, HORIZON).estimate_sigma(column.epsilon, DELTA, relative_error=relative_error)
         relative = estimate.standard_error / estimate.sigma

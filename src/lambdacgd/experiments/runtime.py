@@ -24,7 +24,7 @@ def cells(paper: Table, settings: Settings) -> list[Cell]:
     if settings.quick:
         common |= {"batch": 16, "physical": 4, "rounds": 2, "steps": 2, "seconds": 20.0}
         return [common | {"model": model.case} for model in paper.models if model.case in _QUICK]
-    common |= {"batch": paper.batch, "rounds": 6, "steps": 4, "seconds": 22.0}
+    common |= {"batch": paper.batch, "rounds": 10, "steps": 6, "seconds": 15.0}
     return [common | {"model": model.case, "physical": model.physical} for model in paper.models]
 
 

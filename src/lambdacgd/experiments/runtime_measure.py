@@ -110,8 +110,13 @@ def variants(bands: list[int], physical: int) -> list[Variant]:
 def build(case: Case, device: torch.device, **how: Any) -> nn.Module:
     """On the device at once: initialising 632 million weights on a CPU takes longer than the measurement."""
     torch.manual_seed(1)
-    with torch.device(device):
-        model: nn.Module = case.build(**how)
+    try:
+        with torch.device(device):
+            model: nn.Module = case.build(**how)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # a constructor that insists on the CPU
+        model = case.build(**how)
     return model.to(device)
 
 
@@ -147,6 +152,11 @@ def _ours(
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     batch = case.data(device, physical)
     todo = variants(bands, physical)
+    trial = variants([], physical)[0]
+    _round(trial, model, optimizer, batch, device, physical, 1)
+    if trial.times.error is None:  # at least two rounds should fit into the time
+        once = sum(trial.times.medians())
+        steps = max(1, min(steps, int(seconds / (2 * len(todo) * once))))
     began = time.monotonic()
     for done in range(rounds):
         if done >= 2 and time.monotonic() - began > seconds:

@@ -1,23 +1,31 @@
-"""The Trainer trains what the loop by hand trains."""
+"""The Trainer trains what the loop by hand trains, under the Trainer's own arguments."""
 
 from __future__ import annotations
 
-import warnings
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from tests.integrations import hf
+from tests.training import oracle
+from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
+from lambdacgd.integrations.huggingface import LambdaCGDTrainer
+from lambdacgd.training import NotPrivateWarning
+from lambdacgd.validation import InvalidInput
 
 KINDS = ["bert", "gpt2", "llama"]
+KEY = bytes(range(32))
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trainer_equals_the_loop_by_hand(kind, lora, tmp_path):
     """Same key, run and initial weights; other physical batches; a loss written out example by example."""
-    key = lc.SecretKey.from_bytes(bytes(range(32)))
+    key = lc.SecretKey.from_bytes(KEY)
     trainer = hf.make_trainer(kind, tmp_path / "out", lora=lora, key=key)
     start = hf.weights(trainer.model)
     hf.fix_id(trainer, "one")
@@ -30,3 +38,287 @@ def test_the_trainer_equals_the_loop_by_hand(kind, lora, tmp_path):
     moved = [name for name, value in hf.weights(trainer.model).items() if not torch.equal(value, start[name])]
     assert moved
     assert not lora or all("lora_" in name or "classifier" in name for name in moved)
+
+
+@pytest.mark.parametrize("kind", ["bert", "llama"])
+def test_without_noise_and_clipping_it_is_the_plain_trainer(kind, tmp_path):
+    """ε = inf, every example in every batch, examples of one length: then the Trainer's token mean is ours."""
+    data = hf.Sentences(kind == "bert")
+    data._ids = [torch.arange(6) % (i + 2) + 1 for i in range(len(data))]
+    plan = lc.plan(
+        len(data), len(data), epochs=4, epsilon=float("inf"), delta=1e-4, mechanism=lc.LambdaCGD(0.5), sampling="cyclic"
+    )
+    common = {"optim": "sgd", "learning_rate": 0.3, "warmup_steps": 1}
+    ours = hf.make_trainer(kind, tmp_path / "ours", plan=plan, train_dataset=data, **common)
+    with pytest.warns(NotPrivateWarning):
+        ours.train()
+    args = hf.arguments(tmp_path / "plain", per_device_train_batch_size=len(data), num_train_epochs=4, max_grad_norm=0,
+                        **common)  # fmt: skip
+    plain = Trainer(hf.make_model(kind), args, train_dataset=data, data_collator=hf.collate)
+    plain.train()
+    hf.assert_same(hf.weights(ours.model), hf.weights(plain.model), tolerance=1e-5)
+    mine = [entry["loss_not_private"] for entry in ours.state.log_history if "loss_not_private" in entry]
+    theirs = [entry["loss"] for entry in plain.state.log_history if "loss" in entry]
+    assert mine == pytest.approx(theirs, rel=1e-3)
+
+
+def test_counters_logs_and_schedule_count_logical_steps(tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out", per_device_train_batch_size=1)
+    trainer.train()
+    plan, history = trainer.plan, trainer.state.log_history
+    steps = [entry for entry in history if "loss_not_private" in entry]
+    assert [entry["step"] for entry in steps] == list(range(1, plan.steps + 1))
+    assert [entry["epoch"] for entry in steps] == [s / plan.steps_per_epoch for s in range(1, plan.steps + 1)]
+    rates = [entry["learning_rate"] for entry in steps]
+    assert rates == pytest.approx([0.05 * (plan.steps - s) / plan.steps for s in range(plan.steps)])
+    assert all(entry["privacy_epsilon"] == plan.epsilon and entry["privacy_delta"] == plan.delta for entry in steps)
+    assert not any("loss" in entry or "train_loss" in entry or "grad_norm" in entry for entry in history)
+    assert trainer.private.spent().epsilon == plan.epsilon
+
+
+def test_evaluation_and_prediction_leave_training_alone(tmp_path):
+    def accuracy(prediction):
+        return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
+
+    key = lc.SecretKey.from_bytes(KEY)
+    ends = []
+    for name, changes in {
+        "plain": {},
+        "eval": {"eval_strategy": "steps", "eval_steps": 1, "eval_on_start": True},
+    }.items():
+        trainer = hf.make_trainer(
+            "bert", tmp_path / name, key=key, eval_dataset=hf.Sentences(True, 10, seed=9), compute_metrics=accuracy,
+            **changes,
+        )  # fmt: skip
+        hf.fix_id(trainer, "one")
+        trainer.train()
+        ends.append(hf.weights(trainer.model))
+    hf.assert_same(*ends)
+    assert sum("eval_accuracy" in entry for entry in trainer.state.log_history) == trainer.plan.steps + 1
+    found = trainer.predict(hf.Sentences(True, 10, seed=9))
+    assert found.predictions.shape == (10, 2)
+    assert found.metrics["test_loss"] > 0
+
+
+@pytest.mark.parametrize("changes", [{"gradient_checkpointing": True}, {"dataloader_num_workers": 1}])
+def test_arguments_that_do_not_change_the_result(changes, tmp_path):
+    ends = []
+    for name, given in (("plain", {}), ("changed", changes)):
+        trainer = hf.make_trainer("llama", tmp_path / name, key=lc.SecretKey.from_bytes(KEY), **given)
+        hf.fix_id(trainer, "one")
+        trainer.train()
+        ends.append(hf.weights(trainer.model))
+    hf.assert_same(*ends, tolerance=1e-6)
+
+
+def test_bfloat16_trains(tmp_path):
+    trainer = hf.make_trainer("gpt2", tmp_path / "out", bf16=True)
+    trainer.train()
+    assert all(p.dtype == torch.float32 and bool(p.isfinite().all()) for p in trainer.model.parameters())
+
+
+def test_a_plan_with_bins_and_empty_batches(tmp_path):
+    """Balls-in-Bins, six examples in six bins: with this key some steps are pure noise."""
+    plan, key = oracle.binned_plan(6, 1, 2), lc.SecretKey.from_bytes(KEY)
+    sizes = [len(batch) for batch in plan.sampling.batches(key, run="one")]
+    assert 0 in sizes
+    assert max(sizes) > 1
+    trainer = hf.make_trainer("bert", tmp_path / "out", plan=plan, train_dataset=hf.Sentences(True, 6), key=key)
+    hf.fix_id(trainer, "one")
+    with pytest.warns(NotPrivateWarning):
+        trainer.train()
+    assert trainer.state.global_step == plan.steps == 12
+
+
+def test_an_optimizer_and_a_schedule_of_ones_own(tmp_path):
+    model = hf.make_model("bert")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    trainer = hf.make_trainer("bert", tmp_path / "out", model=model, optimizers=(optimizer, schedule))
+    trainer.train()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**trainer.plan.steps)
+
+
+REFUSED = {
+    "gradient_accumulation_steps": 2,
+    "fp16": True,
+    "auto_find_batch_size": True,
+    "dataloader_drop_last": True,
+    "train_sampling_strategy": "group_by_length",
+    "torch_compile": True,
+    "use_liger_kernel": True,
+    "neftune_noise_alpha": 5.0,
+    "enable_jit_checkpoint": True,
+    "include_num_input_tokens_seen": "all",
+    "max_steps": 3,
+    "num_train_epochs": 7,
+    "optim": "lomo",
+    "max_grad_norm": 0.0,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_cannot_hold_are_refused_with_advice(name, tmp_path):
+    args = hf.arguments(tmp_path)
+    setattr(args, name, REFUSED[name])
+    args.gradient_checkpointing = name == "gradient_checkpointing_kwargs"
+    with pytest.raises(InvalidInput, match=name) as caught:
+        LambdaCGDTrainer(hf.make_model("bert"), args, plan=hf.make_plan(), train_dataset=hf.Sentences(True))
+    assert len(str(caught.value)) > 60
+
+
+def test_several_gpus_in_one_process_are_refused(tmp_path, monkeypatch):
+    from transformers import TrainingArguments
+
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(InvalidInput, match="torchrun"):
+        hf.make_trainer("bert", tmp_path / "out")
+
+
+def test_what_the_plan_fixes_is_set_and_the_callers_arguments_stay(tmp_path):
+    args = hf.arguments(tmp_path, num_train_epochs=hf.EPOCHS)
+    trainer = LambdaCGDTrainer(
+        hf.make_model("bert"), args, plan=hf.make_plan(epochs=hf.EPOCHS), train_dataset=hf.Sentences(True)
+    )
+    assert trainer.args is not args
+    assert trainer.args.num_train_epochs == hf.EPOCHS
+    assert not args.ignore_data_skip
+    exact = hf.arguments(tmp_path, max_steps=trainer.plan.steps)
+    LambdaCGDTrainer(hf.make_model("bert"), exact, plan=trainer.plan, train_dataset=hf.Sentences(True))
+
+
+def test_wrong_data_models_and_plans_are_refused(tmp_path):
+    with pytest.raises(InvalidInput, match="plan is for 24"):
+        hf.make_trainer("bert", tmp_path / "a", train_dataset=hf.Sentences(True, 23)).train()
+    with pytest.raises(InvalidInput, match="Plan"):
+        hf.make_trainer("bert", tmp_path / "b", plan={"epsilon": 1})
+    with pytest.raises(InvalidInput, match="compute_loss_func"):
+        hf.make_trainer("bert", tmp_path / "c", model=torch.nn.Linear(2, 2))
+    with pytest.raises(InvalidInput, match="each at its own"):
+        LambdaCGDTrainer(args=hf.arguments(tmp_path), plan=hf.make_plan(), model_init=lambda: hf.make_model("bert"))
+    with pytest.raises(InvalidInput, match="not covered"):
+        hf.make_trainer("bert", tmp_path / "d").hyperparameter_search()
+
+
+class Meddler(TrainerCallback):
+    """Does what it should not at one moment of the loop."""
+
+    def __init__(self, moment, act):
+        setattr(self, moment, self._run)
+        self._act = act
+
+    def _run(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self._act(model, optimizer)
+
+
+def backward(model, optimizer):
+    batch = hf.collate([hf.Sentences(True)[0]])
+    labels = batch.pop("labels")
+    torch.nn.functional.cross_entropy(model(**batch).logits, labels).backward()
+
+
+@pytest.mark.parametrize(
+    ("moment", "act", "says"),
+    [
+        ("on_step_end", lambda m, o: o.step(), "without a new batch"),
+        ("on_step_begin", lambda m, o: o.step(), "no batch was taken"),
+        ("on_optimizer_step", lambda m, o: o.step(), "without a new batch"),
+        ("on_pre_optimizer_step", backward, "backward"),
+        ("on_pre_optimizer_step", lambda m, o: [setattr(p, "grad", torch.ones_like(p)) for p in m.parameters()],
+         "was written by something other"),
+    ],
+)  # fmt: skip
+def test_callbacks_that_step_are_refused(moment, act, says, tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out", callbacks=[Meddler(moment, act)])
+    with pytest.raises(lc.TrainingError, match=says):
+        trainer.train()
+
+
+def test_a_backward_pass_between_steps_changes_nothing(tmp_path):
+    """What a callback leaves behind before the batch is taken is not the plan's batch, and is dropped."""
+    ends = []
+    for name, callbacks in (("plain", []), ("meddled", [Meddler("on_step_begin", backward)])):
+        trainer = hf.make_trainer("bert", tmp_path / name, key=lc.SecretKey.from_bytes(KEY), callbacks=callbacks)
+        hf.fix_id(trainer, "one")
+        trainer.train()
+        ends.append(hf.weights(trainer.model))
+    hf.assert_same(*ends)
+
+
+def test_stopping_early_keeps_the_claim(tmp_path):
+    class Stop(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = state.global_step == 3
+
+    trainer = hf.make_trainer("bert", tmp_path / "out", callbacks=[Stop()])
+    trainer.train()
+    spent = trainer.private.spent()
+    assert (spent.steps_taken, spent.epsilon) == (3, trainer.plan.epsilon)
+    with pytest.raises(lc.TrainingError, match="has taken 3 of 8 steps"):
+        trainer.train()
+
+
+def test_after_training_the_model_is_plain_again(tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out")
+    trainer.train()
+    backward(trainer.model, None)
+    assert trainer.model.classifier.weight.grad is not None
+    assert "forward" not in trainer.model.classifier.__dict__
+
+
+def test_choosing_the_best_checkpoint_is_said_not_to_be_covered(tmp_path):
+    with pytest.warns(UserWarning, match="not covered"):
+        trainer = hf.make_trainer(
+            "bert", tmp_path / "out", eval_dataset=hf.Sentences(True, 8, seed=5), load_best_model_at_end=True,
+            eval_strategy="steps", save_strategy="steps", eval_steps=2, save_steps=2, save_total_limit=1,
+        )  # fmt: skip
+    trainer.train()
+    best = json.loads(
+        (tmp_path / "out" / f"checkpoint-{trainer.state.best_global_step}" / "trainer_state.json").read_text()
+    )
+    assert best["global_step"] == trainer.state.best_global_step
+
+
+def test_the_key_lies_beside_the_output_folder_and_never_in_it(tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out")
+    trainer.train()
+    assert trainer.private.run.key.path == tmp_path / "out.private" / "run.key"
+    assert (tmp_path / "out.private").stat().st_mode & 0o077 == 0
+    with pytest.raises(InvalidInput, match="outside the output folder"):
+        hf.make_trainer("bert", tmp_path / "out", key=tmp_path / "out" / "run.key").train()
+    given = hf.make_trainer("bert", tmp_path / "other", key=tmp_path / "elsewhere.key")
+    given.train()
+    assert lc.SecretKey.load(tmp_path / "elsewhere.key").ledger().runs()
+
+
+def test_a_second_run_with_the_same_key_has_noise_of_its_own(tmp_path, caplog):
+    ends = []
+    for _ in range(2):
+        trainer = hf.make_trainer("bert", tmp_path / "out")
+        trainer.train()
+        ends.append(hf.weights(trainer.model))
+    assert not torch.equal(ends[0]["classifier.weight"], ends[1]["classifier.weight"])
+    assert "has been used for 1 run" in caplog.text
+
+
+def test_missing_extras_are_named(monkeypatch):
+    import importlib.util
+
+    from lambdacgd.integrations.extras import need
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
+    )
+    with pytest.raises(ImportError, match=r"lambdacgd\[hf\]"):
+        need("hf", "transformers", "torch")
+
+
+def test_importing_the_library_imports_no_trainer():
+    code = (
+        "import sys, lambdacgd as lc; lc.plan, lc.privatize, lc.export; "
+        "print([name for name in ('transformers', 'accelerate', 'lightning', 'peft') if name in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lambdacgd.clipping.factors import Mode
@@ -80,7 +80,8 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                 f"{self.accelerator.num_processes} processes",
                 "this Trainer takes one process: start without torchrun",
             )
-        self._kind = None if self._has_own_loss() else losses.kind_of(self.model)
+        if not self._has_own_loss():
+            losses.kind_of(self.model)  # refused now, not at the first step
         if args.load_best_model_at_end:
             warnings.warn(
                 "load_best_model_at_end chooses weights by looking at eval_dataset. If that is private data, the "
@@ -119,16 +120,17 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                 "own (ε, δ)"
             )
         checkpoints.check_fresh(self.args.output_dir)
-
-    def _privatize(self) -> Private:
-        if self.train_dataset is None:
-            raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
         key = find_key(self._key, self.args.output_dir)
         earlier = len(key.ledger().runs()) if key.path is not None else 0
         if earlier:
             logger.warning(
                 "This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier
             )
+
+    def _privatize(self) -> Private:
+        if self.train_dataset is None:
+            raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
+        key = find_key(self._key, self.args.output_dir)
         dataset, collate = self._data()
         optimizer = self.create_optimizer()
         return privatize(
@@ -213,19 +215,13 @@ class LambdaCGDTrainer(Publishing, _Trainer):
             if labels is None:
                 raise TrainingError("the batch holds no 'labels'; the collator must put them there")
             logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-            smoothing = self.args.label_smoothing_factor
-            assert self._kind is not None
-            each = losses.per_example(self._kind, logits, labels, getattr(self.model, "config", None), smoothing)
+            kind, config = losses.kind_of(self.model), getattr(self.model, "config", None)
+            each = losses.per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
         return (each, outputs) if return_outputs else each
 
     def _rows(self, inputs: Any) -> int:
         assert self.private is not None
         return self.private.clipper.count((), {k: v for k, v in inputs.items() if k != "labels"})
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """The Trainer's optimizer over the trainable parameters."""
-        optimizer: Optimizer = super().create_optimizer(*args, **kwargs)
-        return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Gradients are clipped per example, and there is none to look at before the noise."""
@@ -266,7 +262,8 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                 if (folder / checkpoints.RUN_STATE).exists():
                     raise
                 continue  # it was being written when the process died, and never left it
-            self._resumed = {"scheduler": extra["scheduler"], "generators": states.generators()}
+            groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
+            self._resumed = {"scheduler": extra["scheduler"], "groups": groups, "generators": states.generators()}
             return str(folder)
         raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
 
@@ -274,8 +271,13 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         """The weights came with the run's state."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._resumed is not None and self.lr_scheduler is not None:
+        if checkpoint is None or self._resumed is None or self.private is None:
+            return
+        if self.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        # Making the scheduler anew has set the first step's learning rate.
+        for group, saved in zip(self.private.optimizer.param_groups, self._resumed["groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._resumed is not None:

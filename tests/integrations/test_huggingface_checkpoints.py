@@ -1,0 +1,202 @@
+"""Checkpoints of the Trainer: exact resume, and no way back behind weights that left the process."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from tests.integrations import hf
+from transformers import TrainerCallback
+
+import lambdacgd as lc
+from lambdacgd.integrations.huggingface import checkpoints
+from lambdacgd.training import checkpoint as states
+
+
+class Die(TrainerCallback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def saving(folder, **changes):
+    changes = {"save_strategy": "steps", "save_steps": 2, "model": hf.make_model("bert", dropout=0.2)} | changes
+    return hf.make_trainer("bert", folder, **changes)
+
+
+def same_run(folder, key, **changes):
+    """A trainer whose run, under the same key, is the only one of a ledger in ``folder``."""
+    path = folder.with_name(folder.name + ".key")
+    if not path.exists():
+        lc.SecretKey.from_bytes(key).save(path)
+    return saving(folder, key=path, **changes)
+
+
+KEY = bytes(reversed(range(32)))
+
+
+@pytest.mark.parametrize("died", [3, 5, 6, 7], ids=lambda step: f"died at {step}")
+def test_resuming_ends_with_the_same_bits(died, tmp_path, monkeypatch):
+    """Dropout, AdamW and a schedule; killed within and at the end of epochs, in another process' stead."""
+    monkeypatch.setattr("secrets.token_hex", lambda n: "ab" * n)  # the same run id for both
+    whole = same_run(tmp_path / "whole", KEY)
+    whole.train()
+    broken = same_run(tmp_path / "broken", KEY, callbacks=[Die(died)])
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    resumed = same_run(tmp_path / "broken", KEY)
+    result = resumed.train(resume_from_checkpoint=True)
+    assert result.global_step == resumed.plan.steps
+    hf.assert_same(hf.weights(whole.model), hf.weights(resumed.model))
+    steps = {entry["step"]: entry for entry in resumed.state.log_history if "loss_not_private" in entry}
+    for entry in whole.state.log_history:
+        if "loss_not_private" in entry:
+            again = steps[entry["step"]]
+            assert (again["epoch"], again["learning_rate"]) == (entry["epoch"], entry["learning_rate"])
+
+
+def test_resuming_in_the_same_process(tmp_path):
+    trainer = saving(tmp_path / "out", callbacks=[Die(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    with pytest.raises(lc.TrainingError, match="resume_from_checkpoint=True"):
+        trainer.train()
+    trainer.callback_handler.remove_callback(Die)
+    assert trainer.train(resume_from_checkpoint=True).global_step == trainer.plan.steps
+    assert len(trainer.private.run.key.ledger().runs()) == 1
+
+
+def test_an_older_checkpoint_is_refused(tmp_path):
+    trainer = saving(tmp_path / "out")
+    trainer.train()
+    again = saving(tmp_path / "out")
+    before = hf.weights(again.model)
+    with pytest.raises(lc.CheckpointError, match="released weights after step 8"):
+        again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-4"))
+    hf.assert_same(before, hf.weights(again.model))
+
+
+def test_an_older_checkpoint_is_refused_after_the_newer_ones_are_deleted(tmp_path):
+    trainer = saving(tmp_path / "out", callbacks=[Die(7)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-6")
+    with pytest.raises(lc.CheckpointError, match="released weights after step 6"):
+        saving(tmp_path / "out").train(resume_from_checkpoint=True)
+
+
+def test_save_model_is_a_release_that_older_checkpoints_cannot_pass(tmp_path):
+    class Save(TrainerCallback):
+        trainer = None
+
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 5:
+                self.trainer.save_model(str(tmp_path / "taken"))
+                raise KeyboardInterrupt
+
+    save = Save()
+    save.trainer = saving(tmp_path / "out", callbacks=[save])
+    with pytest.raises(KeyboardInterrupt):
+        save.trainer.train()
+    assert "differentially private" in (tmp_path / "taken" / "PRIVACY.md").read_text()
+    with pytest.raises(lc.CheckpointError, match="released weights after step 5"):
+        saving(tmp_path / "out").train(resume_from_checkpoint=True)
+
+
+def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(tmp_path, monkeypatch):
+    trainer = saving(tmp_path / "out")
+    release, died = states.content_digest, []
+
+    def dies(state):
+        if state["step"] == 6:
+            died.append(True)
+            raise KeyboardInterrupt
+        return release(state)
+
+    monkeypatch.setattr(states, "content_digest", dies)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    monkeypatch.undo()
+    assert died
+    (tmp_path / "out" / "checkpoint-6" / f".{checkpoints.RUN_STATE}.draft").write_bytes(b"half a file")
+    resumed = saving(tmp_path / "out")
+    assert resumed.train(resume_from_checkpoint=True).global_step == 8
+
+
+def test_killed_between_the_run_state_and_the_trainers_own_files(tmp_path, monkeypatch):
+    trainer = saving(tmp_path / "out")
+    monkeypatch.setattr(
+        "transformers.Trainer._save_checkpoint", lambda self, *a: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    monkeypatch.undo()
+    assert not list((tmp_path / "out" / "checkpoint-2").glob("*.safetensors"))
+    resumed = saving(tmp_path / "out")
+    assert resumed.train(resume_from_checkpoint=True).global_step == 8
+
+
+def test_a_new_run_does_not_begin_among_anothers_checkpoints(tmp_path):
+    saving(tmp_path / "out").train()
+    with pytest.raises(lc.CheckpointError, match="another output_dir"):
+        saving(tmp_path / "out").train()
+
+
+def test_other_settings_and_foreign_folders_are_refused(tmp_path):
+    saving(tmp_path / "out", callbacks=[]).train()
+    with pytest.raises(lc.CheckpointError, match="clipping norm"):
+        saving(tmp_path / "out", max_grad_norm=2.0).train(resume_from_checkpoint=True)
+    with pytest.raises(lc.CheckpointError, match="holds no checkpoint"):
+        saving(tmp_path / "empty").train(resume_from_checkpoint=True)
+    weights_only = saving(tmp_path / "weights", save_only_model=True)
+    weights_only.train()
+    with pytest.raises(lc.CheckpointError, match="save_only_model"):
+        saving(tmp_path / "weights").train(resume_from_checkpoint=str(tmp_path / "weights" / "checkpoint-8"))
+
+
+def test_rotation_keeps_the_newest_and_it_resumes(tmp_path):
+    trainer = saving(tmp_path / "out", save_total_limit=1, callbacks=[Die(7)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert [folder.name for folder in checkpoints.with_runs(tmp_path / "out")] == ["checkpoint-6"]
+    assert saving(tmp_path / "out").train(resume_from_checkpoint=True).global_step == 8
+
+
+def test_resuming_a_finished_run_trains_nothing(tmp_path):
+    trainer = saving(tmp_path / "out")
+    trainer.train()
+    again = saving(tmp_path / "out")
+    again.train(resume_from_checkpoint=True)
+    hf.assert_same(hf.weights(trainer.model), hf.weights(again.model))
+    assert again.private.finished
+
+
+def test_checkpoints_of_adapters_hold_no_frozen_weights_and_resume(tmp_path):
+    first = hf.make_trainer(
+        "llama", tmp_path / "out", lora=True, save_strategy="steps", save_steps=2, callbacks=[Die(5)]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    saved = torch.load(tmp_path / "out" / "checkpoint-4" / checkpoints.RUN_STATE, weights_only=True)
+    assert saved["model"]
+    assert all("lora_" in name for name in saved["model"])
+    again = hf.make_trainer("llama", tmp_path / "out", lora=True, save_strategy="steps", save_steps=2)
+    assert again.train(resume_from_checkpoint=True).global_step == 8
+
+
+def test_a_key_in_memory_cannot_be_resumed_and_says_so(tmp_path):
+    with pytest.raises(lc.CheckpointError, match="key file"):
+        saving(tmp_path / "out", key=lc.SecretKey.generate()).train()
+
+
+def test_checkpoint_folders_hold_no_key(tmp_path):
+    trainer = saving(tmp_path / "out")
+    trainer.train()
+    secret = trainer.private.run.key.path.read_text().split()[-1]
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert len(files) > 10
+    assert not any(secret.encode() in path.read_bytes() or bytes.fromhex(secret) in path.read_bytes() for path in files)

@@ -82,7 +82,7 @@ class Private:
         self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
-        self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views)
+        self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views, world=world)
         remember(model, self.trained)
         ATTACHED.add(model)
         self.gradients = Gradients(clipper.parameters, optimizer)
@@ -228,7 +228,7 @@ class Private:
     def check_usable(self) -> None:
         if not self._attached:
             raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
-        if self._failed:
+        if self._failed or (self.shards is not None and self.shards.failed and self.world.many):
             raise TrainingError(
                 "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and "
                 "resume all ranks from the newest checkpoint"

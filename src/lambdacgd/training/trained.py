@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
 from lambdacgd.planning import Plan
+from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.run import Run
 
@@ -22,6 +23,7 @@ class Trained:
     clipping_mode: str
     augmentations: int
     steps_taken: int = 0
+    world: World = field(default_factory=lambda: World(None))  # the processes that hold the weights
 
 
 # The record holds no reference to its model, so that the entry goes when the model goes.

@@ -29,7 +29,6 @@ from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.validation import InvalidInput
 
-
 # Its name since torch 2.13; the older one warns there.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -62,6 +61,7 @@ class ShardedTotals(Totals):
         self._groups = self._make_groups(model)
         self._apart = [name for name in self._parameters if name not in self.places]  # replicated: not under FSDP2
         self._step, self._last = 0, False
+        self.failed = False
         self._fresh = True  # nothing reduced yet in this logical batch
         self._whole: dict[str, Tensor] = {}
         self._waiting: dict[str, tuple[Record, Tensor, Tensor | None]] = {}
@@ -87,6 +87,7 @@ class ShardedTotals(Totals):
         """Form and reduce all sums, if the logical batch is whole. Every rank goes through the groups in one order."""
         if not self._reduces:
             return
+        self.failed = True  # until all is done: whoever fails half-way must not try again alone
         sent: Sent | None = None
         tags = []
         for group in self._groups:
@@ -99,7 +100,7 @@ class ShardedTotals(Totals):
         if tags:
             self._check(tags)
         self._reduce_apart()
-        self._fresh = False
+        self._fresh = self.failed = False
 
     def clear(self) -> None:
         super().clear()

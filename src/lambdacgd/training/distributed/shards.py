@@ -40,6 +40,23 @@ def reshard(model: nn.Module) -> None:
         module.reshard()
 
 
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state_dict with sharded tensors gathered, one after another, in host memory; tied ones once.
+
+    All ranks must call it; those that do not ``keep`` get nothing.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+        if keep:
+            found[name] = whole.detach().cpu().contiguous()
+    return found
+
+
 def gradient_like(p: Any, value: Tensor) -> Tensor:
     """``value`` as ``p.grad``: in the parameter's type, device and distribution."""
     value = value.to(device=local(p).device, dtype=p.dtype)

@@ -1,0 +1,156 @@
+"""What the ranks do in the tests: build, train, report weights. Importable by processes of the fork server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tests.training import oracle
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+import lambdacgd as lc
+from lambdacgd.training import Private, privatize
+
+RUN = "ab" * 16
+
+
+class Net(nn.Module):
+    """Layers of every kind of record, sizes that no number of ranks divides, and a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(5))
+        self.first = nn.Linear(5, 7)
+        self.norm = nn.LayerNorm(7)
+        self.block = nn.Sequential(nn.Linear(7, 6, bias=False), nn.Tanh(), nn.Linear(6, 7))
+        self.last = nn.Linear(7, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.first(x * self.scale))
+        out: torch.Tensor = self.last(self.norm(h + self.block(h)))
+        return out
+
+
+def net(dtype: torch.dtype = torch.float64, seed: int = 1) -> Net:
+    torch.manual_seed(seed)
+    return Net().to(dtype)
+
+
+def data(dtype: torch.dtype = torch.float64, examples: int = 48) -> TensorDataset:
+    x, y = oracle.data(examples).tensors
+    return TensorDataset(x.to(dtype), y)
+
+
+def shard(model: Net, **options: Any) -> Net:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = options.pop("mesh", None) or init_device_mesh("cpu", (dist.get_world_size(),))
+    for part in (model.block, model.last):
+        fully_shard(part, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def wrap(model: Any, kind: str, **options: Any) -> Any:
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model, **options)
+    if kind == "hsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+
+        size = dist.get_world_size()
+        return shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")))
+    return shard(model, **options) if kind == "fsdp" else model
+
+
+def plan(mechanism: str = "cgd", bins: str = "fixed", batch: int = 8) -> lc.Plan:
+    chosen = {"cgd": lc.LambdaCGD(0.6), "blt": lc.BLT(2), "identity": lc.Identity()}[mechanism]
+    return oracle.binned_plan(48, batch, 2, mechanism=chosen, bins=bins)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Whole weights, on every rank."""
+    model = getattr(model, "module", model)
+    found = {}
+    for name, value in model.state_dict().items():
+        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return found
+
+
+def loop(private: Private, model: nn.Module, optimizer: torch.optim.Optimizer, until: int | None = None) -> None:
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if private.between_steps and private.steps_taken == until:
+            return
+
+
+def train(
+    kind: str,
+    *,
+    dtype: torch.dtype = torch.float64,
+    mechanism: str = "cgd",
+    bins: str = "fixed",
+    batch: int = 8,
+    optimizer: str = "momentum",
+    physical: int | None = None,
+    wrapping: dict[str, Any] | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """A whole run; returns the weights it ends with."""
+    inner = net(dtype)
+    model = wrap(inner, kind, **(wrapping or {}))
+    kinds = {"momentum": (torch.optim.SGD, {"momentum": 0.9}), "adamw": (torch.optim.AdamW, {})}
+    make, settings = kinds[optimizer]
+    chosen = make(model.parameters(), lr=0.1, **settings)
+    private = privatize(
+        model,
+        chosen,
+        data(dtype),
+        plan(mechanism, bins, batch),
+        max_grad_norm=1.0,
+        max_physical_batch_size=physical,
+        key=oracle.key(),
+        **options,
+    )
+    private.run._id = RUN
+    loop(private, model, chosen)
+    assert private.finished
+    return weights(model)
+
+
+def train_with(options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return train(**options)
+
+
+def train_many(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
+    """Several runs, one after another, in the same processes."""
+    return [train(**options) for options in cases]
+
+
+def checkpointed(kind: str, folder: str, until: int | None, mechanism: str, bins: str) -> Any:
+    """Go on from the folder's checkpoint if there is one; stop after ``until`` steps and save. Returns the weights."""
+    from pathlib import Path
+
+    inner = net(seed=1 if until is not None else 99)  # weights must come from the checkpoint
+    model = wrap(inner, kind)
+    chosen = torch.optim.AdamW(model.parameters(), lr=0.05)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    secret = lc.SecretKey.load(Path(folder) / "run.key") if rank == 0 else None
+    private = privatize(model, chosen, data(), plan(mechanism, bins), max_grad_norm=1.0, key=secret)
+    average = private.ema(0.9)
+    extra = private.resume(Path(folder) / "checkpoint")
+    if extra is not None:
+        assert extra == {"note": "mine", "step": private.steps_taken}
+    start = private.steps_taken
+    loop(private, model, chosen, until)
+    if until is not None:
+        private.save(Path(folder) / "checkpoint", extra={"note": "mine", "step": private.steps_taken})
+    with average.applied():
+        averaged = weights(model)
+    found = weights(model)
+    private.detach()
+    return start, found, averaged

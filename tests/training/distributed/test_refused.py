@@ -1,0 +1,84 @@
+"""Bad set-ups are errors on every rank, with advice; no rank is left waiting and none steps alone."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from tests.training.distributed import launch, mistakes
+from torch import nn
+
+from lambdacgd.training.distributed.world import World
+from lambdacgd.validation import InvalidInput
+
+# What the message says on rank 0 and on rank 1.
+SAYS = {
+    "other_plan": ("load its file on all",) * 2,
+    "other_key": ("would not be one run's",) * 2,
+    "key_on_the_wrong_rank": ("Give the key on rank 0",) * 2,
+    "shorter_dataset": ("failed on rank 1", "the plan is for 48"),
+    "other_clipping_norm": ("max_grad_norm: 1.0 on rank 0, 2.0 on rank 1",) * 2,
+    "other_clipping_mode": ("clipping mode",) * 2,
+    "other_physical_batch": ("physical batch size",) * 2,
+    "other_model": ("Build the same model",) * 2,
+    "invalid_on_one_rank": ("failed on rank 1", "max_grad_norm"),
+    "optimizer_before_sharding": ("then make the optimizer",) * 2,
+    "sharding_after_privatize": ("fully_shard was called after privatize",) * 2,
+    "sharding_columns": ("must shard dimension 0",) * 2,
+    "static_graph": ("leave it out",) * 2,
+    "wrapped_part": ("wrap the whole model",) * 2,
+    "convert_after_wrapping": ("Convert first",) * 2,
+    "convert_after_sharding": ("Convert first",) * 2,
+    "new_layer_after_wrapping": ("then wrap it",) * 2,
+    "clip_a_wrapped_model": ("attach to its .module",) * 2,
+    "stray_gradient_of_a_gathered_weight": ("received a gradient that was not clipped",) * 2,
+    "unknown_stray_gradient": ("written by something other",) * 2,
+    "weights_changed_on_one_rank": ("drifted apart",) * 2,
+    "sums_of_different_steps": ("drifted",) * 2,
+    "a_rank_at_another_step": ("drifted",) * 2,
+    "a_shard_at_another_step": ("drifted",) * 2,
+    "save_with_a_key_in_memory": ("lives in memory only",) * 2,
+    "sharded_state_dict": ("use private.save",) * 2,
+    "captured_step": ("loop over private.loader",) * 2,
+    "infinite_sum": ("NaN or an infinity",) * 2,
+}
+
+
+@functools.lru_cache(maxsize=1)
+def answers() -> list[list[tuple[str, str] | None]]:
+    return launch.run(2, mistakes.commit, list(SAYS), timeout=150, together=60)
+
+
+def test_every_mistake_is_expected():
+    assert list(SAYS) == list(mistakes.MISTAKES)
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_refused_on_every_rank(name):
+    for rank, said in enumerate(SAYS[name]):
+        answer = answers()[rank][list(SAYS).index(name)]
+        assert answer is not None, f"rank {rank} went on"
+        assert said in answer[1], f"rank {rank} says {answer}"
+
+
+def test_a_job_of_many_without_a_process_group(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InvalidInput, match="init_process_group"):
+        World.of(None)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert World.of(None).size == 1
+
+
+def test_a_process_group_that_is_none():
+    with pytest.raises(InvalidInput, match="init_process_group"):
+        World.of(object())
+
+
+def test_fsdp1_is_refused():
+    from lambdacgd.training.distributed.wrapping import unwrap
+
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    with pytest.raises(InvalidInput, match="fully_shard"):
+        unwrap(nn.Sequential(FullyShardedDataParallel()), World(None))

@@ -104,7 +104,12 @@ def reproduce(
     if not records and not collect:
         return []  # no time for a single one
     if not records:
-        raise InvalidInput("out", str(folder), f"it holds no finished cell of {experiment.name}; leave out --collect")
+        raise InvalidInput(
+            "out",
+            str(folder),
+            f"it holds no finished cell of {experiment.name} with these settings; leave out --collect, or give --quick "
+            "and --device as they were",
+        )
     _write(experiment, folder, records, quick=settings.quick, missing=len(cells) - len(records))
     return [_row(record) for record in records]
 

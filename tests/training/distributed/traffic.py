@@ -34,12 +34,12 @@ class Traffic(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(kind: str) -> Any:
+def measure(kind: str, device: str = "cpu", **sharding: Any) -> Any:
     """(traffic of one ordinary step, of one private step), after warming up, in float32."""
     found = []
-    x, y = (t[:4] for t in jobs.data(torch.float32).tensors)
+    x, y = (t[:4].to(device) for t in jobs.data(torch.float32).tensors)
     for private_too in (False, True):
-        model = jobs.wrap(jobs.net(torch.float32), kind)
+        model = jobs.wrap(jobs.net(torch.float32).to(device), kind, **sharding)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = None
         batches: Any = iter([(x, y)] * 9)
@@ -49,7 +49,7 @@ def measure(kind: str) -> Any:
             )
             batches = iter(private.loader)
         for _ in range(4):
-            bx, by = next(batches)
+            bx, by = (t.to(device) for t in next(batches))
             traffic = Traffic()
             with traffic:
                 F.cross_entropy(model(bx), by).backward()

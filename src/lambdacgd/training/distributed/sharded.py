@@ -142,13 +142,16 @@ class ShardedTotals(Totals):
             start += place.chunk
         flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
         out = group.received if self._fresh else torch.empty_like(group.received)
+        if group.ranks == 1:
+            return Sent(group, flat, out.copy_(flat[0]), None)
         work = _reduce_scatter(out, flat.view(-1), group=group.shard_group, async_op=True)
         return Sent(group, flat, out, work)
 
     def _receive(self, sent: Sent) -> Tensor:
         """Wait for a group's sums and hand out its shards; returns the bucket's tag."""
         group = sent.group
-        sent.work.wait()
+        if sent.work is not None:
+            sent.work.wait()
         if group.replicas is not None:
             dist.all_reduce(sent.out, group=group.replicas)
         tags = sent.out[-TAGS:].to(torch.float64, copy=True)

@@ -23,14 +23,21 @@ def default_key_path(output_dir: str | os.PathLike[str]) -> Path:
 
 def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
     """The key given, or that of the file given, or of the output folder's own file, which is made if there is none."""
+    if key is None:
+        key = default_key_path(output_dir)
+    path = key.path if isinstance(key, SecretKey) else key
+    if isinstance(path, (str, os.PathLike)):
+        check_outside(Path(path), output_dir)
+    return load_or_make(key)
+
+
+def load_or_make(key: KeyLike) -> SecretKey:
+    """The key given, or that of the file given, which is made if there is none."""
     if isinstance(key, SecretKey):
-        if key.path is not None:
-            check_outside(key.path, output_dir)
         return key
-    if key is not None and not isinstance(key, (str, os.PathLike)):
-        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey, the path of a key file, or None")
-    path = default_key_path(output_dir) if key is None else Path(key)
-    check_outside(path, output_dir)
+    if not isinstance(key, (str, os.PathLike)):
+        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
+    path = Path(key)
     if path.exists():
         return SecretKey.load(path)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

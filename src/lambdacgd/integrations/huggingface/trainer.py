@@ -20,9 +20,10 @@ from lambdacgd.integrations.huggingface.publishing import Publishing
 from lambdacgd.integrations.independence import check_independent, check_losses
 from lambdacgd.integrations.keyfile import KeyLike, find_key
 from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
+from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
-from lambdacgd.training import checkpoint as states
+from lambdacgd.training.checkpoint import generators
 from lambdacgd.validation import InvalidInput
 
 logger = logging.getLogger(__name__)
@@ -69,10 +70,12 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         if model is None or options.get("model_init") is not None:
             raise InvalidInput("model", None, "give a model: model_init would train several, each at its own (ε, δ)")
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
-        self.plan, self.private = plan, None  # type: Plan, Private | None
+        self.plan = plan
+        self.private: Private | None = None
         self._zeta = clipping_norm(args, max_grad_norm)
         self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
         self._resumed: dict[str, Any] | None = None
+        self._randomness = TrainingRandomness()
         super().__init__(model, args, **options)
         if self.accelerator.num_processes > 1:
             raise InvalidInput(
@@ -102,7 +105,7 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         if trial is not None:
             raise InvalidInput("trial", type(trial).__name__, _NO_SEARCH)
         self._check_first(resume_from_checkpoint)
-        self.private = self._privatize()
+        self.private, self._randomness = self._privatize(), TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
             self._check_examples()
@@ -192,14 +195,15 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         if callable(switch):
             switch()
         total, examples = torch.zeros((), device=self.args.device), 0
-        for part, _ in inputs.parts():
-            prepared = self._prepare_inputs(part)
-            rows = self._rows(prepared)
-            with self.compute_loss_context_manager():
-                each = check_losses(self.compute_loss(model, prepared), rows)
-            each.sum().backward()
-            total += each.detach().sum()
-            examples += rows
+        with self._randomness.step():
+            for part, _ in inputs.parts():
+                prepared = self._prepare_inputs(part)
+                rows = self._rows(prepared)
+                with self.compute_loss_context_manager():
+                    each = check_losses(self.compute_loss(model, prepared), rows)
+                each.sum().backward()
+                total += each.detach().sum()
+                examples += rows
         return total / examples
 
     def compute_loss(
@@ -248,8 +252,11 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         folder.mkdir(parents=True, exist_ok=True)
         if not self.args.save_only_model:
             self.state.save_to_json(str(folder / "trainer_state.json"))
-            scheduler = {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict())
-            self.private.save(folder / checkpoints.RUN_STATE, extra={"scheduler": scheduler}, frozen=False)
+            extra = {
+                "scheduler": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
+                "generators": generators() if self._randomness.state is None else self._randomness.state,
+            }
+            self.private.save(folder / checkpoints.RUN_STATE, extra=extra, frozen=False)
         super()._save_checkpoint(model, trial)
 
     def _resume(self, resume_from: str | bool) -> str:
@@ -263,7 +270,8 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                     raise
                 continue  # it was being written when the process died, and never left it
             groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
-            self._resumed = {"scheduler": extra["scheduler"], "groups": groups, "generators": states.generators()}
+            self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
+            self._randomness.state = extra["generators"]
             return str(folder)
         raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
 
@@ -280,8 +288,7 @@ class LambdaCGDTrainer(Publishing, _Trainer):
             group.update({name: value for name, value in saved.items() if name != "params"})
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self._resumed is not None:
-            states.set_generators(self._resumed["generators"])
+        """Part of the run's state."""
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Part of the run's state."""

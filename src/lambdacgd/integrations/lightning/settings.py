@@ -1,0 +1,69 @@
+"""Settings of `lightning.Trainer` and of modules that cannot hold under a plan, each with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lambdacgd.planning import Plan
+from lambdacgd.validation import InvalidInput
+
+_DEFAULT_EPOCHS = (None, -1, 1000)  # what Lightning makes of a max_epochs that nobody gave
+
+
+def check_trainer(trainer: Any, plan: Plan) -> None:
+    """Refuse what would change gradients, batches or their number behind the plan's back; set what it fixes."""
+    _only(trainer, "accumulate_grad_batches", (1,), _ACCUMULATE)
+    _only(trainer, "gradient_clip_val", (None,), _CLIP)
+    _only(trainer, "limit_train_batches", (None, 1.0), _LIMIT)
+    _only(trainer, "overfit_batches", (0, 0.0), _LIMIT)
+    _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
+    _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
+    if trainer.num_devices > 1:
+        raise InvalidInput("devices", trainer.num_devices, "this strategy takes one device: set devices=1")
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise InvalidInput(
+            "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
+        )
+    loop = trainer.fit_loop
+    if trainer.max_steps not in (-1, plan.steps):
+        raise InvalidInput("max_steps", trainer.max_steps, f"the plan has {plan.steps} steps. {_HORIZON}")
+    if loop.max_epochs not in (*_DEFAULT_EPOCHS, plan.epochs):
+        raise InvalidInput("max_epochs", loop.max_epochs, f"the plan has {plan.epochs} epochs. {_HORIZON}")
+    loop.max_epochs = plan.epochs
+
+
+def check_module(module: Any, optimizers: list[Any]) -> None:
+    """Refuse modules whose hooks would step, clip or move batches by themselves."""
+    if not module.automatic_optimization:
+        raise InvalidInput(
+            "automatic_optimization",
+            False,
+            "this strategy takes a step after every logical batch by itself. With manual optimization write the loop "
+            "with lc.privatize",
+        )
+    if len(optimizers) != 1:
+        raise InvalidInput(
+            "configure_optimizers", f"{len(optimizers)} optimizers", "give one: an example's gradient has one norm"
+        )
+    for hook, advice in (
+        ("configure_gradient_clipping", _CLIP),
+        ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
+    ):
+        if is_overridden(hook, module):
+            raise InvalidInput(hook, "overridden", advice)
+
+
+def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
+    given = getattr(trainer, name, allowed[0])
+    if given not in allowed:
+        raise InvalidInput(name, given, advice)
+
+
+_HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
+_ACCUMULATE = (
+    "leave it at 1: logical batches come from the plan, and max_physical_batch_size of the strategy splits them"
+)
+_CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
+_LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

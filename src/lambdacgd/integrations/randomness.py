@@ -1,0 +1,28 @@
+"""Training's random numbers (dropout), apart from those that evaluation, workers and callbacks draw in between.
+
+A resumed run does not evaluate again what the broken one evaluated after its last checkpoint. For both to end with the
+same bits, training goes on with the generators as its own last step left them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from lambdacgd.training.checkpoint import generators, set_generators
+
+
+class TrainingRandomness:
+    """``state`` is that of all generators after the last training step, None before the first."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step's computations."""
+        if self.state is not None:
+            set_generators(self.state)
+        yield
+        self.state = generators()

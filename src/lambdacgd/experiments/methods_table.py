@@ -83,6 +83,10 @@ def settings_found(rows: list[Row]) -> str:
     return table(header, lines)
 
 
+def _sizes(rows: list[Row]) -> str:
+    return f"B = {rows[0]['batch_size']}, k = {rows[0]['epochs']}"
+
+
 def _page(rows: list[Row], about: str, beside: str) -> str:
     return "\n\n".join(
         [
@@ -100,11 +104,14 @@ def _page(rows: list[Row], about: str, beside: str) -> str:
 
 
 def cifar_page(rows: list[Row]) -> str:
-    about = "CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), B = 128, k = 10, plain SGD, no augmentation."
+    about = (
+        f"CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), {_sizes(rows)}, plain SGD, no augmentation. Test images "
+        "are those that are exact where the data folder marks them."
+    )
     beside = (
         "The paper shows its comparison as a figure, and names 49.05% for DP-λCGD at ε = .5. Its network has no "
         "normalisation and ζ = 8, with which ours diverged; so differences between methods can be compared, "
-        "accuracies only roughly. Test images are the 9 980 that are exact in our copy of the data."
+        "accuracies only roughly."
     )
     return _page(rows, about, beside)
 
@@ -112,7 +119,8 @@ def cifar_page(rows: list[Row]) -> str:
 def imdb_page(rows: list[Row]) -> str:
     about = (
         "IMDb reviews (first 256 word pieces, the 8 192 most frequent), the mean of 32-dimensional embeddings and one "
-        "hidden layer, trained from scratch, B = 512, k = 10."
+        "hidden layer, trained from scratch, "
+        f"{_sizes(rows)}."
     )
     beside = "The paper fine-tunes a pretrained BERT-base, which reaches 87.7% at ε = .5: not comparable in height."
     return _page(rows, about, beside)

@@ -113,23 +113,31 @@ class Data:
     """A problem's examples on a device, cut for validation or test; held out is the last fifth of a public shuffle."""
 
     def __init__(self, name: str, splits: Splits, device: torch.device) -> None:
-        of = problem(name)
         order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(_ORDER))
-        shuffled = splits.train.part(order)
-        self.name, self.device = name, device
-        self._x, self._y = of.read(shuffled).to(device), shuffled.labels.to(device)
-        self._test = (of.read(splits.test).to(device), splits.test.labels.to(device))
+        self.name, self.device, self._splits, self._order = name, device, splits, order
+        self._cuts: dict[tuple[str, int | None], tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
 
     def examples(self, run: TrainingRun) -> int:
         """How many examples a run trains on."""
-        return sizes(len(self._y), run)[0]
+        return sizes(len(self._order), run)[0]
 
     def cut(self, run: TrainingRun) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """(training inputs, labels), (evaluation inputs, labels) of a run."""
-        train, held_out = sizes(len(self._y), run)
-        if run.split == "test":
-            return (self._x[:train], self._y[:train]), self._test
-        return (self._x[:train], self._y[:train]), (self._x[-held_out:], self._y[-held_out:])
+        """(training inputs, labels), (evaluation inputs, labels) of a run; as much of the test set as is trained on
+        where ``run.examples`` limits it.
+        """
+        key = (run.split, run.examples)
+        if key not in self._cuts:
+            train, held_out = sizes(len(self._order), run)
+            apart = (
+                self._splits.train.part(self._order[-held_out:])
+                if run.split == "validation"
+                else self._splits.test.part(slice(0, run.examples))
+            )
+            self._cuts[key] = (self._place(self._splits.train.part(self._order[:train])), self._place(apart))
+        return self._cuts[key]
+
+    def _place(self, examples: Examples) -> tuple[Tensor, Tensor]:
+        return problem(self.name).read(examples).to(self.device), examples.labels.to(self.device)
 
 
 def packed(splits: Splits) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, add_at, evaluate_add, jensen, remove_at
-from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Scale, measure
+from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Precision, Scale, measure
 
 if TYPE_CHECKING:
     from lambdacgd.accounting.transfer_matrix.accountant import Bound, TransferMatrix
@@ -19,6 +20,8 @@ NEGLIGIBLE = 1e-3
 """share of δ_remove below which δ_add is not made tighter"""
 PANEL = 2.3
 """a panel ends where δ has fallen by e^PANEL"""
+WIDEST_PANEL = 0.6
+"""or where ε has grown by this much"""
 
 
 def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[float], *, tight_add: bool) -> list[Bound]:
@@ -31,17 +34,17 @@ def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[floa
         for epsilon in ordered:
             found[epsilon] = accountant.delta(sigma, epsilon)
         return [found[epsilon] for epsilon in epsilons]
-    remove = dict(_walk(accountant, sigma, ordered, accountant.settle(sigma, ordered[0]), "remove"))
+    remove = dict(walk(accountant, sigma, among(ordered), accountant.settle(sigma, ordered[0]), "remove"))
     chain = accountant.chain(sigma)
     by_jensen = {epsilon: jensen(chain, epsilon) for epsilon in ordered}
     # Where Jensen's bound is already negligible beside remove, nothing finer is needed.
     open_end = [e for e in ordered if by_jensen[e].delta > NEGLIGIBLE * remove[e].delta]
     add = dict(by_jensen)
     if open_end:
-        scale = _settle_add(accountant, sigma, open_end[0], remove[open_end[0]], by_jensen[open_end[0]])
+        scale = settle_add(accountant, sigma, open_end[0], remove[open_end[0]], by_jensen[open_end[0]])
         reached, latest = open_end[0], add[open_end[0]]
         with contextlib.suppress(AccountingError):  # from there on Jensen's bound stands
-            for epsilon, value in _walk(accountant, sigma, open_end, scale, "add"):
+            for epsilon, value in walk(accountant, sigma, among(open_end), scale, "add"):
                 latest = min(value, add[epsilon], key=lambda item: item.delta)
                 reached, add[epsilon] = epsilon, latest
                 if latest.delta <= NEGLIGIBLE * remove[epsilon].delta:
@@ -59,44 +62,69 @@ def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[floa
     return [bounds[epsilon] for epsilon in epsilons]
 
 
-def _walk(
-    accountant: TransferMatrix, sigma: float, ordered: list[float], scale: Scale, direction: Literal["remove", "add"]
+def walk(
+    accountant: TransferMatrix,
+    sigma: float,
+    choose: Callable[[float | None, float], list[float]],
+    scale: Scale,
+    direction: Literal["remove", "add"],
+    *,
+    precision: Callable[[float], Precision] = lambda delta: FINE,
+    slack: float = SLACK_SHARE,
+    floor: float = 0.0,
 ) -> Iterator[tuple[float, Evaluation]]:
-    """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there."""
+    """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there.
+
+    ``choose(latest, slope)`` names increasing ε beyond the latest one done, those of one panel at most being used, or
+    none to end. ``precision`` is asked for at the size of δ where a panel starts. Values below ``floor`` need no
+    relative accuracy: slack of that size is accepted there.
+    """
     evaluate: Callable[..., Iterator[Evaluation]] = remove_at if direction == "remove" else add_at
     sign = 1.0 if direction == "remove" else -1.0
-    done, tries = 0, 0
-    while done < len(ordered):
-        first = ordered[done]
-        panel = [e for e in ordered[done:] if (e - first) * scale.slope <= PANEL and e - first <= 0.6]
+    done, tries = None, 0
+    while ahead := choose(done, scale.slope):
+        first = ahead[0]
+        panel = [e for e in ahead if (e - first) * scale.slope <= PANEL and e - first <= WIDEST_PANEL]
         scales = [
-            Scale(math.exp(sign * e), scale.delta * math.exp(-scale.slope * (e - first)), scale.slope) for e in panel
+            Scale(math.exp(sign * e), max(scale.delta * math.exp(-scale.slope * (e - first)), floor), scale.slope)
+            for e in panel
         ]
         chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False)
+        how = precision(scales[0].delta)
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = measure(chain, finest, FINE, direction=direction, device=accountant.torch_device())
+        law = measure(chain, finest, how, direction=direction, device=accountant.torch_device())
         latest = None
-        for epsilon, value in zip(panel, evaluate(law, scales, FINE), strict=True):
-            if value.added > SLACK_SHARE * value.delta:
+        for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
+            if value.added > slack * value.delta + floor:
                 break
             yield epsilon, value
-            latest, done, tries = (epsilon, value), done + 1, 0
-        if latest is not None and done < len(ordered):
-            step = ordered[done] - latest[0]
+            latest, done, tries = (epsilon, value), epsilon, 0
+        if latest is not None:
+            following = choose(done, scale.slope)
+            step = following[0] - latest[0] if following else 0.0
             slope = max(latest[1].slope, 0.3)
-            scale = Scale(math.exp(sign * ordered[done]), latest[1].delta * math.exp(-slope * step), slope)
-        elif latest is None:
+            scale = Scale(
+                math.exp(sign * (latest[0] + step)), max(latest[1].delta * math.exp(-slope * step), floor), slope
+            )
+        else:
             tries += 1
             if tries > 4:
                 raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first:g} stayed loose; slack {value.budget}")
             slope = min(max(value.slope, scale.slope / 3, 0.3), 3 * scale.slope)
-            scale = replace(scale, delta=min(max(value.core, value.delta * 1e-3), 1.0), slope=slope)
+            scale = replace(scale, delta=min(max(value.core, value.delta * 1e-3, floor), 1.0), slope=slope)
 
 
-def _settle_add(
-    accountant: TransferMatrix, sigma: float, epsilon: float, remove: Evaluation, best: Evaluation
-) -> Scale:
+def among(ordered: list[float]) -> Callable[[float | None, float], list[float]]:
+    """``choose`` for ``walk``: those of ``ordered`` that are left."""
+
+    def left(latest: float | None, _: float) -> list[float]:
+        return ordered if latest is None else ordered[bisect.bisect_right(ordered, latest) :]
+
+    return left
+
+
+def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove: Evaluation, best: Evaluation) -> Scale:
     """How large and how steep δ_add is at ``epsilon``, from coarse evaluations."""
     scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
     chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)

@@ -61,6 +61,8 @@ class Series:
     unit: float
     precision: Precision
     method: str
+    width: float
+    """of the smoothing, one for all strikes: a wider one at the higher strikes would reach below the window"""
 
     def put(self, strike: float, width: float) -> Put:
         return put(strike, width, self.window, self.transform, self.unit)
@@ -81,10 +83,10 @@ def series(law: Measure, rounding: Rounding, scales: list[Scale], precision: Pre
             f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {LARGEST_WORK:.1g}; "
             "use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"
         )
-    extended = _needs_extended(law, strike, width, window, unit, precision.rounding * value)
+    extended = precision.extended and _needs_extended(law, strike, width, window, unit, precision.rounding * value)
     transform = law.transform(1j * window.frequencies - window.tilt, rounding, extended=extended)
     unit *= EXTENDED_GAIN if extended else 1.0
-    return Series(law, window, transform, unit, precision, "extended" if extended else "fourier")
+    return Series(law, window, transform, unit, precision, "extended" if extended else "fourier", width)
 
 
 def evaluate_remove(law: Measure, scale: Scale, precision: Precision) -> Evaluation:
@@ -100,7 +102,7 @@ def evaluate_add(law: Measure, scale: Scale, precision: Precision) -> Evaluation
 def remove_at(law: Measure, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
     """δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10)."""
     shared = series(law, "up", scales, precision)
-    window, unit = shared.window, shared.unit
+    window, unit, width = shared.window, shared.unit, shared.width
     mass, mean = law.mass_and_mean("up", extended=shared.method == "extended")
 
     def call(k: float, width: float) -> tuple[float, dict[str, float]]:
@@ -109,7 +111,7 @@ def remove_at(law: Measure, scales: list[Scale], precision: Precision) -> Iterat
         return float(mean - k * mass + part.series), {"window": part.far, "fourier tail": part.tail, "rounding": margin}
 
     for scale in scales:
-        strike, width = scale.strike, scale.width(precision)
+        strike = scale.strike
         core, parts = call(strike, width)
         nearby = min(1.02, 1 + 0.2 / scale.slope)
         slope = _slope(core, call(strike * nearby, width)[0], nearby, scale.slope)
@@ -127,9 +129,9 @@ def add_at(law: Measure, scales: list[Scale], precision: Precision) -> Iterator[
     """δ_add(ε) = e^ε E (e^{−ε} − W)₊: a put with no parity and so less cancellation."""
     law.mass_and_mean("down")  # the self-check only
     shared = series(law, "down", scales, precision)
-    window = shared.window
+    window, width = shared.window, shared.width
     for scale in scales:
-        strike, width = scale.strike, scale.width(precision)
+        strike = scale.strike
         part = shared.put(strike, width)
         core = float(part.series) / strike
         nearby = 1 - min(0.02, 0.2 / scale.slope)

@@ -48,6 +48,8 @@ class Precision:
     """periodic copies"""
     rounding: float
     """float64's rounding margin; above it extended precision is used"""
+    extended: bool = True
+    """whether extended precision may be used at all"""
 
 
 FINE = Precision(smoothing=0.14, lattice=3e-4, scales=4e-4, negligible=1e-4, wrap=5e-4, rounding=8e-3)

@@ -1,0 +1,63 @@
+"""Which accountant answers for a mechanism under fresh bins."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lambdacgd import cache
+from lambdacgd.accounting.balls_in_bins import balls_in_bins
+from lambdacgd.accounting.balls_in_bins import exact_accountant as exact_single_epoch
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate
+from lambdacgd.accounting.fresh_bins.accountant import FreshBins
+from lambdacgd.mechanisms import Horizon, Mechanism
+from lambdacgd.validation import InvalidInput
+
+
+def fresh_bins(
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, estimate: bool = False
+) -> Calibration:
+    """σ of a mechanism (resolved for one epoch) that restarts with new bins in each of ``horizon.epochs`` epochs.
+
+    Guarantee
+    ---------
+    (ε, δ)-DP under zero-out of one example, both directions, if every epoch draws bins and noise anew and takes no
+    noise back across its boundary. λCGD (and so DP-SGD, its λ = 0) is certified deterministically by composition of
+    the exact single-epoch accountant.
+    """
+    if epsilon < SMALLEST_EPSILON:
+        raise InvalidInput(
+            "epsilon",
+            epsilon,
+            f"balls-in-bins is accounted for from {SMALLEST_EPSILON:g} on; below it, use cyclic sampling",
+        )
+    if horizon.epochs == 1:  # nothing to redraw
+        return balls_in_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
+    exact = exact_accountant(mechanism, horizon)
+    if exact is not None:
+        return _exact(exact, epsilon, delta)
+    raise AccountingError(f"{mechanism.name} is not accounted for with fresh bins yet; use bins='fixed'")
+
+
+def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> FreshBins | None:
+    """The composed transfer-matrix accountant of this mechanism, if it is λCGD in any guise."""
+    one = exact_single_epoch(mechanism, Horizon(horizon.steps_per_epoch, 1))
+    return None if one is None else FreshBins(one.lam, one.steps_per_epoch, horizon.epochs, one.normalized)
+
+
+def _exact(accountant: FreshBins, epsilon: float, delta: float) -> Calibration:
+    question = {
+        "lam": accountant.lam,
+        "normalized": accountant.normalized,
+        "b": accountant.steps_per_epoch,
+        "k": accountant.epochs,
+        "epsilon": epsilon,
+        "delta": delta,
+        "device": accountant.one_epoch.torch_device(),
+    }
+
+    def compute() -> dict[str, Any]:
+        sigma, bound = accountant.sigma(epsilon, delta)
+        return {"sigma": sigma, "certificate": bound.certificate(delta).to_dict()}
+
+    found = cache.cached("transfer-matrix-composed", question, compute)
+    return Calibration(found["sigma"], Certificate(**found["certificate"]))

@@ -1,0 +1,148 @@
+"""The certified δ(ε) of one epoch of λCGD, at nodes chosen as the curve is walked, as a dominating discrete pair."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError
+from lambdacgd.accounting.fresh_bins.pair import DiscretePair, dominating_pair
+from lambdacgd.accounting.transfer_matrix import TransferMatrix
+from lambdacgd.accounting.transfer_matrix.accountant import LARGEST_EPSILON
+from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
+from lambdacgd.accounting.transfer_matrix.curve import settle_add, walk
+from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, jensen
+from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale
+
+Nodes = Callable[[float | None, float], list[float]]
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How finely one epoch is computed. None of it affects validity."""
+
+    smoothing: float
+    """κ where δ is near 1, where most of the composed loss comes from; it widens as δ^{−1/6} to four times as much"""
+    gap: float
+    """distance of nodes in units of 1/slope: chords add about gap²/8 of δ between them"""
+    lattice: float
+    """the share of δ that the Poisson factors may add, and the shared scales"""
+    slack: float
+    """the share of δ that all inequalities together may add at a node"""
+
+    def precision(self, delta: float) -> Precision:
+        widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
+        return replace(
+            FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
+        )
+
+
+QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3)
+FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05)
+
+CELLS = 6
+"""cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
+
+
+ADD_FLOOR = 10.0
+"""add is followed down to this many floors: it governs rarely, and its far end is the dearest"""
+
+
+def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution) -> DiscretePair:
+    """A pair that dominates one epoch's (P₁, Q₁) at this σ, down to δ = ``floor`` (add: ten times that).
+
+    Guarantee
+    ---------
+    Every node's value is a proven bound: the transfer-matrix accountant's, or, where that is larger, the Gaussian
+    mechanism's without amplification (convexity), or for add the Gaussian one of Lemma 6.
+    """
+    if accountant.epochs != 1:
+        raise AccountingError("one epoch at a time is composed")
+    scale = accountant.settle(sigma, SMALLEST_EPSILON)
+    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
+    remove = _remove(accountant, sigma, scale, quantum, floor, resolution)
+    add = _add(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution)
+    return dominating_pair(quantum, remove, add)
+
+
+def _nodes(quantum: float, gap: float) -> Nodes:
+    """Multiples of ``quantum``, gap/slope apart, the first one at most half as far from 0; as many as a panel takes."""
+
+    def choose(latest: float | None, slope: float) -> list[float]:
+        step = max(1, round(gap / slope / quantum))
+        at = max(1, step // 2) if latest is None else round(latest / quantum) + step
+        chosen: list[float] = []
+        while len(chosen) < 200 and at * quantum <= LARGEST_EPSILON:
+            chosen.append(at * quantum)
+            at += step
+        return chosen
+
+    return choose
+
+
+def _remove(
+    accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
+) -> dict[int, float]:
+    chain = accountant.chain(sigma)
+    alone = math.sqrt(chain.gain * chain.peak_variance)
+    choose = _nodes(quantum, resolution.gap)
+    found: dict[int, float] = {}
+    slope, latest = scale.slope, None
+    walked = walk(
+        accountant, sigma, choose, scale, "remove", precision=resolution.precision, slack=resolution.slack, floor=floor
+    )
+    with contextlib.suppress(AccountingError):  # the Gaussian bound takes over
+        for epsilon, value in walked:
+            found[round(epsilon / quantum)] = min(value.delta, gaussian_delta(alone, epsilon))
+            latest, slope = epsilon, value.slope
+            if value.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
+                break
+    return _continued(found, lambda epsilon: gaussian_delta(alone, epsilon), choose, latest, slope, quantum, floor)
+
+
+def _add(
+    accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
+) -> dict[int, float]:
+    chain = accountant.chain(sigma)
+    alone = math.sqrt(chain.gain * chain.peak_variance)
+
+    def analytic(epsilon: float) -> float:
+        return min(jensen(chain, epsilon).delta, gaussian_delta(alone, epsilon))
+
+    choose = _nodes(quantum, resolution.gap)
+    first = choose(None, scale.slope)[0]
+    found: dict[int, float] = {}
+    slope, latest = scale.slope, None
+    with contextlib.suppress(AccountingError):  # the analytic bound takes over
+        guess = Evaluation(scale.delta, scale.slope)
+        scale = settle_add(accountant, sigma, first, guess, guess)
+        for epsilon, value in walk(
+            accountant, sigma, choose, scale, "add", precision=resolution.precision, slack=resolution.slack, floor=floor
+        ):
+            found[round(epsilon / quantum)] = min(value.delta, analytic(epsilon))
+            latest, slope = epsilon, value.slope
+            if found[round(epsilon / quantum)] <= floor or value.budget["rounding"] > 0.5 * value.delta:
+                break
+    return _continued(found, analytic, choose, latest, slope, quantum, floor)
+
+
+def _continued(
+    found: dict[int, float],
+    analytic: Callable[[float], float],
+    choose: Nodes,
+    latest: float | None,
+    slope: float,
+    quantum: float,
+    floor: float,
+) -> dict[int, float]:
+    """``found`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
+    while not found or found[max(found)] > floor:
+        ahead = choose(latest, slope)
+        if not ahead:
+            break
+        latest = ahead[0]
+        before = found[max(found)] if found else 1.0
+        found[round(latest / quantum)] = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
+    return found

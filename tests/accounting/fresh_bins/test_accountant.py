@@ -1,0 +1,77 @@
+"""λCGD with fresh bins: known values, special cases, quadrature and sampled compositions."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.fresh_bins import METHOD, FreshBins, fresh_bins
+from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD
+from lambdacgd.validation import InvalidInput
+
+
+def test_without_correlation_it_is_random_allocation_composed_over_epochs() -> None:
+    # A deterministic accountant of random allocation, composed, gives ε(1e-5) between 7.52 and 7.59.
+    assert 7.52 <= FreshBins(0.0, 390, 10).epsilon(0.494, 1e-5) <= 7.59
+
+
+@pytest.mark.parametrize(("epsilon", "sampled"), [(8.0, 0.487), (2.0, 0.706)])
+def test_dp_sgd_needs_what_sampling_says(epsilon: float, sampled: float) -> None:
+    found = fresh_bins(Identity(), Horizon(390, 10), epsilon=epsilon, delta=1e-5)
+    assert found.sigma == pytest.approx(sampled, rel=0.02)
+    assert (found.certificate.method, found.certificate.kind, found.certificate.confidence) == (METHOD, "bound", 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("lam", "epsilon", "sampled"),
+    [(0.9, 8.0, 1.434), (0.95, 8.0, 2.376), (0.9, 2.0, 3.356), (0.8, 2.0, 1.789), (0.8, 0.5, 5.65), (0.9, 0.5, 11.15)],
+)
+def test_sampled_values_are_met(lam: float, epsilon: float, sampled: float) -> None:
+    found = fresh_bins(LambdaCGD(lam), Horizon(390, 10), epsilon=epsilon, delta=1e-5)
+    assert found.sigma == pytest.approx(sampled, rel=0.02)
+
+
+def test_one_epoch_is_fixed_bins() -> None:
+    from lambdacgd.accounting.balls_in_bins import balls_in_bins
+
+    for mechanism in (LambdaCGD(0.8), Identity()):
+        both = [how(mechanism, Horizon(30, 1), epsilon=2.0, delta=1e-5) for how in (fresh_bins, balls_in_bins)]
+        assert both[0] == both[1]
+    exact, composed = both[0].sigma, FreshBins(0.0, 30, 1).sigma(2.0, 1e-5)[0]
+    assert exact * 0.999 <= composed <= exact * 1.004
+
+
+def test_one_bin_is_the_gaussian_mechanism() -> None:
+    found = fresh_bins(LambdaCGD(0.7), Horizon(1, 9), epsilon=1.0, delta=1e-6)
+    assert found.sigma == pytest.approx(3 * gaussian_sigma(1.0, 1e-6), rel=1e-6)
+
+
+def test_fewer_epochs_cost_less() -> None:
+    accountant = FreshBins(0.0, 40, 6)
+    spent = [accountant.epsilon(0.8, 1e-5, epochs=epochs) for epochs in (1, 3, 6)]
+    assert spent == sorted(spent)
+    assert spent[-1] == pytest.approx(accountant.epsilon(0.8, 1e-5), rel=1e-9)
+    with pytest.raises(AccountingError, match="between 1 and 6"):
+        accountant.epsilon(0.8, 1e-5, epochs=7)
+
+
+def test_a_curve_comes_from_one_composition() -> None:
+    accountant = FreshBins(0.0, 40, 6)
+    curve = accountant.curve(0.8, [0.5, 1.0, 2.0, 4.0])
+    assert [bound.delta for bound in curve] == sorted((bound.delta for bound in curve), reverse=True)
+    assert curve[2].delta == pytest.approx(accountant.delta(0.8, 2.0).delta, rel=1e-2)
+
+
+def test_out_of_range_says_what_is_in_it() -> None:
+    accountant = FreshBins(0.5, 40, 6)
+    for epsilon, delta in ((1e-4, 1e-5), (1000.0, 1e-5), (1.0, 1e-13), (1.0, 1.0)):
+        with pytest.raises(AccountingError):
+            accountant.sigma(epsilon, delta)
+    with pytest.raises(AccountingError):
+        accountant.delta(math.nan, 1.0)
+    with pytest.raises(InvalidInput):
+        fresh_bins(LambdaCGD(0.5), Horizon(40, 6), epsilon=1e-5, delta=1e-5)

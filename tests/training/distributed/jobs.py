@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tests.training import oracle
@@ -131,26 +133,55 @@ def train_many(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
     return [train(**options) for options in cases]
 
 
-def checkpointed(kind: str, folder: str, until: int | None, mechanism: str, bins: str) -> Any:
-    """Go on from the folder's checkpoint if there is one; stop after ``until`` steps and save. Returns the weights."""
-    from pathlib import Path
-
-    inner = net(seed=1 if until is not None else 99)  # weights must come from the checkpoint
-    model = wrap(inner, kind)
+def bound(
+    kind: str, folder: str | None, seed: int = 1, bins: str = "fixed"
+) -> tuple[Private, Any, torch.optim.Optimizer]:
+    """A run of AdamW with an average, under the key in the folder, which rank 0 alone reads; always with one run id."""
+    model = wrap(net(seed=seed), kind)
     chosen = torch.optim.AdamW(model.parameters(), lr=0.05)
     rank = dist.get_rank() if dist.is_initialized() else 0
-    secret = lc.SecretKey.load(Path(folder) / "run.key") if rank == 0 else None
-    private = privatize(model, chosen, data(), plan(mechanism, bins), max_grad_norm=1.0, key=secret)
-    average = private.ema(0.9)
-    extra = private.resume(Path(folder) / "checkpoint")
-    if extra is not None:
-        assert extra == {"note": "mine", "step": private.steps_taken}
-    start = private.steps_taken
-    loop(private, model, chosen, until)
-    if until is not None:
-        private.save(Path(folder) / "checkpoint", extra={"note": "mine", "step": private.steps_taken})
-    with average.applied():
+    secret = lc.SecretKey.load(Path(folder) / "run.key") if folder is not None and rank == 0 else None
+    if folder is None:
+        secret = oracle.key()
+    private = privatize(model, chosen, data(), plan(bins=bins), max_grad_norm=1.0, key=secret)
+    private.ema(0.9)
+    if folder is None:
+        private.run._id = RUN
+    return private, model, chosen
+
+
+def ends(private: Private, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    with private.averages[0].applied():
         averaged = weights(model)
-    found = weights(model)
+    return weights(model), averaged
+
+
+def uninterrupted(bins: str) -> Any:
+    private, model, chosen = bound("plain", None, bins=bins)
+    loop(private, model, chosen)
+    return ends(private, model)
+
+
+def begin_and_save(kind: str, folder: str, steps: int, bins: str) -> None:
+    with mock.patch("lambdacgd.ledger.secrets.token_hex", return_value=RUN):
+        private, model, chosen = bound(kind, folder, bins=bins)
+        loop(private, model, chosen, steps)
+    private.save(Path(folder) / "checkpoint", extra={"note": "mine", "tensor": torch.arange(3)})
+    assert (private.run.key.path is None) == (dist.is_initialized() and dist.get_rank() > 0)
     private.detach()
-    return start, found, averaged
+
+
+def go_on(kind: str, folder: str, bins: str) -> Any:
+    """Resume in a model with other weights: they must come from the checkpoint."""
+    private, model, chosen = bound(kind, folder, seed=99, bins=bins)
+    with torch.no_grad():
+        model(data().tensors[0][:2])  # a sharded root keeps its gathered parameters after this: they must not survive
+    extra = private.resume(Path(folder) / "checkpoint")
+    assert extra is not None
+    assert extra["note"] == "mine"
+    assert torch.equal(extra["tensor"], torch.arange(3))
+    start = private.steps_taken
+    loop(private, model, chosen)
+    found = start, *ends(private, model)
+    private.detach()
+    return found

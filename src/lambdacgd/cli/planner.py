@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from lambdacgd import cache
+from lambdacgd import cache, footprint
 from lambdacgd.choices import DEFAULT_BINS
+from lambdacgd.cli import size as sizes
+from lambdacgd.footprint import Machine
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -65,7 +67,15 @@ def session(no_cache: bool) -> Iterator[None]:
         yield
 
 
-def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool, **request: Any) -> None:
+def show_plan(
+    *,
+    as_json: bool,
+    out: Path | None,
+    plot: Path | None,
+    cross_check: bool,
+    machine: Machine | None = None,
+    **request: Any,
+) -> None:
     with _busy(as_json, "calibrating the noise"):
         plan = make_plan(request.pop("examples"), request.pop("batch_size"), **request)
         check = _cross_check(plan) if cross_check else None
@@ -75,8 +85,10 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
         from lambdacgd.cli import plots
 
         plots.plan_figure(plan, plot)
+    size = footprint.report(plan, machine) if machine else None
     if as_json:
-        print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
+        more = ({"cross_check": check} if check else {}) | ({"size": size} if size else {})
+        print(json.dumps(plan.to_dict() | more, indent=2))
         return
     console = Console()
     console.print(
@@ -84,6 +96,10 @@ def show_plan(*, as_json: bool, out: Path | None, plot: Path | None, cross_check
     )
     for line in _remarks(plan):
         console.print(line)
+    if size:
+        console.print(sizes.table(size))
+        for line in sizes.remarks(size):
+            console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
         if path:
             console.print(f"{name} written to {path}")

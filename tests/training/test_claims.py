@@ -37,6 +37,34 @@ def test_a_plan_changed_after_it_was_made_does_not_train(change):
         lc.Noiser(dataclasses.replace(plan, **change), lc.SecretKey.generate())
 
 
+@pytest.mark.parametrize("mechanism", [lc.LambdaCGD(0.5), lc.Identity()], ids=str)
+@pytest.mark.parametrize("made", ["cyclic", "poisson", "fixed", "fresh"])
+def test_a_plan_does_not_train_with_another_sampling(mechanism, made):
+    """Independent noise has the same errors and sensitivity over all of them: the certificate says which it is of."""
+    kinds = {
+        "cyclic": lc.Cyclic(60, 6, 2, 10),
+        "poisson": lc.Poisson(60, 6, 2),
+        "fixed": lc.BallsInBins(60, 6, 2, "fixed"),
+        "fresh": lc.BallsInBins(60, 6, 2, "fresh"),
+    }
+    if made == "poisson" and mechanism != lc.Identity():
+        pytest.skip("no accountant")
+    how = {"sampling": made} if made in ("cyclic", "poisson") else {"bins": made}
+    plan = lc.plan(**(SMALL | {"epochs": 2}), mechanism=mechanism, **how)
+    assert plan.sampling == kinds.pop(made)
+    lc.Noiser(plan, lc.SecretKey.generate())
+    for other in kinds.values():
+        with pytest.raises(lc.InvalidInput, match="do not belong together"):
+            lc.Noiser(dataclasses.replace(plan, sampling=other), lc.SecretKey.generate())
+    details = {name: value for name, value in plan.certificate.details.items() if name != "sampling"}
+    earlier = dataclasses.replace(plan, certificate=dataclasses.replace(plan.certificate, details=details))
+    if made == "fresh":
+        with pytest.raises(lc.InvalidInput, match="do not belong together"):
+            lc.Noiser(earlier, lc.SecretKey.generate())
+    else:
+        lc.Noiser(earlier, lc.SecretKey.generate())
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_run_is_refused():
     """Parent and child would add the same z to different sums."""

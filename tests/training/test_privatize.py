@@ -314,6 +314,19 @@ def test_what_was_spent():
     assert one.sigma == pytest.approx(p.sigma, rel=2e-3)
 
 
+def test_what_fresh_bins_spend_epoch_by_epoch():
+    """Epochs compose: ε after e of them is that of a plan for e epochs with the same σ."""
+    small = {"batch_size": 12, "delta": 1e-4, "mechanism": lc.LambdaCGD(0.5), "bins": "fresh"}
+    p = lc.plan(48, epochs=3, epsilon=4.0, **small)
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), p, max_grad_norm=1.0)
+    after = private.spent(after_epochs=True).after_epochs
+    assert after[0] < after[1] < after[2] == p.epsilon
+    for epochs in (1, 2):
+        assert lc.plan(48, epochs=epochs, epsilon=after[epochs - 1], **small).sigma == pytest.approx(p.sigma, rel=3e-3)
+
+
 def test_epochs_go_on_where_the_run_stands():
     p = oracle.plan(epochs=2)
     module = oracle.model()

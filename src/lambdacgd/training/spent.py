@@ -15,7 +15,8 @@ class Spent:
     """The claim of a run. Releasing its weights after any number of steps costs the plan's (ε, δ), no less.
 
     ``after_epochs`` (on request) is informational: the ε that the same σ would give a run *planned* for 1, 2, …
-    epochs. It is not what stopping early costs.
+    epochs. With fixed bins it is not what stopping early costs. With fresh bins, whose epochs compose, it is what the
+    weights after so many whole epochs have cost, provided that the private data had no say in when to stop.
     """
 
     epsilon: float
@@ -50,6 +51,12 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
 
 
 def _epsilon(plan: Plan, epochs: int) -> float:
+    if plan.restart_every is not None:
+        from lambdacgd.accounting.fresh_bins import exact_accountant
+
+        composed = exact_accountant(plan.mechanism, plan.horizon)
+        if composed is not None:
+            return composed.epsilon(plan.sigma, plan.delta, epochs=epochs)
     sampling = replace(plan.sampling, epochs=epochs)
 
     def excess_noise(epsilon: float) -> float:

@@ -76,6 +76,11 @@ def cross_check(mechanism: Mechanism, sampling: Sampling, *, sigma: float, epsil
         raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
     if sampling.bins == "fresh":
         raise InvalidInput("cross_check", True, "it simulates fixed bins only")
+    if sampling.bins == "fresh":
+        from lambdacgd.accounting.fresh_bins.simulation import simulate
+
+        drawn = simulate(mechanism, sampling.horizon, sigma=sigma, epsilon=epsilon)
+        return {"delta": float(drawn["delta"]), "standard_error": float(drawn["standard_error"])}
     from lambdacgd.accounting.monte_carlo import MonteCarlo
 
     found = MonteCarlo(mechanism, sampling.horizon).estimate_delta(epsilon, sigma, samples=262_144)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 from lambdacgd import cache
 from lambdacgd.accounting.balls_in_bins import balls_in_bins
 from lambdacgd.accounting.balls_in_bins import exact_accountant as exact_single_epoch
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate
 from lambdacgd.accounting.fresh_bins.accountant import FreshBins
+from lambdacgd.accounting.fresh_bins.simulation import estimate_sigma
 from lambdacgd.mechanisms import Horizon, Mechanism
 from lambdacgd.validation import InvalidInput
 
@@ -35,13 +37,26 @@ def fresh_bins(
     exact = exact_accountant(mechanism, horizon)
     if exact is not None:
         return _exact(exact, epsilon, delta)
-    raise AccountingError(f"{mechanism.name} is not accounted for with fresh bins yet; use bins='fixed'")
+    return _estimate(mechanism, horizon, epsilon, delta)
 
 
 def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> FreshBins | None:
     """The composed transfer-matrix accountant of this mechanism, if it is λCGD in any guise."""
     one = exact_single_epoch(mechanism, Horizon(horizon.steps_per_epoch, 1))
     return None if one is None else FreshBins(one.lam, one.steps_per_epoch, horizon.epochs, one.normalized)
+
+
+def _estimate(mechanism: Mechanism, horizon: Horizon, epsilon: float, delta: float) -> Calibration:
+    question = {"mechanism": mechanism.to_dict(), "b": horizon.steps_per_epoch, "k": horizon.epochs}
+
+    def compute() -> dict[str, Any]:
+        return asdict(estimate_sigma(mechanism, horizon, epsilon=epsilon, delta=delta))
+
+    found = cache.cached("fresh-bins-estimate", question | {"epsilon": epsilon, "delta": delta}, compute)
+    details = {"sigma_standard_error": found["standard_error"], "samples": found["samples"]}
+    return Calibration(
+        found["sigma"], Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
+    )
 
 
 def _exact(accountant: FreshBins, epsilon: float, delta: float) -> Calibration:

@@ -1,0 +1,219 @@
+"""Fresh bins simulated straight from C: sampled losses of one epoch, summed over all of them.
+
+It shares no code with the certificates: neither Gram matrices nor discrete pairs. Losses of one epoch are drawn in all
+b coordinates, from P₁ and from P₁ with its centres moved further out (weighted back by exact densities), because
+rare large losses of one epoch matter. Sums over k epochs are then either simulated, drawing each epoch from the pool
+(``simulate``), or convolved (``Pool.delta``), which adds no noise and is smooth in σ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize_scalar
+from scipy.signal import fftconvolve, lfilter
+
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.fresh_bins.composition import OneWay
+from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.accounting.monte_carlo.build import require_nonnegative
+from lambdacgd.mechanisms.base import Horizon, Mechanism
+
+Array = NDArray[np.float64]
+
+AMPLITUDES = (1.0, 1.5, 2.0)
+"""how far the centres are moved: 1 is P₁ itself"""
+_SLAB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Losses of one epoch with weights that add up to about 1: under P₁, and −L under Q₁."""
+
+    losses: dict[OneWay, Array]
+    weights: dict[OneWay, Array]
+
+    def tilt(self, way: OneWay, epochs: int, epsilon: float) -> tuple[float, float]:
+        """The saddle point θ of P(sum of losses > ε), and log E e^{θL}."""
+        losses, weights = self.losses[way], self.weights[way]
+        peak = float(losses.max())
+
+        def log_mgf(theta: float) -> float:
+            return theta * peak + math.log(float(weights @ np.exp(theta * (losses - peak))))
+
+        most = 300.0 / max(abs(peak), float(np.abs(losses).max()))
+        found = minimize_scalar(lambda t: epochs * log_mgf(t) - t * epsilon, bounds=(0.0, most), method="bounded")
+        return float(found.x), log_mgf(float(found.x))
+
+    def delta(self, way: OneWay, epochs: int, epsilon: float, *, cells: int = 400) -> float:
+        """δ(ε) of the sums of ``epochs`` losses, from the convolution of the pool, each loss split between two cells."""
+        losses, weights = self.losses[way], self.weights[way]
+        theta, log_mgf = self.tilt(way, epochs, epsilon)
+        tilted = weights * np.exp(theta * losses - log_mgf)
+        mean = float(tilted @ losses)
+        cell = max(math.sqrt(float(tilted @ (losses - mean) ** 2)), 1e-12) / cells * 4
+        low = math.floor(float(losses.min()) / cell)
+        at = losses / cell - low
+        first = np.floor(at).astype(np.intp)
+        size = int(first.max()) + 2
+        share = at - first
+        masses = np.bincount(first, tilted * (1 - share), size) + np.bincount(first + 1, tilted * share, size)
+        length = 1 << (epochs * size).bit_length()
+        sums = np.fft.irfft(np.fft.rfft(masses, length) ** epochs, length)[: epochs * (size - 1) + 1]
+        values = (np.arange(len(sums)) + epochs * low) * cell
+        above = values > epsilon
+        kept = values[above]
+        return float(np.sum(-np.expm1(epsilon - kept) * np.exp(epochs * log_mgf - theta * kept) * sums[above]))
+
+
+class Simulation:
+    """One mechanism (resolved for one epoch) over one epoch of ``steps`` steps."""
+
+    def __init__(self, mechanism: Mechanism, steps: int) -> None:
+        self.steps = steps
+        self.column = np.asarray(mechanism.strategy(steps), dtype=np.float64)
+        self.noising = np.asarray(mechanism.noising(steps), dtype=np.float64)
+        scales = mechanism.column_scales(steps)
+        self.divisors = np.ones(steps) if scales is None else np.asarray(scales, dtype=np.float64)
+        require_nonnegative(self.column)
+        # ‖C[:, j]‖² for j = 0 … b−1: column j is the first one, cut off at the end
+        self.squares = np.cumsum(self.column**2)[::-1] / self.divisors**2
+
+    def inner(self, points: Array) -> Array:
+        """⟨x, C[:, j]⟩ for every j: Cᵀx, by the inverse's recurrence where that is short."""
+        turned = points[:, ::-1]
+        if len(self.noising) <= 64:
+            found = lfilter([1.0], self.noising, turned, axis=1)
+        else:
+            found = fftconvolve(turned, self.column[None, :], axes=1)[:, : self.steps]
+        return np.asarray(found[:, ::-1] / self.divisors)
+
+    def pool(self, sigma: float, *, samples: int, seed: int) -> Pool:
+        """``samples`` losses each way; the same seed gives the same noise at every σ."""
+        rng = np.random.default_rng(seed)
+        losses: dict[OneWay, list[Array]] = {"remove": [], "add": []}
+        weights: list[Array] = []
+        slab = max(1, min(samples, _SLAB // self.steps))
+        amplitudes = np.asarray(AMPLITUDES)
+        for first in range(0, samples, slab):
+            count = min(slab, samples - first)
+            noise = sigma * rng.standard_normal((count, self.steps))
+            own, at = amplitudes[(first + np.arange(count)) % len(amplitudes)], rng.integers(self.steps, size=count)
+            centres = np.zeros((count, self.steps))
+            for row, j in enumerate(at):
+                centres[row, j:] = self.column[: self.steps - j]
+            centres /= self.divisors[at][:, None]
+            quiet = self.inner(noise)
+            moved = quiet + own[:, None] * self.inner(centres)
+            losses["add"].append(-self._log_ratio(quiet, 1.0, sigma))
+            under_p = self._log_ratio(moved, 1.0, sigma)
+            others = np.stack([self._log_ratio(moved, a, sigma) for a in AMPLITUDES], axis=1)
+            mixture = np.log(np.exp(others - under_p[:, None]).mean(axis=1))
+            losses["remove"].append(under_p)
+            weights.append(np.exp(-mixture))
+        total = np.concatenate(weights)
+        return Pool(
+            {way: np.concatenate(parts) for way, parts in losses.items()},
+            {"remove": total / total.sum(), "add": np.full(samples, 1.0 / samples)},
+        )
+
+    def _log_ratio(self, inner: Array, amplitude: float, sigma: float) -> Array:
+        """log of the density, over Q₁, of P₁ with its centres moved out to ``amplitude`` times themselves."""
+        exponents = (amplitude * inner - 0.5 * amplitude**2 * self.squares) / sigma**2
+        peak = exponents.max(axis=1)
+        return np.asarray(peak + np.log(np.exp(exponents - peak[:, None]).mean(axis=1)))
+
+
+def simulate(
+    mechanism: Mechanism, horizon: Horizon, *, sigma: float, epsilon: float, samples: int = 200_000, seed: int = 0
+) -> dict[str, float | str]:
+    """δ(ε) over all epochs with its standard error, the larger direction: every epoch of every run is drawn.
+
+    ``samples`` single epochs are drawn in 20 independent pools, and from each pool as many runs of k epochs, tilted towards
+    a total loss of ε. It is a cross-check, not a privacy claim.
+    """
+    if not (math.isfinite(sigma) and sigma > 0):
+        raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
+    groups = 20
+    simulation = Simulation(mechanism, horizon.steps_per_epoch)
+    found: dict[OneWay, list[float]] = {"remove": [], "add": []}
+    for group in range(groups):
+        pool = simulation.pool(sigma, samples=max(samples // groups, 100), seed=seed * groups + group)
+        rng = np.random.default_rng([seed, group, 1])
+        for way, values in found.items():
+            losses, weights = pool.losses[way], pool.weights[way]
+            theta, log_mgf = pool.tilt(way, horizon.epochs, epsilon)
+            cumulative = np.cumsum(weights * np.exp(theta * losses - log_mgf))
+            total = np.zeros(len(losses))
+            for _ in range(horizon.epochs):
+                drawn = np.searchsorted(cumulative, rng.random(len(losses)) * cumulative[-1], side="right")
+                total += losses[np.minimum(drawn, len(losses) - 1)]
+            gain = np.maximum(-np.expm1(np.minimum(epsilon - total, 0.0)), 0.0)
+            values.append(float(np.mean(gain * np.exp(horizon.epochs * log_mgf - theta * total))))
+    way: OneWay = max(found, key=lambda name: float(np.mean(found[name])))
+    values = np.asarray(found[way])
+    return {
+        "delta": float(values.mean()),
+        "standard_error": float(values.std(ddof=1) / math.sqrt(groups)),
+        "direction": way,
+    }
+
+
+@dataclass(frozen=True)
+class SimulatedSigma:
+    """σ(ε, δ) over all epochs as simulated. ``slope`` is −d log δ / d log σ."""
+
+    sigma: float
+    standard_error: float
+    slope: float
+    samples: int
+
+
+def estimate_sigma(
+    mechanism: Mechanism,
+    horizon: Horizon,
+    *,
+    epsilon: float,
+    delta: float,
+    samples: int = 98_304,
+    start: float | None = None,
+    seed: int = 0,
+) -> SimulatedSigma:
+    """σ with δ(ε, σ) = ``delta``: few common random numbers first, then all ``samples``, in 8 pools."""
+    simulation, k = Simulation(mechanism, horizon.steps_per_epoch), horizon.epochs
+    peak = float(simulation.squares.max())
+    smallest, widest = math.log(math.sqrt(peak / 300.0)), math.log(math.sqrt(k * peak) * gaussian_sigma(epsilon, delta))
+
+    def log_ratios(x: float, pools: range, size: int) -> Array:
+        found = []
+        for pool_seed in pools:
+            pool = simulation.pool(math.exp(x), samples=size, seed=seed * 1000 + pool_seed)
+            found.append(max(pool.delta("remove", k, epsilon), pool.delta("add", k, epsilon)))
+        return np.asarray(found) / delta
+
+    few = max(2048, samples // 24)
+    points: list[tuple[float, float]] = []
+    at = math.log(start) if start else 0.5 * (max(smallest, widest - 2.0) + widest)
+    slope = 14.0
+    for _ in range(14):
+        value = math.log(max(float(log_ratios(at, range(1), few)[0]), 1e-6))
+        if points and abs(value) < 3 and abs(points[-1][1]) < 6:
+            slope = float(np.clip((points[-1][1] - value) / (at - points[-1][0]), 3.0, 80.0))
+        points.append((at, value))
+        if abs(value) < 0.05:
+            break
+        at += float(np.clip(value / slope, -0.5, 0.35))
+        failed = max((x for x, v in points if v > 0), default=-math.inf)
+        passed = min((x for x, v in points if v <= 0), default=math.inf)
+        if math.isfinite(failed) and math.isfinite(passed) and not failed < at < passed:
+            at = 0.5 * (failed + passed)
+        at = min(max(at, smallest), widest)
+    pools, size = range(1, 9), max(samples // 8, 1024)
+    for _ in range(2):
+        ratios = log_ratios(at, pools, size)
+        at = min(max(at + math.log(max(float(ratios.mean()), 1e-6)) / slope, smallest), widest)
+    error = float(ratios.std(ddof=1) / ratios.mean() / math.sqrt(len(ratios)))
+    return SimulatedSigma(math.exp(at), math.exp(at) * error / slope, slope, 8 * size)

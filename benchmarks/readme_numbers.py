@@ -113,10 +113,10 @@ def _rmse(title: str, epsilon: float) -> float | None:
     return next((r["rmse"] for r in rows if r["row"] == title and r["epsilon"] == epsilon and r["amplified"]), None)
 
 
-def _runtime() -> dict[str, dict[str, Any]]:
-    """Model -> variants, of both tables."""
+def _runtime(part: str = "variants") -> dict[str, dict[str, Any]]:
+    """Model -> variants (or another part of the rows), of both tables."""
     tables = (experiment(name) for name in ("runtime-cifar", "runtime-imdb"))
-    return {row["model"]: row["variants"] for found in tables if found for row in found["rows"] if "variants" in row}
+    return {row["model"]: row[part] for found in tables if found for row in found["rows"] if part in row}
 
 
 def _range(values: list[float], form: str) -> str:
@@ -132,9 +132,7 @@ def runtime_summary() -> str:
     ours = [v[LAMBDA_CGD]["over_dp_sgd"] for v in models.values() if "over_dp_sgd" in v[LAMBDA_CGD]]
     buffer = [v[f"CPU buffer, {p} bands"].get("over_dp_sgd") for v in models.values() for p in (2, 4, 16)]
     known = [value for value in buffer if value is not None]
-    extra = [
-        v[LAMBDA_CGD]["peak_mib"] - v["DP-SGD"]["peak_mib"] for v in models.values() if v[LAMBDA_CGD].get("peak_mib")
-    ]
+    extra = [peaks[LAMBDA_CGD] - peaks["DP-SGD"] for peaks in _runtime("peaks_mib").values()]
     text = f"{_range(ours, '.4f')} of DP-SGD's time an epoch over {len(models)} models"
     text += f", at most {max(0.0, *extra):.1f} MiB more memory" if extra else ""
     return text + (f"; a noise buffer on the CPU takes {_range(known, '.2f')}" if known else "")

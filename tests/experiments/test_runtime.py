@@ -129,6 +129,30 @@ def test_the_epoch_is_put_together_from_medians() -> None:
     assert found["regenerated, 2 bands"]["own_epoch_s"] == pytest.approx(10 * (5 + 2 * 2 + 0.8))
 
 
+def test_memory_is_measured_apart_from_times() -> None:
+    on_gpu = runtime.cells(CIFAR, Settings(device="cuda"))
+    assert [cell["model"] for cell in on_gpu if "what" in cell] == [model.case for model in CIFAR.models]
+    assert not [cell for cell in runtime.cells(CIFAR, Settings(device="cpu")) if "what" in cell]
+    times = {"table": "cifar", "batch": 512, "model": "cnn"}
+    titles = (*VARIANTS, "Opacus")
+    times["variants"] = {name: {"epoch_s": 2.0, "over_dp_sgd": 1.0, "host_buffer_mib": 0.0} for name in titles}
+    memory = {"what": "memory", "model": "cnn", "peaks_mib": {DP_SGD: 258.0, "regenerated, 2 bands": 258.25}}
+    text = runtime.page(CIFAR, [times, memory])
+    assert "| 258 MiB | 258 MiB |" in text
+    assert "+0.25 to +0.25 MiB" in text
+    peaks = {line["variant"]: line.get("peak_mib") for line in runtime.flat(CIFAR, [times, memory])}
+    assert peaks[DP_SGD] == 258.0
+    assert peaks["Opacus"] is None
+    assert "timed yet" in runtime.page(CIFAR, [memory])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_lambda_cgd_needs_no_memory_of_its_own() -> None:
+    peaks = runtime_measure.measure_memory("bert-tiny", physical=8, device="cuda")["peaks_mib"]
+    assert abs(peaks["regenerated, 2 bands"] - peaks[DP_SGD]) < 1
+
+
 def test_the_paper_tables_are_whole() -> None:
     for paper in (CIFAR, IMDB):
         assert all(len(model.values) == len(VARIANTS) == 7 for model in paper.models)

@@ -1,7 +1,7 @@
 """``runtime-cifar`` and ``runtime-imdb``: what an epoch of private training takes, by how the noise is made.
 
-A cell is a model, measured with all variants taking turns (``runtime_measure``). Weights and data are random: time does
-not depend on them. Reading data is left out.
+A cell is a model, measured with all variants taking turns, or its peak memory, measured for each variant alone
+(``runtime_measure``). Weights and data are random: time does not depend on them. Reading data is left out.
 """
 
 from __future__ import annotations
@@ -18,26 +18,30 @@ _QUICK = ("cnn", "bert-tiny")
 
 
 def cells(paper: Table, settings: Settings) -> list[Cell]:
-    """One a model. Quick: the smallest, in tiny batches, for a look at a CPU."""
+    """Times, one a model, then memories. Quick: the smallest, in tiny batches, for a look at a CPU."""
     device = settings.torch_device.split(":")[0]
     common: Cell = {"table": paper.name, "device": device, "precision": "tf32", "bands": list(BANDS)}
     if settings.quick:
         common |= {"batch": 16, "physical": 4, "rounds": 2, "steps": 2, "seconds": 20.0}
         return [common | {"model": model.case} for model in paper.models if model.case in _QUICK]
     common |= {"batch": paper.batch, "rounds": 10, "steps": 6, "seconds": 15.0}
-    return [common | {"model": model.case, "physical": model.physical} for model in paper.models]
+    memory: Cell = {"what": "memory", "table": paper.name, "device": device, "precision": "tf32"}
+    kinds = (common, memory) if device == "cuda" else (common,)
+    return [kind | {"model": model.case, "physical": model.physical} for kind in kinds for model in paper.models]
 
 
 def compute(paper: Table, cell: Cell, settings: Settings) -> Row:
     """Measure one model; whatever fails is an error of that model alone."""
     import torch
 
-    from lambdacgd.experiments.runtime_measure import measure_model
+    from lambdacgd.experiments.runtime_measure import measure_memory, measure_model
 
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.allow_tf32 = True
     try:
+        if "what" in cell:
+            return measure_memory(cell["model"], physical=cell["physical"], device=settings.torch_device)
         return measure_model(
             cell["model"], batch=cell["batch"], physical=cell["physical"], bands=cell["bands"],
             steps_per_epoch=paper.examples // cell["batch"], device=settings.torch_device, rounds=cell["rounds"],
@@ -53,10 +57,11 @@ def compute(paper: Table, cell: Cell, settings: Settings) -> Row:
 def flat(paper: Table, rows: list[Row]) -> list[Row]:
     """A line a model and variant, the paper's value with it."""
     lines = []
-    for row in rows:
-        model = _model(paper, row)
+    for row in timed(rows):
+        model, peaks = _model(paper, row), _peaks(rows, row["model"])
         for title, found in row.get("variants", {"": row}).items():
             line = {"model": model.title, "variant": title, "parameters": row.get("parameters")} | found
+            line |= {"peak_mib": peaks[title]} if title in peaks else {}
             printed, base = model.value(title), model.value(DP_SGD)
             if printed is not None and base is not None:
                 line |= {"paper_s": printed, "paper_over_dp_sgd": printed / base}
@@ -68,7 +73,19 @@ def _model(paper: Table, row: Row) -> Model:
     return next(model for model in paper.models if model.case == row["model"])
 
 
-def page(paper: Table, rows: list[Row]) -> str:
+def timed(rows: list[Row]) -> list[Row]:
+    """The rows of times; the others are of memory."""
+    return [row for row in rows if "what" not in row]
+
+
+def _peaks(rows: list[Row], model: str) -> dict[str, float]:
+    return next((row["peaks_mib"] for row in rows if row["model"] == model and "peaks_mib" in row), {})
+
+
+def page(paper: Table, everything: list[Row]) -> str:
+    rows = timed(everything)
+    if not rows:
+        return "No model has been timed yet."
     parts = [
         f"Seconds an epoch ({rows[0]['batch']} examples a logical batch, {_steps(paper, rows)} steps), ours and "
         f"beneath it the paper's, measured on an A100 or H100 with logical batches of {paper.batch}.",
@@ -76,10 +93,10 @@ def page(paper: Table, rows: list[Row]) -> str:
         "Over our own DP-SGD of the same run (the paper's over its own), and peak device memory:",
         table(
             ["model", *VARIANTS[1:], "memory, DP-SGD", "memory, λCGD", "host memory, 16 in a buffer"],
-            [_ratios(paper, row) for row in rows],
+            [_ratios(paper, row, _peaks(everything, row["model"])) for row in rows],
         ),
     ]
-    return "\n\n".join([*parts, _verdict(rows), _HOW, _WHY])
+    return "\n\n".join([*parts, _verdict(rows, everything), _HOW, _WHY])
 
 
 _HOW = (
@@ -89,7 +106,8 @@ _HOW = (
     "variant's own passes, with ± over rounds. Weights and inputs are random, reading data is left out, matrix "
     "products are in TF32. Two bands are λCGD, more are BISR (in the paper BandInvMF, the same work). The peer “CPU "
     "buffer” is our own `BufferedNoise` with pinned host memory. Opacus (hooks, physical batches halved until they "
-    "fit) was measured alone, after ours; a ViT's class token and positions are frozen for it."
+    "fit) was measured alone, after ours; a ViT's class token and positions are frozen for it. Peak memory was "
+    "measured apart, with a fresh model for each variant."
 )
 _WHY = (
     "Why our seconds and the paper's differ: another GPU; our clipping, which does not store per-example gradients; no "
@@ -117,7 +135,7 @@ def _pair(paper: Table, row: Row) -> list[list[Any]]:
     return [ours, ["the paper", *(model.text(name) for name in VARIANTS), ""]]
 
 
-def _ratios(paper: Table, row: Row) -> list[Any]:
+def _ratios(paper: Table, row: Row, peaks: dict[str, float]) -> list[Any]:
     model = _model(paper, row)
     if "error" in row:
         return [model.title]
@@ -128,31 +146,28 @@ def _ratios(paper: Table, row: Row) -> list[Any]:
         ours = found.get(name, {}).get("over_dp_sgd")
         cells.append(f"{ours:.3f} ({(model.value(name) or 0) / base:.3f})" if ours else None)
     for name in (DP_SGD, "regenerated, 2 bands"):
-        peak = found[name].get("peak_mib")
+        peak = peaks.get(name)
         cells.append(f"{peak:.0f} MiB" if peak else None)
     return [*cells, f"{found['CPU buffer, 16 bands'].get('host_buffer_mib', 0) / 1024:.1f} GiB"]
 
 
-def _verdict(rows: list[Row]) -> str:
+def _verdict(rows: list[Row], everything: list[Row]) -> str:
     """The largest overhead of λCGD, measured."""
     known = [row["variants"] for row in rows if "variants" in row]
     ours = [found["regenerated, 2 bands"]["over_dp_sgd"] for found in known if "over_dp_sgd" in found.get(DP_SGD, {})]
     if not ours:
         return ""
     text = f"Regenerated λCGD takes {min(ours):.4f} to {max(ours):.4f} of DP-SGD's time an epoch."
-    peaks = [
-        (found["regenerated, 2 bands"]["peak_mib"] - found[DP_SGD]["peak_mib"])
-        for found in known
-        if found[DP_SGD].get("peak_mib") and found["regenerated, 2 bands"].get("peak_mib")
-    ]
-    return text + (f" Its peak memory differs by at most {max(map(abs, peaks)):.2f} MiB." if peaks else "")
+    peaks = [row["peaks_mib"] for row in everything if "peaks_mib" in row]
+    more = [found["regenerated, 2 bands"] - found[DP_SGD] for found in peaks]
+    return text + (f" Its peak memory is {min(more):+.2f} to {max(more):+.2f} MiB against DP-SGD's." if more else "")
 
 
 def plot(paper: Table, rows: list[Row]) -> Any:
     """Time over DP-SGD's: bars ours, circles the paper's."""
-    figure, (axes,) = panels(1, size=(2.2 + 1.7 * len(rows), 3.8))
+    shown = [row for row in timed(rows) if "variants" in row]
+    figure, (axes,) = panels(1, size=(2.2 + 1.7 * len(shown), 3.8))
     shades = dict(zip(VARIANTS[1:], ("#9ecae1", "#4292c6", "#084594", "#fdae6b", "#e6550d", "#8c2d04"), strict=True))
-    shown = [row for row in rows if "variants" in row]
     for i, (name, color) in enumerate(shades.items()):
         at = [j + (i - 2.5) * 0.14 for j in range(len(shown))]
         ours = [row["variants"].get(name, {}).get("over_dp_sgd", float("nan")) for row in shown]
@@ -179,7 +194,7 @@ def _experiment(paper: Table) -> Experiment:
         ),
         page=partial(page, paper),
         plot=partial(plot, paper),
-        title=lambda cell: str(cell["model"]),
+        title=lambda cell: f"{cell['model']} {cell.get('what', '')}".strip(),
         table=partial(flat, paper),
     )  # fmt: skip
 

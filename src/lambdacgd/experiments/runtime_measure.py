@@ -61,7 +61,6 @@ class Times:
     first: list[list[float]] = field(default_factory=list)
     later: list[list[float]] = field(default_factory=list)
     act: list[list[float]] = field(default_factory=list)
-    peak: int = 0
     error: str | None = None
 
     def medians(self) -> tuple[float, float, float]:
@@ -145,6 +144,25 @@ def measure_model(
     return found
 
 
+def measure_memory(name: str, *, physical: int, device: str) -> dict[str, Any]:
+    """Peak device memory of DP-SGD and of λCGD, each with a model of its own and alone on the device."""
+    place = torch.device(device)
+    peaks: dict[str, float] = {}
+    for variant in variants([2], physical)[:2]:
+        _free(place)
+        torch.cuda.reset_peak_memory_stats(place)
+        before = torch.cuda.memory_allocated(place)
+        model = convert(build(MODELS[name], place))
+        optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+        _round(variant, model, optimizer, MODELS[name].data(place, physical), place, physical, 2)
+        if variant.times.error is not None:
+            return {"error": variant.times.error}
+        peaks[variant.title] = (torch.cuda.max_memory_allocated(place) - before) / 2**20
+        del model, optimizer
+    _free(place)
+    return {"peaks_mib": peaks}
+
+
 def _ours(
     case: Case, device: torch.device, physical: int, bands: list[int], *, rounds: int, steps: int, seconds: float
 ) -> tuple[list[Variant], int]:
@@ -188,13 +206,9 @@ def _round(
             private._stage = variant.stage
         loader = iter(private.loader)
         _step(loader, model, optimizer, device)
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
         parts = [_step(loader, model, optimizer, device) for _ in range(steps)]
         for name, times in zip(("first", "later", "act"), zip(*parts, strict=True), strict=True):
             getattr(variant.times, name).append(list(times))
-        if device.type == "cuda":
-            variant.times.peak = max(variant.times.peak, torch.cuda.max_memory_allocated(device))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # one failing variant must not lose the rest
@@ -261,7 +275,6 @@ def summary(todo: list[Variant], m: int, b: int, parameters: int) -> dict[str, d
             "pooled_later_ms": 1e3 * later,
             "rounds": len(own),
             "steps": sum(map(len, variant.times.act)),
-            "peak_mib": variant.times.peak / 2**20 or None,
             "host_buffer_mib": (variant.bands - 1) * 4 * parameters / 2**20 if variant.on_cpu else 0.0,
         }
     base = found["DP-SGD"]

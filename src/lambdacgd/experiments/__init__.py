@@ -32,6 +32,10 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "lambdacgd.experiments.methods_table:IMDB_METHODS",
         "test accuracy on IMDb over ε, a model trained from scratch (needs the data: --data)",
     ),
+    "bert-path": (
+        "lambdacgd.experiments.methods_table:BERT_PATH",
+        "a BERT with random weights on IMDb, end to end (needs the data: --data)",
+    ),
     "lambda-sweep": (
         "lambdacgd.experiments.sweeps:LAMBDA_SWEEP",
         "validation accuracy over λ, batch sizes and ε, without amplification (needs the data: --data)",

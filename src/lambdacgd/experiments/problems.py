@@ -69,6 +69,8 @@ def _pieces(examples: Examples) -> Tensor:
     return torch.where(tokens < PIECES, tokens, UNKNOWN)
 
 
+# Models whose forward passes decide things on the host, which a captured step cannot.
+UNCAPTURED = ("bert-tiny",)
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
     for problem in (
@@ -137,7 +139,8 @@ class Data:
         return self._cuts[key]
 
     def _place(self, examples: Examples) -> tuple[Tensor, Tensor]:
-        return problem(self.name).read(examples).to(self.device), examples.labels.to(self.device)
+        inputs, labels = examples.inputs.to(self.device), examples.labels.to(self.device)  # bytes travel, not floats
+        return problem(self.name).read(Examples(inputs, labels, shift=examples.shift, scale=examples.scale)), labels
 
 
 def packed(splits: Splits) -> dict[str, Any]:

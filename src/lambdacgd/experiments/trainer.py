@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.experiments.plan_book import PlanBook
-from lambdacgd.experiments.problems import Data, problem
+from lambdacgd.experiments.problems import UNCAPTURED, Data, problem
 from lambdacgd.experiments.runs import Result, TrainingRun
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
@@ -56,7 +56,8 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
     began = time.monotonic()
     torch.manual_seed(run.seed)
     model = problem(run.task).models[run.model]().to(data.device)
-    captured = data.device.type == "cuda" and plan.mechanism.regenerates(plan.block.steps)
+    captured = data.device.type == "cuda" and run.model not in UNCAPTURED
+    captured &= plan.mechanism.regenerates(plan.block.steps)
     rate = torch.tensor(run.learning_rate, device=data.device)  # read on the device: a schedule needs no new capture
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
     rows = Rows((x, y))

@@ -19,10 +19,18 @@ class TrainingRandomness:
     def __init__(self) -> None:
         self.state: dict[str, Any] | None = None
 
+    def keep(self) -> None:
+        """Go on from the generators as they are now: a checkpoint has just been loaded."""
+        self.state = generators()
+
+    def put_back(self) -> None:
+        """The generators as training left them: a checkpoint is about to be saved."""
+        if self.state is not None:
+            set_generators(self.state)
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """One training step's computations."""
-        if self.state is not None:
-            set_generators(self.state)
+        self.put_back()
         yield
-        self.state = generators()
+        self.keep()

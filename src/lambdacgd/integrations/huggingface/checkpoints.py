@@ -1,6 +1,6 @@
 """Checkpoint folders of the Trainer: which hold a run, and which of them to go on from.
 
-Every ``checkpoint-N`` folder holds ``run_state.pt``, written by ``Private.save``: trainable weights, optimizer,
+Every ``checkpoint-N`` folder holds ``run_state``, written by ``Private.save``: trainable weights, optimizer,
 scheduler, generators and the run's identity, whole or not at all, entered in the ledger. The Trainer's own files beside
 it (weights for ``from_pretrained``, ``trainer_state.json``) are written after that and are not resumed from, but for
 the Trainer's counters.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lambdacgd.training import CheckpointError
 
-RUN_STATE = "run_state.pt"
+RUN_STATE = "run_state"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
@@ -23,9 +23,14 @@ def with_runs(output_dir: str | Path) -> list[Path]:
     found = []
     for child in folder.iterdir() if folder.is_dir() else ():
         match = _FOLDER.fullmatch(child.name)
-        if match and any((child / name).is_file() for name in (RUN_STATE, f".{RUN_STATE}.draft")):
+        if match and _has_run(child):
             found.append((int(match[1]), child))
     return [child for _, child in sorted(found, reverse=True)]
+
+
+def _has_run(folder: Path) -> bool:
+    """A file of one process, a folder of several, or a draft of either."""
+    return any((folder / name).exists() for name in (RUN_STATE, f".{RUN_STATE}.draft"))
 
 
 def candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
@@ -39,7 +44,7 @@ def candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
             )
         return found
     folder = Path(resume_from)
-    if not any((folder / name).is_file() for name in (RUN_STATE, f".{RUN_STATE}.draft")):
+    if not _has_run(folder):
         raise CheckpointError(
             f"{folder} holds no {RUN_STATE}, so it is not a checkpoint that private training can resume from. With "
             "save_only_model=True the Trainer saves weights only"

@@ -23,7 +23,6 @@ from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
-from lambdacgd.training.checkpoint import generators
 from lambdacgd.validation import InvalidInput
 
 logger = logging.getLogger(__name__)
@@ -77,11 +76,12 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         self._resumed: dict[str, Any] | None = None
         self._randomness = TrainingRandomness()
         super().__init__(model, args, **options)
-        if self.accelerator.num_processes > 1:
+        if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(
                 "args",
-                f"{self.accelerator.num_processes} processes",
-                "this Trainer takes one process: start without torchrun",
+                "FSDP or DeepSpeed",
+                "this Trainer keeps a whole model in every process (DDP). Leave it out, train adapters (LoRA), or "
+                "shard the model with fully_shard and write the loop with lc.privatize",
             )
         if not self._has_own_loss():
             losses.kind_of(self.model)  # refused now, not at the first step
@@ -123,6 +123,8 @@ class LambdaCGDTrainer(Publishing, _Trainer):
                 "own (ε, δ)"
             )
         checkpoints.check_fresh(self.args.output_dir)
+        if not self.is_world_process_zero():
+            return
         key = find_key(self._key, self.args.output_dir)
         earlier = len(key.ledger().runs()) if key.path is not None else 0
         if earlier:
@@ -133,7 +135,8 @@ class LambdaCGDTrainer(Publishing, _Trainer):
     def _privatize(self) -> Private:
         if self.train_dataset is None:
             raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
-        key = find_key(self._key, self.args.output_dir)
+        # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
+        key = find_key(self._key, self.args.output_dir) if self.is_world_process_zero() else None
         dataset, collate = self._data()
         optimizer = self.create_optimizer()
         return privatize(
@@ -251,27 +254,23 @@ class LambdaCGDTrainer(Publishing, _Trainer):
         folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
         folder.mkdir(parents=True, exist_ok=True)
         if not self.args.save_only_model:
-            self.state.save_to_json(str(folder / "trainer_state.json"))
-            extra = {
-                "scheduler": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict()),
-                "generators": generators() if self._randomness.state is None else self._randomness.state,
-            }
-            self.private.save(folder / checkpoints.RUN_STATE, extra=extra, frozen=False)
+            if self.args.should_save:
+                self.state.save_to_json(str(folder / "trainer_state.json"))
+            scheduler = {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict())
+            self._randomness.put_back()
+            self.private.save(folder / checkpoints.RUN_STATE, extra={"scheduler": scheduler}, frozen=False)
         super()._save_checkpoint(model, trial)
 
     def _resume(self, resume_from: str | bool) -> str:
         """Load the newest whole checkpoint; older ones are refused by the ledger."""
         assert self.private is not None
         for folder in checkpoints.candidates(resume_from, self.args.output_dir):
-            try:
-                extra = self.private.load(folder / checkpoints.RUN_STATE)
-            except CheckpointError:
-                if (folder / checkpoints.RUN_STATE).exists():
-                    raise
+            extra = self.private.resume(folder / checkpoints.RUN_STATE)
+            if extra is None:
                 continue  # it was being written when the process died, and never left it
             groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
             self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
-            self._randomness.state = extra["generators"]
+            self._randomness.keep()
             return str(folder)
         raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
 

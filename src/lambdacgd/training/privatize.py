@@ -89,6 +89,7 @@ def privatize(
             _check_plan(plan)
             check_claim(plan)
             given, model = model, unwrap(model, world)
+            optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
             _check_dataset(dataset, plan)
             number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
@@ -175,6 +176,12 @@ def _check_plan(plan: Any) -> None:
         raise InvalidInput(
             "plan", type(plan).__name__, "training takes a Plan: lc.plan(…) makes one, Plan.load reads one"
         )
+
+
+def _bare(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's, which only passes calls on and has no hooks of its own."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if type(optimizer).__name__ == "AcceleratedOptimizer" and inner is not None else optimizer
 
 
 def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lambdacgd.experiments.runs import TrainingRun
 from lambdacgd.training.data import Examples, Splits, cifar10, digits, imdb
-from lambdacgd.training.tasks import BagOfWords, cifar10_model, digits_model
+from lambdacgd.training.tasks import cifar10_model, digits_model
 from lambdacgd.validation import InvalidInput
 
 # BERT's vocabulary is listed roughly by frequency, a public order. Later pieces become [UNK]: a smaller table to noise.
@@ -20,9 +20,26 @@ PIECES, UNKNOWN = 8192, 100
 _ORDER = 20260122  # the seed of the public shuffle behind the validation split
 
 
-def bag_of_words() -> nn.Module:
-    """Mean of 32-dimensional embeddings of 8 192 word pieces, one hidden layer: 263 266 parameters."""
-    return BagOfWords(PIECES, 32, 2)
+class DistinctWords(nn.Module):
+    """Embeddings of the distinct word pieces of a review, summed and divided by √(their number), then a linear layer.
+
+    Distinct, because a gradient is as long as its most frequent words make it, and "the" tells nothing. Embeddings
+    begin near zero, so that they, not the output layer, take up the clipping norm. 131 106 parameters.
+    """
+
+    def __init__(self, vocabulary: int = PIECES, width: int = 16, classes: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=imdb.PADDING)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+        self.output = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        ordered = tokens.sort(1).values
+        repeated = nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
+        ordered = torch.where(repeated, imdb.PADDING, ordered)
+        seen = (ordered != imdb.PADDING).unsqueeze(-1)
+        out: Tensor = self.output((self.embedding(ordered) * seen).sum(1) / seen.sum(1).clamp_min(1).sqrt())
+        return out
 
 
 class RandomBert(nn.Module):
@@ -80,7 +97,7 @@ PROBLEMS: dict[str, Problem] = {
             "imdb",
             imdb.load,
             {
-                "bag-of-words": bag_of_words,
+                "words": DistinctWords,
                 "bert-tiny": lambda: RandomBert(layers=2, width=128, heads=2),
             },
             _pieces,

@@ -18,7 +18,7 @@ COLUMNS = (
 )  # fmt: skip
 POINT = {"max_grad_norm": 0.3, "tries": 3, "seeds": 3, "splits": ["validation"], "moves": []}
 CIFAR = {"task": "cifar10", "model": "cnn"}
-IMDB = {"task": "imdb", "model": "bag-of-words"}
+IMDB = {"task": "imdb", "model": "words"}
 # Learning rates at which the searches begin, without amplification: noise is a few times larger than with it.
 _RATES = {8.0: 1.0, 2.0: 0.4, 0.5: 0.15}
 QUICK = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 1}

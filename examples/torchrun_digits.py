@@ -1,5 +1,6 @@
 """Private training with several processes, that survives a crash of any of them.
 
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1    # restarts must not meet the addresses of the attempt before
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_digits.py --out runs/digits
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_digits.py --out runs/sharded --sharded
 

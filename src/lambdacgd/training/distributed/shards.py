@@ -80,25 +80,31 @@ class Place:
 
     @property
     def row(self) -> int:
+        """Elements of a row."""
         return math.prod(self.shape[1:])
 
     @property
+    def rows(self) -> int:
+        """Rows that one rank holds at most."""
+        return -(-self.shape[0] // self.ranks)
+
+    @property
     def chunk(self) -> int:
-        """Elements that one rank holds at most: what travels to each, padded."""
-        return -(-self.shape[0] // self.ranks) * self.row
+        """Elements that travel to each rank, padded."""
+        return self.rows * self.row
 
     @property
     def offset(self) -> int:
         """The row-major index of the first element held here: what names the shard in the noise field."""
-        return min(self.rank * self.chunk, math.prod(self.shape))
-
-    @property
-    def count(self) -> int:
-        return min(self.chunk, math.prod(self.shape) - self.offset)
+        return min(self.rank * self.rows, self.shape[0]) * self.row
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (self.count // self.row if self.row else self.shape[0], *self.shape[1:])
+        return (max(0, min(self.rows, self.shape[0] - self.rank * self.rows)), *self.shape[1:])
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.local_shape)
 
     def scatter_into(self, flat: Tensor, start: int, total: Tensor) -> None:
         """Put rank r's rows of ``total`` into ``flat[r, start:]``."""

@@ -47,16 +47,15 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     """ε at the plan's σ and δ for a run planned over 1, 2, …, k epochs with the same mechanism. Informational."""
     if plan.sigma == 0:
         return (math.inf,) * plan.epochs
+    if plan.restart_every is not None:
+        from lambdacgd.accounting.fresh_bins import epsilon_after_epochs as composed
+
+        found = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, delta=plan.delta)
+        return (*found[:-1], plan.epsilon)
     return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
 
 
 def _epsilon(plan: Plan, epochs: int) -> float:
-    if plan.restart_every is not None:
-        from lambdacgd.accounting.fresh_bins import exact_accountant
-
-        composed = exact_accountant(plan.mechanism, plan.horizon)
-        if composed is not None:
-            return composed.epsilon(plan.sigma, plan.delta, epochs=epochs)
     sampling = replace(plan.sampling, epochs=epochs)
 
     def excess_noise(epsilon: float) -> float:

@@ -10,23 +10,29 @@ from typing import Any, Literal, get_args
 from scipy.optimize import minimize_scalar
 
 from lambdacgd import cache
+from lambdacgd.accounting.balls_in_bins import exact_accountant as exact_with_fixed_bins
+from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.fresh_bins import exact_accountant as exact_with_fresh_bins
+from lambdacgd.accounting.fresh_bins.simulation import estimate_sigma
 from lambdacgd.accounting.monte_carlo.build import gram_of
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
 from lambdacgd.accounting.monte_carlo.progress import progress
-from lambdacgd.mechanisms import GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, maxse, rmse
+from lambdacgd.mechanisms import GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, maxse, rmse, sensitivity
 from lambdacgd.validation import InvalidInput, integer, number
 
 Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
+Bins = Literal["fixed", "fresh"]
 
 SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
 _FEW = 2048  # samples while searching
+_FEW_EPOCHS = 12_288  # simulated epochs while searching with fresh bins
 _LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6
 
 
 @dataclass(frozen=True)
 class Candidate:
     """What one objective would choose. ``sigma``, ``rmse`` and ``maxse`` are under Balls-in-Bins if ``amplified``
-    (a quick estimate of σ), otherwise for unit Gaussian noise times the sensitivity."""
+    (σ to about 0.5%, not a claim), otherwise for unit Gaussian noise times the sensitivity."""
 
     objective: Objective
     value: float
@@ -65,18 +71,20 @@ def choose_lambda(
     epsilon: float | None = None,
     delta: float | None = None,
     normalized: bool = False,
+    bins: Bins = "fixed",
 ) -> Choice:
     """λ for DP-λCGD over ``horizon``.
 
     ``rmse`` and ``maxse`` ignore amplification and need neither ε nor δ. ``amplified-rmse`` minimises
-    (1/√n)‖AC⁻¹‖_F·σ(λ) under Balls-in-Bins, with the same random numbers for every λ; ``guideline`` takes that
-    minimiser and divides 1/(1−λ) by 3, down to λ = 0. No privacy rests on the choice: σ is certified afterwards.
+    (1/√n)‖AC⁻¹‖_F·σ(λ) under Balls-in-Bins, σ by the exact accountant (quickly, to about 0.5%; by sampling only where
+    it refuses); ``guideline`` takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0. With ``bins="fresh"`` the
+    noise restarts every epoch, in errors and in σ. No privacy rests on the choice: σ is certified afterwards.
 
     >>> round(choose_lambda(Horizon(390, 10), objective="rmse").value, 3)
     0.978
     """
     family = {"mechanism": LambdaCGD.name, "normalized": bool(normalized)}
-    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta)
+    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins)
 
 
 def choose_gamma(
@@ -86,11 +94,15 @@ def choose_gamma(
     objective: Objective = "guideline",
     epsilon: float | None = None,
     delta: float | None = None,
+    bins: Bins = "fixed",
 ) -> Choice:
-    """γ for γ-BIFR with ``bands`` bands, by the same search; the guideline is carried over from λ by analogy."""
-    integer("bands", bands, minimum=2, maximum=horizon.steps)
+    """γ for γ-BIFR with ``bands`` bands, by the same search; the guideline is carried over from λ by analogy.
+
+    More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ.
+    """
+    integer("bands", bands, minimum=2, maximum=horizon.steps_per_epoch if bins == "fresh" else horizon.steps)
     family = {"mechanism": GammaBIFR.name, "bands": int(bands)}
-    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta)
+    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins)
 
 
 def _choose(
@@ -100,7 +112,10 @@ def _choose(
     objective: Objective,
     epsilon: float | None,
     delta: float | None,
+    bins: Bins,
 ) -> Choice:
+    if bins not in get_args(Bins):
+        raise InvalidInput("bins", bins, f"it must be one of {', '.join(get_args(Bins))}")
     if objective not in get_args(Objective):
         raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
     amplified = objective in ("amplified-rmse", "guideline")
@@ -112,10 +127,11 @@ def _choose(
         "epochs": int(horizon.epochs),
         "epsilon": epsilon,
         "delta": delta,
+        "bins": bins,
     }
 
     def compute() -> list[dict[str, Any]]:
-        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta)]
+        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins)]
 
     candidates = tuple(Candidate(**found) for found in cache.cached("choice", question, compute))
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
@@ -123,22 +139,28 @@ def _choose(
 
 
 def _candidates(
-    make: Callable[[float], Mechanism], horizon: Horizon, epsilon: float | None, delta: float | None
+    make: Callable[[float], Mechanism], horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins
 ) -> list[Candidate]:
+    restart = horizon.steps_per_epoch if bins == "fresh" else None
+
+    def mean(x: float) -> float:
+        return rmse(make(x), horizon, restart_every=restart)
+
+    def largest(x: float) -> float:
+        return maxse(make(x), horizon, restart_every=restart)
+
     plain: dict[Objective, float] = {
-        "rmse": _minimise(lambda x: rmse(make(x), horizon), _LARGEST, 1e-6),
-        "maxse": _minimise(lambda x: maxse(make(x), horizon), _LARGEST, 1e-6),
+        "rmse": _minimise(mean, _LARGEST, 1e-6),
+        "maxse": _minimise(largest, _LARGEST, 1e-6),
     }
     if epsilon is None or delta is None:
-        return [
-            Candidate(name, x, 1.0, rmse(make(x), horizon), maxse(make(x), horizon), False) for name, x in plain.items()
-        ]
+        return [Candidate(name, x, 1.0, mean(x), largest(x), False) for name, x in plain.items()]
     with progress(f"choosing for ε = {epsilon:g}") as tick:
-        return _amplified_candidates(make, horizon, AmplifiedError(horizon, epsilon, delta, tick=tick), plain)
+        return _amplified_candidates(make, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick), plain)
 
 
 def _amplified_candidates(
-    make: Callable[[float], Mechanism], horizon: Horizon, search: AmplifiedError, plain: dict[Objective, float]
+    make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
 ) -> list[Candidate]:
     top = max(_scale(plain["rmse"]), 0.1)
     smallest = _minimise(lambda x: search.rmse(make(x)), top, 0.05)
@@ -146,8 +168,8 @@ def _amplified_candidates(
     found = []
     for name, x in chosen.items():
         mechanism = make(x)
-        sigma = search.sigma(mechanism, round_size=2 * _FEW)
-        norms = error_norms(mechanism, horizon.steps)
+        sigma = search.sigma(mechanism, more=2)
+        norms = search.norms(mechanism)
         found.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
     return found
 
@@ -158,26 +180,80 @@ def shrink(value: float) -> float:
 
 
 class AmplifiedError:
-    """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins from few, common random numbers: smooth from mechanism to mechanism."""
+    """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins, smooth from mechanism to mechanism.
+
+    σ comes from the exact accountant where it answers, and from few, common random numbers elsewhere.
+    """
 
     def __init__(
-        self, horizon: Horizon, epsilon: float, delta: float, *, tick: Callable[[int], None] = lambda amount: None
+        self,
+        horizon: Horizon,
+        epsilon: float,
+        delta: float,
+        *,
+        bins: Bins = "fixed",
+        tick: Callable[[int], None] = lambda amount: None,
     ) -> None:
-        self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
-        self._last: float | None = None
+        self.horizon, self.epsilon, self.delta, self.bins, self._tick = horizon, epsilon, delta, bins, tick
+        self._restart = horizon.steps_per_epoch if bins == "fresh" else None
+        self._seen: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
+        self._slope = 15.0
 
-    def sigma(self, mechanism: Mechanism, *, round_size: int = _FEW) -> float:
-        estimator = Estimator(gram_of(mechanism, self.horizon), round_size=round_size)
-        # The ratio to the unamplified σ changes slowly, so the last one is a good start.
-        norm = math.sqrt(float(estimator.gram.diagonal.max()))
-        start = None if self._last is None else self._last * norm
-        found = estimator.quick_sigma(self.epsilon, self.delta, start=start)
-        self._last = found / norm
+    def norms(self, mechanism: Mechanism) -> tuple[float, float]:
+        return error_norms(mechanism, self.horizon.steps, restart_every=self._restart)
+
+    def rmse(self, mechanism: Mechanism) -> float:
+        return self.norms(mechanism)[0] * self.sigma(mechanism)
+
+    def sigma(self, mechanism: Mechanism, *, more: int = 1) -> float:
+        """σ to about 0.5%; ``more`` takes so many times the usual samples, where it samples."""
+        norm = sensitivity(mechanism, self.horizon, restart_every=self._restart).value
+        found = self._exactly(mechanism, norm)
+        if found is None:
+            found = self._sampled(mechanism, norm, more)
+        self._seen.append((math.log(norm), math.log(found / norm)))
         self._tick(1)
         return found
 
-    def rmse(self, mechanism: Mechanism) -> float:
-        return error_norms(mechanism, self.horizon.steps)[0] * self.sigma(mechanism)
+    def _start(self, norm: float) -> float | None:
+        """σ over the sensitivity changes slowly: a line through the two nearest seen is a good start."""
+        if not self._seen:
+            return None
+        x = math.log(norm)
+        nearest = sorted(set(self._seen), key=lambda point: abs(point[0] - x))[:2]
+        value = nearest[0][1]
+        if len(nearest) == 2 and abs(nearest[1][0] - nearest[0][0]) > 1e-3:
+            slope = (nearest[1][1] - nearest[0][1]) / (nearest[1][0] - nearest[0][0])
+            value += min(max(slope * (x - nearest[0][0]), -0.5), 0.5)
+        return norm * math.exp(value)
+
+    def _exactly(self, mechanism: Mechanism, norm: float) -> float | None:
+        start = self._start(norm)
+        try:
+            if self.bins == "fresh" and self.horizon.epochs > 1:
+                composed = exact_with_fresh_bins(mechanism, self.horizon)
+                if composed is None:
+                    return None
+                sigma, self._slope = composed.quick_sigma(self.epsilon, self.delta, start=start, slope=self._slope)
+                return sigma
+            exact = exact_with_fixed_bins(mechanism, self.horizon)
+            return None if exact is None else exact.sigma(self.epsilon, self.delta, rtol=3e-3, start=start)[0]
+        except AccountingError:
+            return None
+
+    def _sampled(self, mechanism: Mechanism, norm: float, more: int) -> float:
+        start = self._start(norm)
+        if self.bins == "fresh" and self.horizon.epochs > 1:
+            return estimate_sigma(
+                mechanism,
+                self.horizon,
+                epsilon=self.epsilon,
+                delta=self.delta,
+                samples=more * _FEW_EPOCHS,
+                start=start,
+            ).sigma
+        estimator = Estimator(gram_of(mechanism, self.horizon), round_size=more * _FEW)
+        return estimator.quick_sigma(self.epsilon, self.delta, start=start)
 
 
 def _scale(value: float) -> float:

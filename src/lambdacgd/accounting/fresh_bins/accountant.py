@@ -121,6 +121,14 @@ class FreshBins:
             return gaussian_epsilon(sigma / math.sqrt(k), delta) * (1 + 1e-9)
         return self.composed(sigma, delta, epochs=k).epsilon(delta)
 
+    def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
+        """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""
+        self._check(sigma=sigma, delta=delta)
+        if self.steps_per_epoch == 1:
+            return tuple(self.epsilon(sigma, delta, epochs=epochs) for epochs in range(1, self.epochs + 1))
+        pair = one_epoch(self.one_epoch, sigma, floor=TAIL_SHARE * delta / self.epochs, resolution=FINAL)
+        return tuple(Composition(pair, epochs).epsilon(delta) for epochs in range(1, self.epochs + 1))
+
     def curve(self, sigma: float, epsilons: Sequence[float], *, delta: float = 1e-6) -> list[ComposedBound]:
         """Bounds at many ε from one composition; relative accuracy is kept down to about ``delta``."""
         for epsilon in epsilons:
@@ -145,6 +153,17 @@ class FreshBins:
             sigma = math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
             return sigma, self._one_bin(sigma, epsilon, self.epochs)
         return calibrate_sigma(self, epsilon, delta, rtol=rtol, start=start or self.first_guess(epsilon, delta))
+
+    def quick_sigma(
+        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0
+    ) -> tuple[float, float]:
+        """About the smallest σ and −d log δ/d log σ there, from quick evaluations only: for comparing λ, no claim."""
+        from lambdacgd.accounting.fresh_bins.search import estimate_sigma
+
+        self._check(epsilon=epsilon, delta=delta)
+        if self.steps_per_epoch == 1:
+            return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta), slope
+        return estimate_sigma(self, epsilon, delta, start=start or self.first_guess(epsilon, delta), slope=slope)
 
     def evaluate(self, sigma: float, epsilon: float, delta: float, *, quick: bool) -> ComposedBound:
         """One step of a calibration to ``delta``."""

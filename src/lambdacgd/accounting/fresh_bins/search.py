@@ -93,3 +93,20 @@ def calibrate_sigma(
     if best is None:
         raise AccountingError(f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ")
     return best.sigma, accountant.checked(best)
+
+
+def estimate_sigma(
+    accountant: FreshBins, epsilon: float, delta: float, *, start: float, slope: float
+) -> tuple[float, float]:
+    """σ and −d log δ/d log σ: quick steps until δ is within a third of its target, then the secant's word for it."""
+    smallest = math.log(accountant.one_epoch.smallest_sigma * 1.001)
+    bracket, x = _Bracket(-slope), max(math.log(start), smallest)
+    for _ in range(30):
+        value = math.log(accountant.evaluate(math.exp(x), epsilon, delta, quick=True).delta / delta)
+        bracket.add(x, value)
+        if abs(value) < 0.3:
+            break
+        before, x = x, max(bracket.next(0.0), smallest)
+        if x == before:
+            break
+    return math.exp(x - value / bracket.slope), -bracket.slope

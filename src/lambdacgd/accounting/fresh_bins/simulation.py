@@ -49,7 +49,7 @@ class Pool:
         return float(found.x), log_mgf(float(found.x))
 
     def delta(self, way: OneWay, epochs: int, epsilon: float, *, cells: int = 400) -> float:
-        """δ(ε) of the sums of ``epochs`` losses, from the convolution of the pool, each loss split between two cells."""
+        """δ(ε) of sums of ``epochs`` losses: the pool convolved with itself, each loss split between two cells."""
         losses, weights = self.losses[way], self.weights[way]
         theta, log_mgf = self.tilt(way, epochs, epsilon)
         tilted = weights * np.exp(theta * losses - log_mgf)
@@ -132,8 +132,8 @@ def simulate(
 ) -> dict[str, float | str]:
     """δ(ε) over all epochs with its standard error, the larger direction: every epoch of every run is drawn.
 
-    ``samples`` single epochs are drawn in 20 independent pools, and from each pool as many runs of k epochs, tilted towards
-    a total loss of ε. It is a cross-check, not a privacy claim.
+    ``samples`` single epochs are drawn in 20 independent pools, and from each pool as many runs of k epochs, tilted
+    towards a total loss of ε. It is a cross-check, not a privacy claim.
     """
     if not (math.isfinite(sigma) and sigma > 0):
         raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
@@ -149,16 +149,16 @@ def simulate(
             cumulative = np.cumsum(weights * np.exp(theta * losses - log_mgf))
             total = np.zeros(len(losses))
             for _ in range(horizon.epochs):
-                drawn = np.searchsorted(cumulative, rng.random(len(losses)) * cumulative[-1], side="right")
-                total += losses[np.minimum(drawn, len(losses) - 1)]
+                places = np.searchsorted(cumulative, rng.random(len(losses)) * cumulative[-1], side="right")
+                total += losses[np.minimum(places, len(losses) - 1)]
             gain = np.maximum(-np.expm1(np.minimum(epsilon - total, 0.0)), 0.0)
             values.append(float(np.mean(gain * np.exp(horizon.epochs * log_mgf - theta * total))))
-    way: OneWay = max(found, key=lambda name: float(np.mean(found[name])))
-    values = np.asarray(found[way])
+    larger: OneWay = max(found, key=lambda name: float(np.mean(found[name])))
+    drawn = np.asarray(found[larger])
     return {
-        "delta": float(values.mean()),
-        "standard_error": float(values.std(ddof=1) / math.sqrt(groups)),
-        "direction": way,
+        "delta": float(drawn.mean()),
+        "standard_error": float(drawn.std(ddof=1) / math.sqrt(groups)),
+        "direction": larger,
     }
 
 

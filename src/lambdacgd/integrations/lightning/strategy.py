@@ -22,6 +22,7 @@ from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError, privatize
+from lambdacgd.training.trained import remember
 from lambdacgd.validation import InvalidInput
 
 _Strategy: Any = SingleDeviceStrategy  # its hooks are annotated more loosely than they are called
@@ -97,6 +98,7 @@ class LambdaCGDStrategy(_Strategy):
         self.private = privatize(
             self._private_model(), self.optimizers[0], self.dataset, self.plan, key=self._key, **self._options
         )
+        remember(self.lightning_module, self.private.trained)  # for lc.export of the whole module
 
     def _private_model(self) -> nn.Module:
         module: nn.Module = self.lightning_module

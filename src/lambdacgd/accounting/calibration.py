@@ -75,8 +75,6 @@ def cross_check(mechanism: Mechanism, sampling: Sampling, *, sigma: float, epsil
     if not isinstance(sampling, BallsInBins):
         raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
     if sampling.bins == "fresh":
-        raise InvalidInput("cross_check", True, "it simulates fixed bins only")
-    if sampling.bins == "fresh":
         from lambdacgd.accounting.fresh_bins.simulation import simulate
 
         drawn = simulate(mechanism, sampling.horizon, sigma=sigma, epsilon=epsilon)

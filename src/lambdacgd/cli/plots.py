@@ -16,6 +16,8 @@ import numpy as np
 
 from lambdacgd.accounting.balls_in_bins import exact_accountant
 from lambdacgd.accounting.base import SMALLEST_EPSILON
+from lambdacgd.accounting.fresh_bins import METHOD as COMPOSED
+from lambdacgd.accounting.fresh_bins import exact_accountant as composed_accountant
 from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
@@ -40,22 +42,32 @@ def _figure(path: Path, **how: Any) -> Iterator[Any]:
 
 def plan_figure(plan: Plan, path: Path) -> None:
     """RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ."""
-    fixed = isinstance(plan.sampling, BallsInBins) and plan.sampling.bins == "fixed"
-    accountant = exact_accountant(plan.mechanism, plan.horizon) if fixed else None
-    if plan.certificate.method != "transfer-matrix" or accountant is None:
+    bounds = _trade_off(plan)
+    if not bounds:
         with _figure(path, figsize=(6, 4)) as axes:
             _errors_over_lambda(plan, axes)
         return
     with _figure(path, ncols=2, figsize=(11, 4)) as (left, right):
         _errors_over_lambda(plan, left)
-        epsilons = np.linspace(0.25, 1.25, 11) * plan.epsilon
-        bounds = accountant.curve(plan.sigma, [float(e) for e in epsilons if SMALLEST_EPSILON <= e <= 20])
-        right.semilogy([b.epsilon for b in bounds], [b.delta for b in bounds], label="the larger of both directions")
+        right.semilogy(*zip(*bounds, strict=True), label="the larger of both directions")
         right.plot(plan.epsilon, plan.delta, "k*", label="this plan")
         right.set_xlabel("ε")
         right.set_ylabel("δ, an upper bound")
         right.set_title(f"privacy at σ = {plan.sigma:.4g}")
         right.legend()
+
+
+def _trade_off(plan: Plan) -> list[tuple[float, float]]:
+    """(ε, δ) at the plan's σ where they are computed exactly; nothing elsewhere."""
+    if not isinstance(plan.sampling, BallsInBins) or not plan.certificate.method.startswith("transfer-matrix"):
+        return []
+    epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if SMALLEST_EPSILON <= e <= 20]
+    composed = plan.certificate.method == COMPOSED
+    fresh = composed_accountant(plan.mechanism, plan.horizon) if composed else None
+    if fresh is not None:
+        return [(b.epsilon, b.delta) for b in fresh.curve(plan.sigma, epsilons, delta=plan.delta)]
+    fixed = exact_accountant(plan.mechanism, plan.horizon)
+    return [] if fixed is None else [(b.epsilon, b.delta) for b in fixed.curve(plan.sigma, epsilons)]
 
 
 def _errors_over_lambda(plan: Plan, axes: Any) -> None:

@@ -8,6 +8,10 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "lambdacgd.experiments.rmse_table:EXPERIMENT",
         "the paper's RMSE table, every mechanism and ε, beside ours",
     ),
+    "fresh-bins-table": (
+        "lambdacgd.experiments.fresh_bins_table:EXPERIMENT",
+        "the RMSE table's twin with bins redrawn every epoch, beside the paper's fixed ones",
+    ),
     "normalized-ratio": (
         "lambdacgd.experiments.normalized_ratio:EXPERIMENT",
         "RMSE of column-normalised over plain λCGD for grids of k and b",

@@ -24,6 +24,7 @@ class EMA:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = number("decay", decay, above=0, below=1, include=(0,))
         self._model = model
+        reshard(model)
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._updates = 0
         self._average = {

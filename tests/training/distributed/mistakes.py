@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd import clipping
 from lambdacgd.training import Private, privatize
+from lambdacgd.training.distributed import start
 from lambdacgd.training.distributed.reduction import all_reduce_
 from lambdacgd.training.distributed.world import World
 
@@ -74,6 +76,30 @@ def other_physical_batch(rank: int) -> None:
 @mistake
 def other_model(rank: int) -> None:
     bind(model=nn.Linear(5, 3 + rank).double())
+
+
+@mistake
+def layers_in_another_order(rank: int) -> None:
+    """Same names, same shapes, so the same layout; their sums would land on each other."""
+    parts = {"a": nn.Linear(5, 5), "b": nn.Linear(5, 5)}
+
+    class Swapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name in sorted(parts, reverse=rank == 1):
+                self.add_module(name, parts[name])
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.b(self.a(x))
+
+    bind(model=Swapped().double())
+
+
+@mistake
+def other_kind_of_device(rank: int) -> None:
+    found = start.facts
+    with mock.patch.object(start, "facts", lambda p: found(p) | ({"device": "cuda"} if rank == 1 else {})):
+        bind()
 
 
 @mistake

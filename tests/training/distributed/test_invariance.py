@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp, BLT": {"kind": "fsdp", "mechanism": "blt"},
     "fsdp, ranks without examples": {"kind": "fsdp", "batch": 2, "physical": 1},
     "ddp, ranks without examples": {"kind": "ddp", "batch": 2},
+    "fsdp, two views": {"kind": "fsdp", "augmentations": 2, "physical": 2},
     "fsdp, per layer": {"kind": "fsdp", "clipping_mode": "per-layer"},
     "hsdp": {"kind": "hsdp"},
 }
@@ -31,7 +32,7 @@ WORLDS = {
     2: [name for name in CASES if name != "hsdp"],
     4: ["ddp", "fsdp", "hsdp", "fsdp, physical batches", "fsdp, ranks without examples", "ddp, ranks without examples"],
 }
-_ALONE = ("mechanism", "batch", "bins", "optimizer", "clipping_mode")
+_ALONE = ("mechanism", "batch", "bins", "optimizer", "clipping_mode", "augmentations")
 
 
 def alone(case: str) -> dict[str, Any]:

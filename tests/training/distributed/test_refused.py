@@ -21,6 +21,8 @@ SAYS = {
     "other_clipping_mode": ("clipping mode",) * 2,
     "other_physical_batch": ("physical batch size",) * 2,
     "other_model": ("Build the same model",) * 2,
+    "layers_in_another_order": ("same order",) * 2,
+    "other_kind_of_device": ("use one kind",) * 2,
     "invalid_on_one_rank": ("failed on rank 1", "max_grad_norm"),
     "optimizer_before_sharding": ("then make the optimizer",) * 2,
     "sharding_after_privatize": ("fully_shard was called after privatize",) * 2,

@@ -43,6 +43,7 @@ def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] |
     """Write a checkpoint together. All ranks must call it; rank 0's ``extra`` is kept."""
     world, folder = private.world, Path(path)
     _ = private.run.id
+    reshard(private.model)
     with world.together("saving"):
         checkpoint.check_savable(private)
         tensors, facts = state.of(private, frozen=frozen)
@@ -82,6 +83,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Go on from a checkpoint folder, written by any number of ranks. All ranks must call it. Returns ``extra``."""
     world, folder = private.world, Path(path)
     found, facts = world.from_first("loading", lambda: _newest(private, folder))
+    reshard(private.model)
     with world.together("loading"):
         private.check_usable()
         check_identity(facts["identity"], checkpoint.identity(private))
@@ -91,7 +93,6 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.run.resume(facts["run"], facts["step"], digest)
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
-    reshard(private.model)
     _read(tensors, found, world)
     with world.together("loading"):
         state.apply(private, tensors, facts)

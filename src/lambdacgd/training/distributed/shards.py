@@ -45,6 +45,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
     All ranks must call it; those that do not ``keep`` get nothing.
     """
+    reshard(model)
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _ADVICE = {
     "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
     "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
+    "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
     "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
     "physical batch size": "Ranks go through physical batches together",
@@ -27,7 +28,8 @@ def facts(private: Private) -> dict[str, Any]:
     return {
         "plan": private.plan.digest,
         "layout": private.layout.digest,
-        "parameter types": [str(p.dtype) for p in private.clipper.parameters.values()],
+        # In their order, in which sums are put into buckets: the layout knows names in alphabetical order only.
+        "parameters": [f"{name} {p.dtype}" for name, p in private.clipper.parameters.items()],
         "dataset length": len(private.dataset),
         "max_grad_norm": private.max_grad_norm,
         "clipping mode": private.clipper.mode,

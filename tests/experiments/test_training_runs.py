@@ -100,8 +100,6 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "bandinvmf-amplified-4"])
 def test_every_method_can_be_planned(name: str) -> None:
     method = METHODS[name]
-    if method.asks.get("bins") == "fresh":
-        pytest.importorskip("lambdacgd.accounting.fresh_bins")
     request = {"examples": 200, "batch_size": 20, "epochs": 1, "epsilon": 8.0, "delta": 1e-3}
     asked = request | method.request(method.first(8.0))
     if "bands" in asked:

@@ -322,3 +322,21 @@ def test_importing_the_library_imports_no_trainer():
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_on_a_gpu_the_trainer_equals_the_loop_by_hand_on_a_cpu(lora, tmp_path):
+    """The noise of both agrees to rounding, and so do the weights after a few steps of SGD; then once in bfloat16."""
+    key, common = lc.SecretKey.from_bytes(KEY), {"optim": "sgd", "learning_rate": 0.5, "tf32": False}
+    ends = []
+    for name, device in (("cpu", True), ("gpu", False)):
+        trainer = hf.make_trainer("llama", tmp_path / name, lora=lora, key=key, use_cpu=device, **common)
+        hf.fix_id(trainer, "one")
+        trainer.train()
+        ends.append({n: p.cpu() for n, p in hf.weights(trainer.model).items()})
+    hf.assert_same(*ends, tolerance=1e-3)
+    half = hf.make_trainer("llama", tmp_path / "half", lora=lora, use_cpu=False, bf16=True, gradient_checkpointing=True)
+    half.train()
+    assert all(bool(p.isfinite().all()) for p in half.model.parameters())

@@ -345,3 +345,32 @@ def test_bfloat16(tmp_path):
     module, strategy, _ = fit(tmp_path, precision="bf16-mixed")
     assert strategy.private.finished
     assert all(p.dtype == torch.float32 and bool(p.isfinite().all()) for p in module.parameters())
+
+
+def test_a_checkpoint_within_a_logical_step_is_refused(tmp_path):
+    class Saves(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    with pytest.raises(lc.CheckpointError, match="between logical steps"):
+        fit(tmp_path, callbacks=[Saves()])
+    assert not (tmp_path / "within.ckpt").exists()
+
+
+def test_a_step_without_its_closure_is_refused(tmp_path):
+    class Eager(Module):
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            optimizer.step()
+
+    with pytest.raises(lc.TrainingError, match="no batch was taken"):
+        fit(tmp_path, module=Eager())
+
+
+def test_unfreezing_during_training_is_refused(tmp_path):
+    class Thaw(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            module.extra = nn.Parameter(torch.ones(3))
+            trainer.optimizers[0].add_param_group({"params": [module.extra]})
+
+    with pytest.raises(lc.TrainingError, match="added or unfrozen"):
+        fit(tmp_path, callbacks=[Thaw()])

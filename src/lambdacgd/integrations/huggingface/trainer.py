@@ -224,7 +224,9 @@ class LambdaCGDTrainer(Publishing, _Trainer):
             logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
             kind, config = losses.kind_of(self.model), getattr(self.model, "config", None)
             each = losses.per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
-        return (each, outputs) if return_outputs else each
+        if not return_outputs:
+            return each
+        return each, ((each.mean(), *outputs) if isinstance(outputs, tuple) else outputs)  # as if it had the labels
 
     def _rows(self, inputs: Any) -> int:
         assert self.private is not None
@@ -317,8 +319,15 @@ class _Position(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         private = self._trainer.private
-        if private is not None:
-            state.epoch = private.steps_taken / private.plan.steps_per_epoch
+        if private is None:
+            return
+        if private.steps_taken != state.global_step:
+            raise TrainingError(
+                f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}: a training "
+                "step left out part of its logical batch, another optimizer was put in place, or trainer_state.json is "
+                "not this checkpoint's"
+            )
+        state.epoch = private.steps_taken / private.plan.steps_per_epoch
 
 
 def _plain(value: Any) -> Any:

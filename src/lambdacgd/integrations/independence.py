@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.training import TrainingError
-from lambdacgd.training.loader import _random_numbers_of
+from lambdacgd.training.loader import random_numbers_of
 
 Losses = Callable[[Any], Tensor]
 Collate = Callable[[list[Any]], Any]
@@ -62,7 +62,7 @@ def _quiet(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad(), _random_numbers_of("independence"):
+        with torch.no_grad(), random_numbers_of("independence"):
             yield
     finally:
         for module, training in modes:

@@ -81,7 +81,7 @@ class Examples(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, chunk: Chunk) -> list[Any]:
-        with _random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
+        with random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
             return [item for _ in range(self._views) for item in self._read(chunk.indices)]
 
     def _read(self, indices: list[int]) -> list[Any]:
@@ -90,7 +90,7 @@ class Examples(Dataset[Any]):
 
 
 @contextlib.contextmanager
-def _random_numbers_of(name: str) -> Iterator[None]:
+def random_numbers_of(name: str) -> Iterator[None]:
     """Python's, NumPy's and torch's generators set by a name; outside worker processes put back afterwards."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
     alone = get_worker_info() is None

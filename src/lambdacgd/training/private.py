@@ -20,7 +20,8 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint, schedulers
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.cycle import Cycle, Phase
-from lambdacgd.training.distributed.reduction import all_reduce_, fingerprint
+from lambdacgd.training.distributed.compare import compare_weights
+from lambdacgd.training.distributed.reduction import all_reduce_
 from lambdacgd.training.distributed.sharded import ShardedTotals
 from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
 from lambdacgd.training.distributed.world import World
@@ -257,20 +258,6 @@ class Private:
             self.clipper.may_probe = chunk.least > 1
         self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
 
-    def compare_weights(self) -> None:
-        """Every rank holds the same weights, to the bit; checked at the end of every epoch and before saving."""
-        if not self.world.many:
-            return
-        plain = [p for p in self.clipper.parameters.values() if not is_sharded(p)]
-        self.world.agree(
-            f"after step {self.steps_taken}",
-            {"weights": fingerprint(plain)},
-            {
-                "weights": "The ranks have drifted apart: different hardware or libraries, or weights changed by hand "
-                "on some. Resume all from the newest checkpoint, on equal machines"
-            },
-        )
-
     def drop_batch(self) -> None:
         """Forget the logical batch under way. Nothing of it was released."""
         self.cycle.drop()
@@ -308,7 +295,7 @@ class Private:
         self.cycle.acted()
         self.trained.steps_taken = self.cycle.done
         if self.cycle.done % self.plan.steps_per_epoch == 0:
-            self.compare_weights()
+            compare_weights(self)
         for act in self.after_step:
             act()
 

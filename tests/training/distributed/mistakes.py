@@ -59,6 +59,14 @@ def shorter_dataset(rank: int) -> None:
 
 
 @mistake
+def shuffled_dataset(rank: int) -> None:
+    """Each rank shuffles by itself: somebody's example would be at two places, so in two bins."""
+    order = torch.randperm(48, generator=torch.Generator().manual_seed(rank))
+    x, y = jobs.data().tensors
+    bind(dataset=torch.utils.data.TensorDataset(x[order], y[order]))
+
+
+@mistake
 def other_clipping_norm(rank: int) -> None:
     bind(max_grad_norm=1.0 + rank)
 
@@ -196,6 +204,18 @@ def weights_changed_on_one_rank(rank: int) -> None:
         if rank == 1 and step == 2:
             with torch.no_grad():
                 model.scale += 1e-9
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@mistake
+def shards_changed_on_one_rank(rank: int) -> None:
+    """Two replicas of whole shards (HSDP on a mesh of 2 × 1): they are compared as well."""
+    private, model, optimizer = bind("hsdp")
+    for step, (x, y) in enumerate(private.loader):
+        if rank == 1 and step == 2:
+            model.last.weight._local_tensor.add_(1e-9)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -27,6 +27,7 @@ from torch.distributed import checkpoint as dcp
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import checkpoint
 from lambdacgd.training.distributed import state
+from lambdacgd.training.distributed.compare import compare_weights
 from lambdacgd.training.distributed.shards import reshard
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError
@@ -47,7 +48,7 @@ def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] |
     with world.together("saving"):
         checkpoint.check_savable(private)
         tensors, facts = state.of(private, frozen=frozen)
-    private.compare_weights()
+    compare_weights(private)
     facts |= {
         "format": FORMAT,
         "identity": checkpoint.identity(private),

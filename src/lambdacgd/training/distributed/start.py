@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lambdacgd.training.distributed.compare import sample_of
 from lambdacgd.training.distributed.run import SharedRun
 from lambdacgd.training.distributed.wrapping import broadcast_
 from lambdacgd.training.errors import TrainingError
@@ -17,6 +18,9 @@ _ADVICE = {
     "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
     "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
     "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
+    "examples": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
+    "order (no shuffling, no part for each rank). If reading is random in a way of its own, name the data with "
+    "data_fingerprint on every rank",
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
     "physical batch size": "Ranks go through physical batches together",
     "wrapping": "Wrap or shard the model on every rank, or on none",
@@ -31,6 +35,8 @@ def facts(private: Private) -> dict[str, Any]:
         # In their order, in which sums are put into buckets: the layout knows names in alphabetical order only.
         "parameters": [f"{name} {p.dtype}" for name, p in private.clipper.parameters.items()],
         "dataset length": len(private.dataset),
+        # Whoever names the data vouches for it, also where reading it is random in ways of its own.
+        "examples": None if private.data_fingerprint else sample_of(private.dataset, private.plan.examples),
         "max_grad_norm": private.max_grad_norm,
         "clipping mode": private.clipper.mode,
         "loss reduction": private.clipper.loss_reduction,
@@ -48,7 +54,9 @@ def start_together(private: Private) -> None:
     world, run = private.world, private.run
     if not isinstance(run, SharedRun):
         return
-    world.agree("privatize", facts(private), _ADVICE)
+    with world.together("privatize"):
+        own = facts(private)
+    world.agree("privatize", own, _ADVICE)
     _check_keys(world.gather(run.given_fingerprint))
     run.share(private.clipper.anchor.device)
     broadcast_(private.model, world)

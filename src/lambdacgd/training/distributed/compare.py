@@ -1,0 +1,73 @@
+"""Do all ranks hold the same weights, and read the same data? A few numbers each, compared now and then."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from lambdacgd.training.distributed.reduction import fingerprint
+from lambdacgd.training.distributed.shards import is_sharded, local
+from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.loader import random_numbers_of
+
+if TYPE_CHECKING:
+    from lambdacgd.training.private import Private
+
+_SAMPLES = 8
+
+
+def compare_weights(private: Private) -> None:
+    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it."""
+    world = private.world
+    if not world.many:
+        return
+    parameters: list[Any] = list(private.clipper.parameters.values())
+    plain = fingerprint(p for p in parameters if not is_sharded(p))
+    shards = [p for p in parameters if is_sharded(p) and p.device_mesh.ndim == 2]
+    place = shards[0].device_mesh.get_local_rank(1) if shards else 0
+    found = world.gather((plain, place, fingerprint(local(p) for p in shards)))
+    first = {index: shard for _, index, shard in reversed(found)}  # the first rank's that holds this shard
+    odd = [rank for rank, (own, index, shard) in enumerate(found) if own != found[0][0] or shard != first[index]]
+    if odd:
+        raise TrainingError(
+            f"after step {private.steps_taken} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
+            "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
+            "on some. Resume all from the newest checkpoint, on equal machines"
+        )
+
+
+def sample_of(dataset: Any, examples: int) -> str | None:
+    """A digest of a few examples, read with random numbers set; None where they are made of unknown things."""
+    running = hashlib.sha256()
+    for index in sorted({k * (examples - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)}):
+        with random_numbers_of(f"sample {index}"):
+            item = dataset[index]
+        try:
+            _feed(running, item)
+        except (TypeError, AttributeError, pickle.PicklingError):
+            return None
+    return running.hexdigest()[:16]
+
+
+def _feed(running: Any, item: Any) -> None:
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu().contiguous()
+        running.update(f"{item.dtype} {tuple(item.shape)} ".encode())
+        running.update(item.reshape(-1).view(torch.uint8).numpy().tobytes() if item.numel() else b"")
+    elif isinstance(item, np.ndarray) and item.dtype != object:
+        running.update(f"{item.dtype} {item.shape} ".encode() + item.tobytes())
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            running.update(f"{key!r}: ".encode())
+            _feed(running, value)
+    elif isinstance(item, (list, tuple)):
+        for value in item:
+            _feed(running, value)
+    elif item is None or isinstance(item, (bool, int, float, str, bytes, np.generic)):
+        running.update(f"{type(item).__name__} {item!r} ".encode())
+    else:
+        running.update(pickle.dumps(item, protocol=4))  # images and the like

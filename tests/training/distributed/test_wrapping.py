@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -22,6 +23,13 @@ def bind(model: Any, dataset: Any = None, **options: Any) -> Any:
     private = privatize(model, optimizer, dataset or jobs.data(), jobs.plan(), **settings)
     private.run._id = jobs.RUN
     return private, optimizer
+
+
+@functools.lru_cache(maxsize=1)
+def plain() -> dict[str, torch.Tensor]:
+    """One process, without a process group."""
+    found: dict[str, torch.Tensor] = launch.run(0, jobs.train_with, {"kind": "plain"})[0]
+    return found
 
 
 def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 1e-13) -> None:
@@ -54,7 +62,7 @@ def key_made_by_rank_0() -> Any:
 
 
 def test_wrapped_after_privatize_and_given_back():
-    wanted = launch.run(0, jobs.train_with, {"kind": "plain"})[0]
+    wanted = plain()
     (first, gradient), (second, other) = launch.run(2, wrapped_late)
     same(first, wanted)
     same(second, wanted)
@@ -86,7 +94,7 @@ def recomputed(kind: str) -> Any:
 
 
 def test_activation_checkpointing():
-    wanted = launch.run(0, jobs.train_with, {"kind": "plain"})[0]
+    wanted = plain()
     for found in launch.run(2, recomputed, "fsdp"):
         same(found, wanted)
 
@@ -167,14 +175,14 @@ def part_not_sharded() -> Any:
 
 
 def test_a_model_sharded_in_part():
-    wanted = launch.run(0, jobs.train_with, {"kind": "plain"})[0]
+    wanted = plain()
     for found in launch.run(2, part_not_sharded):
         same(found, wanted)
 
 
 def test_evaluation_between_steps():
     """Evaluation between steps keeps the root gathered: training goes on with the right weights."""
-    wanted = launch.run(0, jobs.train_with, {"kind": "plain"})[0]
+    wanted = plain()
     for found in launch.run(2, evaluating):
         same(found, wanted)
 

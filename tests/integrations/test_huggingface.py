@@ -13,6 +13,7 @@ from tests.training import oracle
 from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
+from lambdacgd.clipping import check_model
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
 from lambdacgd.training import NotPrivateWarning
 from lambdacgd.validation import InvalidInput
@@ -38,6 +39,36 @@ def test_the_trainer_equals_the_loop_by_hand(kind, lora, tmp_path):
     moved = [name for name, value in hf.weights(trainer.model).items() if not torch.equal(value, start[name])]
     assert moved
     assert not lora or all("lora_" in name or "classifier" in name for name in moved)
+
+
+ADAPTERS = {
+    "prompt tuning": lambda peft: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "prefix tuning": lambda peft: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "IA3": lambda peft: peft.IA3Config(
+        task_type="CAUSAL_LM", target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]
+    ),
+    "LoRA and a head": lambda peft: peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_gradients_of_other_adapters_are_exact(name):
+    """Against one example at a time, by autograd."""
+    import peft
+
+    model = peft.get_peft_model(hf.make_model("llama"), ADAPTERS[name](peft))
+    data = hf.Sentences(False)
+
+    def loss(model, batch):
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        logits, labels = logits[:, -batch["labels"].shape[1] :][:, :-1], batch["labels"][:, 1:]
+        each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, ignore_index=-100, reduction="none")
+        return (each.sum(1) / (labels != -100).sum(1)).mean()
+
+    report = check_model(model, hf.collate([data[i] for i in range(4)]), loss=loss, tolerance=1e-5)
+    assert report.examples == 4
 
 
 @pytest.mark.parametrize("kind", ["bert", "llama"])
@@ -149,6 +180,8 @@ REFUSED = {
     "use_liger_kernel": True,
     "neftune_noise_alpha": 5.0,
     "enable_jit_checkpoint": True,
+    "ddp_static_graph": True,
+    "parallelism_config": "some",
     "include_num_input_tokens_seen": "all",
     "max_steps": 3,
     "num_train_epochs": 7,

@@ -136,3 +136,13 @@ def test_the_model_card_in_the_folder_holds_no_results(tmp_path):
     text = (tmp_path / "out" / "README.md").read_text()
     assert "# small" in text
     assert "loss" not in text.lower().replace("training loss, per-example norms", "")
+
+
+def test_a_place_on_this_machine_is_no_base_model(tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out")
+    trainer.train()
+    for place in ("/home/somebody/secret/model", "checkpoints", "a/b/c"):
+        trainer.model.config._name_or_path = place
+        assert "base_model" not in trainer._readme()
+    trainer.model.config._name_or_path = "google-bert/bert-base"
+    assert "base_model: google-bert/bert-base" in trainer._readme()

@@ -57,7 +57,7 @@ def make(folder, *, key=None, plan=None, module=None, strategy=None, **settings)
     """A module, its strategy and a quiet trainer."""
     strategy = LambdaCGDStrategy(
         plan or oracle.plan(), oracle.data(), max_grad_norm=1.0, key=key or folder / "private" / "run.key",
-        **({"max_physical_batch_size": 5} | (strategy or {})),
+        **({"max_physical_batch_size": 5, "device": "cpu"} | (strategy or {})),
     )  # fmt: skip
     quiet = {
         "logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu",
@@ -199,6 +199,8 @@ def test_modules_that_cannot_hold_are_refused(tmp_path):
         module, strategy, trainer = make(tmp_path, module=module)
         with pytest.raises(InvalidInput, match=says):
             trainer.fit(module, strategy.loader)
+    with pytest.raises(InvalidInput, match="the accelerator that fits"):
+        fit(tmp_path, strategy={"device": "cuda:0"})
     with pytest.raises(InvalidInput, match="no such part"):
         fit(tmp_path, strategy={"submodule": "nothing"})
     with pytest.raises(InvalidInput, match="Plan"):

@@ -45,6 +45,8 @@ _ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("use_liger_kernel", (False,), "its fused kernels hide the layers that clipping must see. Leave it out"),
     ("neftune_noise_alpha", (None,), "its noise depends on the longest example of the batch. Leave it out"),
     ("deepspeed", (None,), "it changes gradients behind our back. Use one process a GPU with torchrun"),
+    ("ddp_static_graph", (None, False), "it counts on gradients that private training never makes. Leave it out"),
+    ("parallelism_config", (None,), "tensor, context and sequence parallelism split examples. Use DDP by torchrun"),
     (
         "enable_jit_checkpoint",
         (False,),

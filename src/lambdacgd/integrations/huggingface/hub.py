@@ -6,6 +6,7 @@ The output folder, with its training losses, checkpoints and logs, never is.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -35,7 +36,7 @@ def readme(model: Any, *, name: str | None, tags: Iterable[str], **metadata: Any
     is_adapter = hasattr(model, "peft_config")
     found = {"library_name": "peft" if is_adapter else "transformers", "tags": sorted({*TAGS, *tags})}
     base = getattr(getattr(model, "config", None), "_name_or_path", "")
-    if base and not Path(base).exists() and "/" in base:
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():  # a name on the hub, not a place of ours
         found["base_model"] = base
     data = ModelCardData(**(found | {key: value for key, value in metadata.items() if value is not None}))
     privacy = to_markdown(card(trained_by(model))).removeprefix("# Privacy card\n")

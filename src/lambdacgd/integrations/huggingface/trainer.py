@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +15,13 @@ from lambdacgd.clipping.factors import Mode
 from lambdacgd.integrations.huggingface import checkpoints, losses
 from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm
 from lambdacgd.integrations.huggingface.publishing import Publishing
+from lambdacgd.integrations.huggingface.resuming import Resuming
 from lambdacgd.integrations.independence import check_independent, check_losses
 from lambdacgd.integrations.keyfile import KeyLike, find_key
 from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
-from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
+from lambdacgd.training import Private, TrainingError, privatize
 from lambdacgd.validation import InvalidInput
 
 logger = logging.getLogger(__name__)
@@ -30,7 +29,7 @@ _CHECKED_EXAMPLES = 8
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
 
-class LambdaCGDTrainer(Publishing, _Trainer):
+class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
     """A ``transformers.Trainer`` that trains with the plan's (ε, δ).
 
     ::
@@ -249,57 +248,6 @@ class LambdaCGDTrainer(Publishing, _Trainer):
             logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
         super().log(logs, start_time)
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        assert self.private is not None
-        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
-        folder.mkdir(parents=True, exist_ok=True)
-        if not self.args.save_only_model:
-            if self.args.should_save:
-                self.state.save_to_json(str(folder / "trainer_state.json"))
-            scheduler = {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict())
-            self._randomness.put_back()
-            self.private.save(folder / checkpoints.RUN_STATE, extra={"scheduler": scheduler}, frozen=False)
-        super()._save_checkpoint(model, trial)
-
-    def _resume(self, resume_from: str | bool) -> str:
-        """Load the newest whole checkpoint; older ones are refused by the ledger."""
-        assert self.private is not None
-        for folder in checkpoints.candidates(resume_from, self.args.output_dir):
-            extra = self.private.resume(folder / checkpoints.RUN_STATE)
-            if extra is None:
-                continue  # it was being written when the process died, and never left it
-            groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
-            self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
-            self._randomness.keep()
-            return str(folder)
-        raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The weights came with the run's state."""
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._resumed is None or self.private is None:
-            return
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
-        # Making the scheduler anew has set the first step's learning rate.
-        for group, saved in zip(self.private.optimizer.param_groups, self._resumed["groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Part of the run's state."""
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """There is none."""
-
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a run with its own cost."""
         raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
@@ -328,12 +276,3 @@ class _Position(TrainerCallback):
                 "not this checkpoint's"
             )
         state.epoch = private.steps_taken / private.plan.steps_per_epoch
-
-
-def _plain(value: Any) -> Any:
-    """A scheduler's state of numbers, strings, lists and dicts; functions, which the arguments bring, left out."""
-    if isinstance(value, dict):
-        return {str(k): _plain(v) for k, v in value.items() if not callable(v)}
-    if isinstance(value, (list, tuple)):
-        return [None if callable(v) else _plain(v) for v in value]
-    return value

@@ -82,6 +82,16 @@ class LambdaCGDStrategy(_Strategy):
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
+    def setup_environment(self) -> None:
+        kind = type(self.accelerator).__name__
+        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
+            raise InvalidInput(
+                "device",
+                str(self.root_device),
+                f"the Trainer has a {kind}: give the strategy device=…, or the Trainer the accelerator that fits",
+            )
+        super().setup_environment()
+
     def setup(self, trainer: Any) -> None:
         """Bind the plan to the model, once it is on its device and has its optimizer."""
         super().setup(trainer)

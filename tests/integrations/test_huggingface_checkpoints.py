@@ -41,14 +41,17 @@ KEY = bytes(reversed(range(32)))
 
 @pytest.mark.parametrize("died", [3, 5, 6, 7], ids=lambda step: f"died at {step}")
 def test_resuming_ends_with_the_same_bits(died, tmp_path, monkeypatch):
-    """Dropout, AdamW and a schedule; killed within and at the end of epochs, in another process' stead."""
+    """Dropout, AdamW, a schedule; killed within and at the end of epochs. Evaluation draws random numbers after the
+    checkpoint of an epoch's last step, which the resumed run does not repeat.
+    """
+    looks = {"eval_dataset": hf.Sentences(True, 8, seed=6), "eval_strategy": "epoch"}
     monkeypatch.setattr("secrets.token_hex", lambda n: "ab" * n)  # the same run id for both
-    whole = same_run(tmp_path / "whole", KEY)
+    whole = same_run(tmp_path / "whole", KEY, **looks)
     whole.train()
-    broken = same_run(tmp_path / "broken", KEY, callbacks=[Die(died)])
+    broken = same_run(tmp_path / "broken", KEY, callbacks=[Die(died)], **looks)
     with pytest.raises(KeyboardInterrupt):
         broken.train()
-    resumed = same_run(tmp_path / "broken", KEY)
+    resumed = same_run(tmp_path / "broken", KEY, **looks)
     result = resumed.train(resume_from_checkpoint=True)
     assert result.global_step == resumed.plan.steps
     hf.assert_same(hf.weights(whole.model), hf.weights(resumed.model))

@@ -10,6 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 from transformers.trainer_pt_utils import LabelSmoother
 
 import lambdacgd as lc
+from lambdacgd.clipping import check_model
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
 from lambdacgd.integrations.huggingface.losses import kind_of, per_example
 from lambdacgd.validation import InvalidInput
@@ -80,6 +81,47 @@ def test_kinds_of_models():
     t5 = T5ForConditionalGeneration(T5Config(vocab_size=9, d_model=4, d_kv=2, d_ff=4, num_layers=1, num_heads=2))
     with pytest.raises(InvalidInput, match="one loss per example"):
         kind_of(t5)
+
+
+FAMILIES = {
+    "RobertaForSequenceClassification": {
+        "max_position_embeddings": 20,
+        "pad_token_id": 0,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    },  # fmt: skip
+    "DistilBertForSequenceClassification": {
+        "dim": 12,
+        "n_layers": 1,
+        "n_heads": 2,
+        "hidden_dim": 16,
+        "dropout": 0.0,
+        "attention_dropout": 0.0,
+    },  # fmt: skip
+    "Qwen2ForCausalLM": {"num_key_value_heads": 1},
+    "MistralForCausalLM": {"num_key_value_heads": 1},
+    "GemmaForCausalLM": {"num_key_value_heads": 1, "head_dim": 6},
+    "GPTNeoXForCausalLM": {"hidden_dropout": 0.0},
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_gradients_of_more_families_are_exact(name):
+    """Against one example at a time, by autograd, with the loss of the Trainer."""
+    import transformers
+
+    make = getattr(transformers, name)
+    common = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(SEED)
+    model = make(make.config_class(vocab_size=hf.VOCABULARY, **(common | FAMILIES[name])))
+    data = hf.Sentences(name.endswith("Classification"))
+
+    def loss(model, batch):
+        outputs = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return per_example(kind_of(model), outputs.logits, batch["labels"], model.config).mean()
+
+    # Several families normalise in float32, and so does the loss, whatever the weights are.
+    assert check_model(model, hf.collate([data[i] for i in range(4)]), loss=loss, tolerance=1e-5).examples == 4
 
 
 # --- what mixes examples ---------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ FAMILIES = {
         "pad_token_id": 0,
         "hidden_dropout_prob": 0.0,
         "attention_probs_dropout_prob": 0.0,
-    },  # fmt: skip
+    },
     "DistilBertForSequenceClassification": {
         "dim": 12,
         "n_layers": 1,
@@ -97,7 +97,7 @@ FAMILIES = {
         "hidden_dim": 16,
         "dropout": 0.0,
         "attention_dropout": 0.0,
-    },  # fmt: skip
+    },
     "Qwen2ForCausalLM": {"num_key_value_heads": 1},
     "MistralForCausalLM": {"num_key_value_heads": 1},
     "GemmaForCausalLM": {"num_key_value_heads": 1, "head_dim": 6},

@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -116,6 +117,9 @@ def life_of_a_folder(where: str) -> None:
     dist.barrier()
     _refuses(lambda: private.load(folder / "broken"), "another digest")
     _refuses(lambda: private.load(folder / "nowhere"), "no checkpoint")
+    # Two nodes, each with a folder of its own under this name: rank 1 would go on from other weights.
+    with mock.patch("lambdacgd.training.distributed.folder._view", lambda found: f"seen by {dist.get_rank()}"):
+        _refuses(lambda: private.load(path), "must see one file system")
     # Killed after the ledger's entry: the draft is whole. Killed before: it never left.
     if first:
         (path / "step-00000002").rename(path / ".step-00000002.draft")

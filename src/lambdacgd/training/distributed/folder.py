@@ -89,6 +89,8 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.check_usable()
         check_identity(facts["identity"], checkpoint.identity(private))
         tensors = state.places(private, facts)
+        seen = _view(found)
+    world.agree("loading", {str(found): seen}, {str(found): "All ranks must see one file system"})
     digest = _digest(found, world)
     try:
         private.run.resume(facts["run"], facts["step"], digest)
@@ -100,6 +102,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.stand_at(facts["step"])
         if len(facts["generators"]) == world.size:  # other worlds give ranks other examples, so other dropout anyway
             checkpoint.set_generators(facts["generators"][world.rank])
+    compare_weights(private)
     return dict(facts["extra"])
 
 
@@ -207,6 +210,12 @@ def _read_facts(folder: Path) -> dict[str, Any] | None:
     except Exception:  # a damaged file fails in whatever way its damage leads to
         return None
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None
+
+
+def _view(folder: Path) -> str:
+    """What this rank sees of a folder: sizes of all files, and what names the run. Files' contents are shared work."""
+    sizes = sorted((p.name, p.stat().st_size) for p in folder.iterdir())
+    return hashlib.sha256(repr(sizes).encode() + (folder / FACTS).read_bytes()).hexdigest()
 
 
 def _digest(folder: Path, world: World) -> str:

@@ -106,6 +106,9 @@ def test_save_model_is_a_release_that_older_checkpoints_cannot_pass(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         save.trainer.train()
     assert "differentially private" in (tmp_path / "taken" / "PRIVACY.md").read_text()
+    assert {path.name for path in (tmp_path / "taken").iterdir()} == {
+        "model.safetensors", "config.json", "PRIVACY.md", "privacy-card.json"
+    }  # fmt: skip
     with pytest.raises(lc.CheckpointError, match="released weights after step 5"):
         saving(tmp_path / "out").train(resume_from_checkpoint=True)
 

@@ -25,7 +25,10 @@ class Publishing(_Base):
         self._enter_release("save_model")
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
-            hub.write_card(self.model, Path(self.args.output_dir if output_dir is None else output_dir))
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
+            hub.write_card(self.model, folder)
+            if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
+                (folder / "training_args.bin").unlink(missing_ok=True)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

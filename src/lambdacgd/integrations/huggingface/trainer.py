@@ -84,10 +84,10 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
             )
         if not self._has_own_loss():
             losses.kind_of(self.model)  # refused now, not at the first step
-        if args.load_best_model_at_end:
+        if args.load_best_model_at_end or str(getattr(args.save_strategy, "value", args.save_strategy)) == "best":
             warnings.warn(
-                "load_best_model_at_end chooses weights by looking at eval_dataset. If that is private data, the "
-                "choice is not covered by the plan's (ε, δ)",
+                "load_best_model_at_end and save_strategy='best' choose weights by looking at eval_dataset. If that is "
+                "private data, the choice is not covered by the plan's (ε, δ)",
                 stacklevel=2,
             )
         self.callback_handler.callbacks.insert(0, _Position(self))

@@ -60,7 +60,7 @@ class ShardedTotals(Totals):
         self.places = {name: place_of(name, p) for name, p in self._parameters.items() if is_sharded(p)}
         self._groups = self._make_groups(model)
         self._apart = [name for name in self._parameters if name not in self.places]  # replicated: not under FSDP2
-        self._step, self._last = 0, False
+        self._step, self._last, self._expects = 0, False, False
         self.failed = False
         self._fresh = True  # nothing reduced yet in this logical batch
         self._whole: dict[str, Tensor] = {}
@@ -73,7 +73,7 @@ class ShardedTotals(Totals):
 
     def expect(self, step: int, *, last: bool) -> None:
         """The next backward pass is of this step; ``last``: the logical batch is then whole."""
-        self._step, self._last = step, last
+        self._step, self._last, self._expects = step, last, True
 
     # --- what the clipper calls --------------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ class ShardedTotals(Totals):
 
     def clear(self) -> None:
         super().clear()
-        self._whole, self._waiting, self._fresh = {}, {}, True
+        self._whole, self._waiting, self._fresh, self._expects = {}, {}, True, False
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
         raise TrainingError(
@@ -115,7 +115,8 @@ class ShardedTotals(Totals):
 
     @property
     def _reduces(self) -> bool:
-        return self._last or self._every_batch
+        """A backward pass outside any batch stays where it is; it is forgotten when the next batch comes."""
+        return self._expects and (self._last or self._every_batch)
 
     def _form(self, record: Record, factor: Tensor, keep: Tensor | None) -> None:
         total = self._whole.get(record.name)

@@ -13,6 +13,7 @@ import pytest
 
 import lambdacgd as lc
 from lambdacgd.accounting.balls_in_bins import exact_accountant
+from lambdacgd.accounting.base import Calibration, Certificate
 from lambdacgd.accounting.calibration import adds_independent_noise
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.planning import _digest
@@ -58,6 +59,28 @@ def test_fixed_bins_are_certified_exactly():
     assert plan.sigma == pytest.approx(5.4996, rel=1e-3)
     assert (plan.certificate.method, plan.certificate.confidence) == ("transfer-matrix", 1.0)
     assert plan.rmse < cyclic(epsilon=2.0, lam=0.9).rmse
+
+
+def test_fresh_bins_are_the_default_where_they_are_certified():
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 2.0, "delta": 1e-5}
+    for how in ({"lam": 0.5}, {"mechanism": lc.LambdaCGD(0.5)}, {"mechanism": "dp-sgd"}, {"mechanism": lc.Identity()}):
+        plan = lc.plan(**small, **how)
+        assert plan.sampling == lc.BallsInBins(400, 20, 2, "fresh")
+        assert (plan.certificate.kind, plan.certificate.confidence) == ("bound", 1.0)
+        assert plan.sigma < lc.plan(**small, **how, bins="fixed").sigma
+    infinite = small | {"epsilon": math.inf}
+    for how in ({"mechanism": "bisr"}, {"mechanism": lc.BLT(1)}):
+        assert lc.plan(**infinite, **how).sampling.bins == "fixed"
+    assert not hasattr(lc.plan(**infinite, lam=0.5, sampling="cyclic").sampling, "bins")
+
+
+def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
+    estimated = Calibration(1.0, Certificate("simulated", "both", 0.5, 2.0, 1e-5, "estimate"))
+    monkeypatch.setattr("lambdacgd.accounting.fresh_bins.fresh_bins", lambda *_, **__: estimated)
+    small = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 2.0, "delta": 1e-5, "bins": "fresh"}
+    with pytest.raises(lc.InvalidInput, match="fresh bins', but bisr has only a point estimate there"):
+        lc.plan(**small, mechanism="bisr", bands=3)
+    assert lc.plan(**small, mechanism="bisr", bands=3, estimate=True).certificate.kind == "estimate"
 
 
 def test_dp_sgd_under_balls_in_bins_is_lambda_zero():

@@ -13,6 +13,7 @@ from lambdacgd.mechanisms import (
     BandInvMF,
     BandMF,
     GammaBIFR,
+    Identity,
     LambdaCGD,
     Mechanism,
 )
@@ -22,8 +23,8 @@ from lambdacgd.validation import InvalidInput, integer
 # Sensitivities and errors are sums over columns of n numbers: this many take a few gigabytes.
 MOST_STEPS = 100_000_000
 
-# The bins of a plan that does not ask for either kind.
-DEFAULT_BINS: Bins = "fixed"
+# Mechanisms whose fresh bins are certified, and so the default; the others' are only estimated.
+FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 
 # Which parameters each mechanism is described by; anything else given for it is an error.
 PARAMETERS: dict[str, tuple[str, ...]] = {
@@ -37,6 +38,12 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "bandmf": ("bands",),
     "diagonal": (),
 }
+
+
+def default_bins(mechanism: str | Mechanism) -> Bins:
+    """The bins of a plan that does not ask for either kind: fresh ones where they are certified."""
+    name = mechanism.name if isinstance(mechanism, Mechanism) else mechanism
+    return "fresh" if name in FRESH_BY_DEFAULT else "fixed"
 
 
 def make_sampling(
@@ -73,7 +80,7 @@ def make_sampling(
             )
         return Cyclic(examples, steps_per_epoch, epochs, batch_size)
     if name == BallsInBins.name:
-        return BallsInBins(examples, steps_per_epoch, epochs, DEFAULT_BINS if bins is None else bins)
+        return BallsInBins(examples, steps_per_epoch, epochs, "fixed" if bins is None else bins)
     return Poisson(examples, steps_per_epoch, epochs)
 
 

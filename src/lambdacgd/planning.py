@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from lambdacgd.accounting.base import Certificate
 from lambdacgd.accounting.calibration import calibrate_noise
-from lambdacgd.choices import make_mechanism, make_sampling
+from lambdacgd.choices import default_bins, make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
-from lambdacgd.sampling import Bins, Sampling, sampling_from_dict
+from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
 from lambdacgd.validation import InvalidInput, integer, number
 from lambdacgd.version import __version__
 
@@ -222,7 +222,8 @@ def plan(
     further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
     by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the guideline under
     Balls-in-Bins and to RMSE elsewhere. ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise
-    restarts there) or "fixed" (drawn once, as in the paper); fixed if not given.
+    restarts there) or "fixed" (drawn once, as in the paper). Not given, they are fresh for λCGD and DP-SGD, which are
+    certified so, and fixed for other mechanisms, whose fresh bins have an estimate only.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
     ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS
@@ -234,6 +235,8 @@ def plan(
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
     epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
     delta = number("delta", delta, above=0, below=1)
+    if bins is None and sampling == BallsInBins.name:
+        bins = default_bins(mechanism)
     chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, bins=bins, steps_per_epoch=steps_per_epoch)
     given = {
         "lam": lam,

@@ -31,7 +31,7 @@ def test_prints_both_accuracies(monkeypatch):
     monkeypatch.setattr(module, "BATCH_SIZE", 240)
     monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling={"sampling": "cyclic"}) for m in module.METHODS))
     output = run("--seeds", "2")
-    for part in ("DP-SGD", "DP-λCGD", "mean", "ε = 2", "%", "±"):
+    for part in ("DP-SGD", "DP-λCGD, fixed bins", "DP-λCGD, fresh bins", "mean", "ε = 2", "%", "±"):
         assert part in output
 
 
@@ -44,6 +44,6 @@ def test_settings_are_the_best_of_the_search():
     found = json.loads(TUNING.read_text())
     assert (found["settings"]["epsilon"], found["settings"]["delta"]) == (module.EPSILON, module.DELTA)
     assert (found["settings"]["epochs"], found["settings"]["batch_size"]) == (module.EPOCHS, module.BATCH_SIZE)
-    for method, name in zip(module.METHODS, ("dp-sgd", "lambda-cgd"), strict=True):
+    for method, name in zip(module.METHODS, ("dp-sgd", "lambda-cgd", "lambda-cgd-fresh"), strict=True):
         best = max((r for r in found["rows"] if r["method"] == name), key=lambda r: r["validation_accuracy"])
         assert (method.learning_rate, method.max_grad_norm) == (best["learning_rate"], best["max_grad_norm"])

@@ -35,6 +35,13 @@ def calibrate_noise(
     details name the kind of sampling: σ of fresh bins is worth nothing over fixed ones.
     """
     found = _calibrate_noise(mechanism, sampling, epsilon, delta, estimate)
+    if found.certificate.kind == "estimate" and not estimate:
+        raise InvalidInput(
+            "sampling",
+            sampling.kind,
+            f"{mechanism.name} has only a point estimate there, which claims nothing: ask for it (estimate), or use "
+            "fixed bins or cyclic sampling, which are certified",
+        )
     details = found.certificate.details | {"sampling": sampling.kind}
     return Calibration(found.sigma, replace(found.certificate, details=details))
 

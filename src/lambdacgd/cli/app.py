@@ -54,7 +54,8 @@ BinsKind = Annotated[
     str | None,
     typer.Option(
         "--bins",
-        help="Balls-in-Bins drawn once (fixed, the default) or anew every epoch, where noise then restarts (fresh).",
+        help="Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default for λCGD and DP-SGD), "
+        "or once (fixed, the paper's).",
     ),
 ]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]

@@ -50,7 +50,7 @@ def compute(cell: Cell, settings: Settings) -> Row:
     printed = _BY_TITLE[title].values[1 + EPSILONS.index(epsilon)] if title in _BY_TITLE else None
     found: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
     try:
-        calibrated = fresh_bins(mechanism, HORIZON, epsilon=epsilon, delta=DELTA)
+        calibrated = fresh_bins(mechanism, HORIZON, epsilon=epsilon, delta=DELTA, estimate=True)
     except AccountingError as refusal:
         return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
     certificate = calibrated.certificate

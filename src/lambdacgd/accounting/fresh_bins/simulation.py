@@ -51,10 +51,14 @@ class Pool:
     def delta(self, way: OneWay, epochs: int, epsilon: float, *, cells: int = 400) -> float:
         """δ(ε) of sums of ``epochs`` losses: the pool convolved with itself, each loss split between two cells."""
         losses, weights = self.losses[way], self.weights[way]
+        if epochs * float(losses.max()) <= epsilon:
+            return 0.0
         theta, log_mgf = self.tilt(way, epochs, epsilon)
         tilted = weights * np.exp(theta * losses - log_mgf)
         mean = float(tilted @ losses)
-        cell = max(math.sqrt(float(tilted @ (losses - mean) ** 2)), 1e-12) / cells * 4
+        # Fine beside the tilted spread, but never so fine that a transform is longer than two million.
+        finest = epochs * float(np.ptp(losses)) / 2**21
+        cell = max(4 * math.sqrt(float(tilted @ (losses - mean) ** 2)) / cells, finest, 1e-12)
         low = math.floor(float(losses.min()) / cell)
         at = losses / cell - low
         first = np.floor(at).astype(np.intp)

@@ -23,7 +23,7 @@ from lambdacgd.validation import InvalidInput, integer
 # Sensitivities and errors are sums over columns of n numbers: this many take a few gigabytes.
 MOST_STEPS = 100_000_000
 
-# Mechanisms whose fresh bins are certified, and so the default; the others' are only estimated.
+# Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain.
 FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 
 # Which parameters each mechanism is described by; anything else given for it is an error.

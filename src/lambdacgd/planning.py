@@ -223,7 +223,7 @@ def plan(
     by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the guideline under
     Balls-in-Bins and to RMSE elsewhere. ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise
     restarts there) or "fixed" (drawn once, as in the paper). Not given, they are fresh for λCGD and DP-SGD, which are
-    certified so, and fixed for other mechanisms, whose fresh bins have an estimate only.
+    certified tightly so, and fixed for other mechanisms, whose certificate of fresh bins takes more noise than needed.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
     ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS

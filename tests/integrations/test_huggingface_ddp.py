@@ -24,16 +24,24 @@ def on_two(*args):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
-def test_two_processes_end_where_one_ends_and_hand_over_checkpoints(tmp_path):
-    """One process alone; two; and two that stop after three steps, for one to go on from their checkpoint."""
+def same(folder, other):
+    found, wanted = (load_file(place / "final" / "model.safetensors") for place in (folder, other))
+    hf.assert_same(found, wanted, tolerance=1e-5)
+    assert (folder / "final" / "PRIVACY.md").exists()
+
+
+def test_one_process_goes_on_where_two_stopped(tmp_path):
     ddp_job.train(tmp_path / "one")
-    on_two(tmp_path / "two")
     on_two(tmp_path / "both", "--stop", 3)
     ddp_job.train(tmp_path / "both", resume=True)
-    wanted = load_file(tmp_path / "one" / "final" / "model.safetensors")
-    for name in ("two", "both"):
-        hf.assert_same(load_file(tmp_path / name / "final" / "model.safetensors"), wanted, tolerance=1e-5)
-        assert (tmp_path / name / "final" / "PRIVACY.md").exists()
+    same(tmp_path / "both", tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_two_processes_end_where_one_ends(tmp_path):
+    ddp_job.train(tmp_path / "one")
+    on_two(tmp_path / "two")
+    same(tmp_path / "two", tmp_path / "one")
 
 
 def test_sharding_by_the_trainer_is_refused(tmp_path, monkeypatch):

@@ -33,17 +33,21 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
 
 def load_or_make(key: KeyLike) -> SecretKey:
     """The key given, or that of the file given, which is made if there is none."""
+    check_key(key)
     if isinstance(key, SecretKey):
         return key
-    if not isinstance(key, (str, os.PathLike)):
-        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
-    path = Path(key)
+    path = Path(os.fspath(key))  # type: ignore[arg-type]  # checked
     if path.exists():
         return SecretKey.load(path)
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     made = SecretKey.generate()
     made.save(path)
     return made
+
+
+def check_key(key: object) -> None:
+    if not isinstance(key, (SecretKey, str, os.PathLike)):
+        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
 
 
 def check_outside(path: Path, output_dir: str | os.PathLike[str]) -> None:

@@ -27,24 +27,31 @@ ENTRY = "lambdacgd"
 def released(
     private: Private, randomness: TrainingRandomness, checkpoint: dict[str, Any], target: Path
 ) -> Iterator[Path]:
-    """Where to write a draft; afterwards it is entered in the ledger and gets its name."""
-    check_savable(private)
+    """Where to write a draft; afterwards it is entered in the ledger and gets its name. All ranks must call it."""
+    world = private.world
+    with world.together("saving"):
+        check_savable(private)
     checkpoint[ENTRY] = {
         "identity": identity(private),
         "run": private.run.id,
         "step": private.steps_taken,
         "resumable": "optimizer_states" in checkpoint,
-        "generators": generators() if randomness.state is None else randomness.state,
+        "generators": world.gather(generators() if randomness.state is None else randomness.state),
     }
-    target.parent.mkdir(parents=True, exist_ok=True)
     draft = _draft(target)
-    try:
-        yield draft
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    private.run.release(private.steps_taken, digest=_digest(checkpoint), kind="checkpoint")
-    os.replace(draft, target)
+    with world.together("saving"):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            yield draft
+        except BaseException:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def release() -> None:
+        private.run.release(private.steps_taken, digest=_digest(checkpoint), kind="checkpoint")
+        os.replace(draft, target)
+
+    world.from_first("saving", release)
 
 
 def settle(private: Private, source: Path) -> None:
@@ -72,13 +79,15 @@ def resume(private: Private, randomness: TrainingRandomness, checkpoint: dict[st
             f"{name} is not a checkpoint that private training can resume from: it was saved by another strategy or "
             "with save_weights_only=True"
         )
-    check_identity(entry["identity"], identity(private))
+    with private.world.together("loading"):
+        check_identity(entry["identity"], identity(private))
     try:
         private.run.resume(entry["run"], entry["step"], _digest(checkpoint))
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
     private.stand_at(entry["step"])
-    randomness.state = entry["generators"]
+    if len(entry["generators"]) == private.world.size:  # other worlds give ranks other examples, so other dropout
+        randomness.state = entry["generators"][private.world.rank]
 
 
 def _draft(target: Path) -> Path:

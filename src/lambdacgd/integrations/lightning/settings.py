@@ -20,8 +20,8 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     _only(trainer, "overfit_batches", (0, 0.0), _LIMIT)
     _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
     _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
-    if trainer.num_devices > 1:
-        raise InvalidInput("devices", trainer.num_devices, "this strategy takes one device: set devices=1")
+    if trainer.world_size == 1 < trainer.num_devices:
+        raise InvalidInput("devices", trainer.num_devices, "this strategy takes one: LambdaCGDDDPStrategy takes more")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
             "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"

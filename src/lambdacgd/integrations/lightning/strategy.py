@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
 from lambdacgd.clipping.clipper import LossReduction
 from lambdacgd.clipping.factors import Mode
-from lambdacgd.integrations.keyfile import KeyLike, load_or_make
+from lambdacgd.integrations.keyfile import KeyLike, check_key, load_or_make
 from lambdacgd.integrations.lightning import checkpoints
 from lambdacgd.integrations.lightning.settings import check_module, check_trainer
 from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
@@ -25,32 +25,15 @@ from lambdacgd.training import Private, TrainingError, privatize
 from lambdacgd.training.trained import remember
 from lambdacgd.validation import InvalidInput
 
-_Strategy: Any = SingleDeviceStrategy  # its hooks are annotated more loosely than they are called
+_Base: Any = object  # stands before a strategy of Lightning in the method resolution order
+_SingleDevice: Any = SingleDeviceStrategy  # their hooks are annotated more loosely than they are called
+_DDP: Any = DDPStrategy
 
 
-class LambdaCGDStrategy(_Strategy):
-    """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.
+class Privatising(_Base):
+    """What both strategies do: one batch for Lightning is one logical batch, and every step is `privatize`'s."""
 
-    ::
-
-        strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
-        trainer = lightning.Trainer(strategy=strategy)
-        trainer.fit(module, strategy.loader, val_dataloaders=…)
-
-    One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
-    count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of
-    ``training_step``. Its loss must be the mean (``loss_reduction``) over the examples of the batch it sees. ``key``
-    is a ``SecretKey`` or the path of a key file, which is made where there is none. ``submodule`` names the attribute
-    that holds the model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``. The rest goes to
-    ``privatize``. ``device`` is CUDA where there is one. ``private`` is the run under way or last.
-
-    Guarantee
-    ---------
-    Weights in checkpoints and after ``fit`` are (ε, δ)-DP as `Private` says. Every checkpoint that this strategy
-    writes is entered in the ledger beside the key, and ``fit(ckpt_path=…)`` goes on from the newest only.
-    """
-
-    def __init__(
+    def _take(
         self,
         plan: Plan,
         dataset: Any,
@@ -61,17 +44,15 @@ class LambdaCGDStrategy(_Strategy):
         submodule: str | None = None,
         loss_reduction: LossReduction = "mean",
         clipping_mode: Mode = "flat",
-        device: str | torch.device | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
             raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
-        found = device or ("cuda:0" if torch.cuda.is_available() else "cpu")
-        super().__init__(device=torch.device(found))
+        check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
         self.loader = StrategyLoader(self)
-        self._key, self._submodule = load_or_make(key), submodule
+        self._key, self._submodule = key, submodule
         self._options = options | {
             "max_grad_norm": max_grad_norm,
             "max_physical_batch_size": max_physical_batch_size,
@@ -81,16 +62,6 @@ class LambdaCGDStrategy(_Strategy):
         self._randomness = TrainingRandomness()
 
     # --- the run -----------------------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        kind = type(self.accelerator).__name__
-        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
-            raise InvalidInput(
-                "device",
-                str(self.root_device),
-                f"the Trainer has a {kind}: give the strategy device=…, or the Trainer the accelerator that fits",
-            )
-        super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
         """Bind the plan to the model, once it is on its device and has its optimizer."""
@@ -105,8 +76,9 @@ class LambdaCGDStrategy(_Strategy):
                 "fit(…, ckpt_path=…), or make a new module and strategy for a new run, which costs its own (ε, δ)"
             )
         self._randomness = TrainingRandomness()
+        key = load_or_make(self._key) if self.global_rank == 0 else None  # other ranks receive it from rank 0
         self.private = privatize(
-            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=self._key, **self._options
+            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
         )
         remember(self.lightning_module, self.private.trained)  # for lc.export of the whole module
 
@@ -190,17 +162,79 @@ class LambdaCGDStrategy(_Strategy):
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         private = self.private if fitting else None
         if private is not None:
-            checkpoints.settle(private, Path(checkpoint_path))
+            private.world.from_first("loading", lambda: checkpoints.settle(private, Path(checkpoint_path)))
         found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if private is not None:
             checkpoints.resume(private, self._randomness, found, os.fspath(checkpoint_path))
         return found
 
 
+class LambdaCGDStrategy(Privatising, _SingleDevice):
+    """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.
+
+    ::
+
+        strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
+        trainer = lightning.Trainer(strategy=strategy)
+        trainer.fit(module, strategy.loader, val_dataloaders=…)
+
+    One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
+    count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of
+    ``training_step``. Its loss must be the mean (``loss_reduction``) over the examples of the batch it sees. ``key``
+    is a ``SecretKey`` or the path of a key file, which is made where there is none. ``submodule`` names the attribute
+    that holds the model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``. The rest goes to
+    ``privatize``. ``device`` is CUDA where there is one. ``private`` is the run under way or last.
+
+    Guarantee
+    ---------
+    Weights in checkpoints and after ``fit`` are (ε, δ)-DP as `Private` says. Every checkpoint that this strategy
+    writes is entered in the ledger beside the key, and ``fit(ckpt_path=…)`` goes on from the newest only.
+    """
+
+    def __init__(self, plan: Plan, dataset: Any, *, device: str | torch.device | None = None, **settings: Any) -> None:
+        super().__init__(device=torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu")))
+        self._take(plan, dataset, **settings)
+
+    def setup_environment(self) -> None:
+        kind = type(self.accelerator).__name__
+        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
+            raise InvalidInput(
+                "device",
+                str(self.root_device),
+                f"the Trainer has a {kind}: give the strategy device=…, or the Trainer the accelerator that fits",
+            )
+        super().setup_environment()
+
+
+class LambdaCGDDDPStrategy(Privatising, _DDP):
+    """As `LambdaCGDStrategy`, with a whole model in each of several processes.
+
+    Batches are split between the processes, clipped sums reduced once a step, and every process adds the same noise.
+    Rank 0 keeps the key; all need the same file system for checkpoints. The module is not wrapped in
+    DistributedDataParallel, which would send gradients that were not clipped. ``process_group_backend`` and
+    ``start_method`` are those of Lightning's ``DDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dataset: Any,
+        *,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **settings: Any,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, start_method=start_method)
+        self._take(plan, dataset, **settings)
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped: `privatize` reduces the sums."""
+
+
 class StrategyLoader:
     """What ``fit`` takes as its training loader: the plan's logical batches, once the run has begun."""
 
-    def __init__(self, strategy: LambdaCGDStrategy) -> None:
+    def __init__(self, strategy: Privatising) -> None:
         self._strategy, self.dataset = strategy, strategy.dataset
 
     def __len__(self) -> int:

@@ -180,8 +180,8 @@ def fix_id(trainer: LambdaCGDTrainer, run: str) -> None:
     """Give the run that train() will begin a known id."""
     make = trainer._privatize
 
-    def privatize_with_id() -> Any:
-        private = make()
+    def privatize_with_id(key: Any) -> Any:
+        private = make(key)
         private.run._id = run
         return private
 

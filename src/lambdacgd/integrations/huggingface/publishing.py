@@ -36,6 +36,8 @@ class Publishing(_Base):
         if self.private is None:
             return
         self.private.cycle.refuse_half_done()
+        if not self.is_world_process_zero():
+            return  # rank 0 keeps the ledger
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self.private.run.release(self.private.steps_taken, digest=content_digest(trained), kind=kind)
 

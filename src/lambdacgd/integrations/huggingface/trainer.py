@@ -20,8 +20,10 @@ from lambdacgd.integrations.independence import check_independent, check_losses
 from lambdacgd.integrations.keyfile import KeyLike, find_key
 from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
+from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError, privatize
+from lambdacgd.training.distributed.world import World
 from lambdacgd.validation import InvalidInput
 
 logger = logging.getLogger(__name__)
@@ -103,16 +105,25 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
         """Train the plan's steps, or the rest of them from the newest checkpoint (``resume_from_checkpoint``)."""
         if trial is not None:
             raise InvalidInput("trial", type(trial).__name__, _NO_SEARCH)
-        self._check_first(resume_from_checkpoint)
-        self.private, self._randomness = self._privatize(), TrainingRandomness()
+        world = World.of(None)
+        with world.together("starting to train"):
+            self._check_first(resume_from_checkpoint)
+            # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
+            key = find_key(self._key, self.args.output_dir) if world.first else None
+            if key is not None and not resume_from_checkpoint:
+                _warn_of_earlier_runs(key)
+        self.private, self._randomness = self._privatize(key), TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
-            self._check_examples()
+            with world.together("looking at the first examples"):
+                self._check_examples()
             return super().train(folder, None, *args, **kwargs)
         finally:
             self.private.detach()
 
     def _check_first(self, resume_from: str | bool | None) -> None:
+        if self.train_dataset is None:
+            raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
         if resume_from:
             return
         if self.private is not None and self.private.steps_taken:
@@ -122,20 +133,8 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
                 "own (ε, δ)"
             )
         checkpoints.check_fresh(self.args.output_dir)
-        if not self.is_world_process_zero():
-            return
-        key = find_key(self._key, self.args.output_dir)
-        earlier = len(key.ledger().runs()) if key.path is not None else 0
-        if earlier:
-            logger.warning(
-                "This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier
-            )
 
-    def _privatize(self) -> Private:
-        if self.train_dataset is None:
-            raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
-        # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
-        key = find_key(self._key, self.args.output_dir) if self.is_world_process_zero() else None
+    def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
         optimizer = self.create_optimizer()
         return privatize(
@@ -251,6 +250,12 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a run with its own cost."""
         raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
+
+
+def _warn_of_earlier_runs(key: SecretKey) -> None:
+    earlier = len(key.ledger().runs()) if key.path is not None else 0
+    if earlier:
+        logger.warning("This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier)
 
 
 _NO_SEARCH = (

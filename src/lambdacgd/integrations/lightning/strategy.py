@@ -22,6 +22,7 @@ from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError, privatize
+from lambdacgd.training.distributed.world import World
 from lambdacgd.training.trained import remember
 from lambdacgd.validation import InvalidInput
 
@@ -68,6 +69,17 @@ class Privatising(_Base):
         super().setup(trainer)
         if trainer.state.fn != TrainerFn.FITTING:
             return
+        world = World.of(None)
+        with world.together("starting to train"):
+            self._check(trainer)
+            key = load_or_make(self._key) if world.first else None  # other ranks receive it from rank 0
+        self._randomness = TrainingRandomness()
+        self.private = privatize(
+            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
+        )
+        remember(self.lightning_module, self.private.trained)  # for lc.export of the whole module
+
+    def _check(self, trainer: Any) -> None:
         check_trainer(trainer, self.plan)
         check_module(self.lightning_module, self.optimizers)
         if self.private is not None and self.private.steps_taken and trainer.ckpt_path is None:
@@ -75,12 +87,6 @@ class Privatising(_Base):
                 f"this strategy's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
                 "fit(…, ckpt_path=…), or make a new module and strategy for a new run, which costs its own (ε, δ)"
             )
-        self._randomness = TrainingRandomness()
-        key = load_or_make(self._key) if self.global_rank == 0 else None  # other ranks receive it from rank 0
-        self.private = privatize(
-            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
-        )
-        remember(self.lightning_module, self.private.trained)  # for lc.export of the whole module
 
     def _private_model(self) -> nn.Module:
         module: nn.Module = self.lightning_module

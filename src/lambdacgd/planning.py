@@ -220,10 +220,12 @@ def plan(
 
     ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
     further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
-    by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the guideline under
-    Balls-in-Bins and to RMSE elsewhere. ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise
-    restarts there) or "fixed" (drawn once, as in the paper). Not given, they are fresh for λCGD and DP-SGD, which are
-    certified tightly so, and fixed for other mechanisms, whose certificate of fresh bins takes more noise than needed.
+    by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the amplified RMSE with fresh
+    bins, to the guideline with fixed ones and to RMSE without amplification.
+
+    ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise restarts there) or "fixed" (drawn once, as
+    in the paper). Not given, they are fresh for λCGD and DP-SGD, which are certified tightly so, and fixed for other
+    mechanisms, whose certificate of fresh bins takes more noise than needed.
 
     >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
     ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS

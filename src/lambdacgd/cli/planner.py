@@ -15,7 +15,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache, footprint
-from lambdacgd.choices import FRESH_BY_DEFAULT
 from lambdacgd.cli import size as sizes
 from lambdacgd.footprint import Machine
 from lambdacgd.mechanisms import Mechanism
@@ -48,14 +47,12 @@ def compared(
         ("bsr", banded),
         ("bandmf", banded),
     ]
-    if amplified:
+    if amplified and bins == "fixed":
         rows.insert(1, ("lambda-cgd", {"objective": "guideline"}))
     if not amplified:
         return [(name, sampling, parameters) for name, parameters in rows]
     found = [("dp-sgd", "poisson", dict[str, Any]())]
-    for name, parameters in rows:
-        quick = {} if bins == "fixed" or name in FRESH_BY_DEFAULT else {"estimate": True}
-        found.append((name, sampling, parameters | {"bins": bins or "fresh"} | quick))
+    found += [(name, sampling, parameters | {"bins": bins or "fresh"}) for name, parameters in rows]
     if bins is None:  # the paper's, for comparison
         found += [("dp-sgd", sampling, {"bins": "fixed"}), ("lambda-cgd", sampling, best | {"bins": "fixed"})]
     return found
@@ -116,8 +113,8 @@ def show_comparison(
     plans = []
     for name, how, parameters in compared(sampling, bands, buffers, bins):
         with _busy(as_json, f"{name}, {how}"):
-            described: dict[str, Any] = {"mechanism": name, "sampling": how, "estimate": estimate} | parameters
-            plans.append(make_plan(examples, batch_size, **described, **request))
+            described = {"mechanism": name, "sampling": how} | parameters | request
+            plans.append(make_plan(examples, batch_size, estimate=estimate, **described))
     if plot:
         from lambdacgd.cli import plots
 
@@ -132,10 +129,7 @@ def show_comparison(
         "Stored: noise vectors of the model's size; 0 means that the noise is regenerated."
     )
     if any(plan.certificate.kind == "estimate" for plan in plans):
-        console.print(
-            "[yellow]~ marks an estimate, not a privacy claim; plan gives certified values, and so does --certify "
-            "where bins are fixed (--bins fixed).[/]"
-        )
+        console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
 
@@ -231,7 +225,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("certificate", no_wrap=True)
+    table.add_column("certificate", overflow="ellipsis")  # the one that gives way where the terminal is narrow
     best = min(plan.rmse for plan in plans)
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""

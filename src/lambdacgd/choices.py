@@ -41,7 +41,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 
 
 def default_bins(mechanism: str | Mechanism) -> Bins:
-    """The bins of a plan that does not ask for either kind: fresh ones where they are certified."""
+    """The bins of a plan that does not ask for either kind: fresh ones where they are certified tightly."""
     name = mechanism.name if isinstance(mechanism, Mechanism) else mechanism
     return "fresh" if name in FRESH_BY_DEFAULT else "fixed"
 

@@ -206,3 +206,14 @@ def test_checkpoint_folders_hold_no_key(tmp_path):
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not any(secret.encode() in path.read_bytes() or bytes.fromhex(secret) in path.read_bytes() for path in files)
+
+
+def test_a_run_that_died_in_its_first_checkpoint_starts_anew(tmp_path):
+    folder = tmp_path / "out" / "checkpoint-2"
+    folder.mkdir(parents=True)
+    (folder / f".{checkpoints.RUN_STATE}.draft").write_bytes(b"half a file")
+    with pytest.raises(lc.CheckpointError, match=r"Start with train\(\)"):
+        saving(tmp_path / "out").train(resume_from_checkpoint=True)
+    trainer = saving(tmp_path / "out")
+    trainer.train()
+    assert trainer.private.finished

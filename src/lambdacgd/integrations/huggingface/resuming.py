@@ -45,7 +45,10 @@ class Resuming(_Base):
             self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
             self._randomness.keep()
             return str(folder)
-        raise CheckpointError(f"{self.args.output_dir} holds no whole checkpoint")
+        raise CheckpointError(
+            f"{self.args.output_dir} holds no whole checkpoint: the process died while it wrote the first, which never "
+            "left it. Start with train()"
+        )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights came with the run's state."""

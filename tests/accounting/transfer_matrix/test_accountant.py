@@ -308,13 +308,3 @@ def test_random_three_bin_cases_are_never_below_quadrature() -> None:
         assert truth[0] * (1 - 1e-6) <= bound.delta_remove <= 1.05 * truth[0]
         assert truth[1] * (1 - 1e-6) <= bound.delta_add
         done += 1
-
-
-@pytest.mark.gpu
-def test_cuda_agrees_with_the_cpu() -> None:
-    torch = pytest.importorskip("torch")
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    on_cpu = TransferMatrix(0.9, 390, 10, device="cpu").delta(5.5, 2.0)
-    on_gpu = TransferMatrix(0.9, 390, 10, device="cuda").delta(5.5, 2.0)
-    assert on_gpu.delta == pytest.approx(on_cpu.delta, rel=1e-8)

@@ -3,6 +3,7 @@
 import pytest
 
 from lambdacgd import cache
+from lambdacgd.accounting.fresh_bins import FreshBins
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import Horizon, LambdaCGD, error_norms, rmse
 from lambdacgd.tuning import choose_gamma, choose_lambda
@@ -48,6 +49,49 @@ def test_the_amplified_minimiser_is_one(choice: object) -> None:
     assert by_name["amplified-rmse"].rmse <= by_name["guideline"].rmse * 1.01
 
 
+@pytest.fixture(scope="module")
+def fresh() -> object:
+    with cache.disabled():
+        return choose_lambda(SMALL, objective="amplified-rmse", epsilon=2.0, delta=1e-4, bins="fresh")
+
+
+def test_fresh_bins_want_less_correlation_still(choice: object, fresh: object) -> None:
+    by_name = {c.objective: c for c in fresh.candidates}  # type: ignore[attr-defined]
+    assert by_name["rmse"].value < {c.objective: c.value for c in choice.candidates}["rmse"]  # type: ignore[attr-defined]
+    assert fresh.value < choice.value  # type: ignore[attr-defined]
+    best = {c.objective: c.rmse for c in choice.candidates}["amplified-rmse"]  # type: ignore[attr-defined]
+    assert by_name["amplified-rmse"].rmse < best
+
+
+def test_the_minimiser_with_fresh_bins_is_one(fresh: object) -> None:
+    """Certified σ on both sides: never more than 1% above the best, and the candidate's own σ is within 1%."""
+
+    def error(lam: float) -> float:
+        sigma = FreshBins(lam, SMALL.steps_per_epoch, SMALL.epochs).sigma(2.0, 1e-4)[0]
+        return error_norms(LambdaCGD(lam), SMALL.steps, restart_every=SMALL.steps_per_epoch)[0] * sigma
+
+    found = error(fresh.value)  # type: ignore[attr-defined]
+    assert found < 1.01 * min(error(lam) for lam in (0.4, 0.6, 0.75))
+    candidate = {c.objective: c for c in fresh.candidates}["amplified-rmse"]  # type: ignore[attr-defined]
+    assert candidate.rmse == pytest.approx(found, rel=0.01)
+
+
+def test_one_epoch_is_the_same_with_both_kinds_of_bins() -> None:
+    once = Horizon(40, 1)
+    both = [
+        choose_lambda(once, objective="amplified-rmse", epsilon=2.0, delta=1e-4, bins=bins)
+        for bins in ("fixed", "fresh")
+    ]
+    assert both[0].value == pytest.approx(both[1].value, rel=1e-6)
+
+
+def test_gamma_with_fresh_bins() -> None:
+    found = choose_gamma(3, Horizon(20, 3), objective="amplified-rmse", epsilon=2.0, delta=1e-4, bins="fresh")
+    assert 0 < found.value < 1
+    with pytest.raises(InvalidInput, match=r"^bands is 21"):
+        choose_gamma(21, Horizon(20, 3), objective="rmse", bins="fresh")
+
+
 def test_the_guideline_divides_the_memory_by_three() -> None:
     assert 1 / (1 - shrink(0.97)) == pytest.approx(1 / (1 - 0.97) / SHRINKAGE)
     assert shrink(0.5) == 0.0
@@ -83,5 +127,7 @@ def test_bad_input() -> None:
         choose_lambda(SMALL, objective="guideline")
     with pytest.raises(InvalidInput, match=r"^delta is 2"):
         choose_lambda(SMALL, epsilon=1.0, delta=2.0)
+    with pytest.raises(InvalidInput, match=r"^bins is"):
+        choose_lambda(SMALL, objective="rmse", bins="new")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"^bands is 1"):
         choose_gamma(1, SMALL, objective="rmse")

@@ -88,7 +88,7 @@ def test_one_epoch_is_dominated_at_every_epsilon(lam: float, bins: int, sigma: f
     """Against quadrature, on both sides of 0, at nodes and between; the fine one within 3% of δ where δ counts."""
     pair = one_epoch(TransferMatrix(lam, bins, 1), sigma, floor=1e-9, resolution=resolution)
     for epsilon in (0.01, 0.1137, 0.5, 1.03, 2.2, 3.3):
-        remove, add = quadrature(gram(lam, bins, 1), sigma, epsilon, step=0.02 if bins < 4 else 0.1)
+        remove, add = quadrature(gram(lam, bins, 1), sigma, epsilon, step=0.02 if bins < 4 else 0.2)
         e = math.exp(-epsilon)
         for found, truth in (
             (pair.remove(epsilon), remove),

@@ -10,6 +10,7 @@ import resource
 import shutil
 import time
 
+import numpy as np
 import pytest
 import torch
 from tests.training import oracle, resumable
@@ -339,6 +340,42 @@ def test_a_run_that_began_does_not_become_another(tmp_path):
     steps(other, 1)
     with pytest.raises(CheckpointError, match="already begun"):
         other.load(tmp_path / "c.pt")
+
+
+def test_a_load_that_fails_half_way_does_not_begin_the_run_again(tmp_path):
+    """The run is the checkpoint's by then: step 1 under its noise, on other weights, would be a second sum."""
+    first = start(tmp_path)
+    steps(first, 3)
+    first.save(tmp_path / "c.pt")
+    first.detach()
+    module = oracle.model()
+    weight, *others = module.parameters()
+    optimizer = torch.optim.SGD([{"params": [weight]}, {"params": others}], lr=0.5, momentum=0.9)
+    key = lc.SecretKey.load(tmp_path / "run.key")
+    again = privatize(module, optimizer, oracle.data(), oracle.plan(), key=key, max_grad_norm=0.7)
+    with pytest.raises(ValueError, match="parameter groups"):
+        again.load(tmp_path / "c.pt")
+    assert again.steps_taken == 3
+    for go_on in (lambda: steps(again, 1), optimizer.step, lambda: again.save(tmp_path / "d.pt")):
+        with pytest.raises(lc.TrainingError, match="failed half-way"):
+            go_on()
+    again.detach()
+    third = start(tmp_path)
+    third.load(tmp_path / "c.pt")
+    steps(third, 1)
+
+
+def test_numbers_of_numpy_come_back(tmp_path):
+    """As learning rates from np.logspace: what is saved can be read."""
+    extra = {"rate": np.float64(0.25), "count": np.int64(3), "yes": np.bool_(True)}
+    private = start(tmp_path, max_grad_norm=np.float64(0.7))
+    private.optimizer.param_groups[0]["lr"] = np.float64(0.25)
+    steps(private, 1)
+    private.save(tmp_path / "c.pt", extra=extra)
+    private.detach()
+    again = start(tmp_path, max_grad_norm=0.7)
+    assert again.load(tmp_path / "c.pt") == extra
+    assert again.optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_state_dict_of_your_own(tmp_path):

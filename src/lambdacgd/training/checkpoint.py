@@ -25,8 +25,9 @@ import torch
 from lambdacgd.keys import LedgerError
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.distributed import folder
+from lambdacgd.training.distributed.compare import compare_weights
 from lambdacgd.training.errors import CheckpointError
-from lambdacgd.training.identity import check_identity, content_digest
+from lambdacgd.training.identity import check_identity, content_digest, read_state
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def identity(private: Private) -> dict[str, Any]:
 
 def check_savable(private: Private) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
+    private.check_usable()
     if private.cycle.phase is not Phase.IDLE:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
@@ -100,13 +102,16 @@ def apply(private: Private, state: dict[str, Any]) -> None:
         private.run.resume(state["run"], state["step"], content_digest(state))
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
-    kept = {name: value for name, value in private.model.state_dict().items() if name not in state["model"]}
-    private.model.load_state_dict(state["model"] | {name: kept[name] for name in _frozen(private) & kept.keys()})
-    private.optimizer.load_state_dict(state["optimizer"])
-    for average, saved in zip(private.averages, state["averages"], strict=True):
-        average.load_state_dict(saved)
-    private.stand_at(state["step"])
-    set_generators(state["generators"])
+    with private.going_on_from(state["step"]):
+        with private.world.together("loading"):
+            kept = {name: value for name, value in private.model.state_dict().items() if name not in state["model"]}
+            own = {name: kept[name] for name in _frozen(private) & kept.keys()}
+            private.model.load_state_dict(state["model"] | own)
+            private.optimizer.load_state_dict(state["optimizer"])
+            for average, saved in zip(private.averages, state["averages"], strict=True):
+                average.load_state_dict(saved)
+            set_generators(state["generators"])
+        compare_weights(private)
 
 
 def _check(private: Private, state: dict[str, Any]) -> None:
@@ -180,7 +185,7 @@ def exists(private: Private, path: str | os.PathLike[str]) -> bool:
 
 def _read(path: Path) -> dict[str, Any] | None:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = read_state(path)
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint at {path}") from None
     except Exception:  # a damaged file fails in whatever way its damage leads to

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import os
@@ -37,6 +38,15 @@ from lambdacgd.training.stage import NoiseStage, noise_stage
 from lambdacgd.training.trained import ATTACHED, Trained, remember
 from lambdacgd.validation import InvalidInput
 
+_ALONE = (
+    "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
+    "ranks from the newest checkpoint"
+)
+_HALF_LOADED = (
+    "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
+    "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
+)
+
 
 class Private:
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
@@ -67,7 +77,8 @@ class Private:
         world: World,
         reduce_every_batch: bool = False,
     ) -> None:
-        self.world, self._failed = world, False
+        self.world = world
+        self._broken: str | None = None  # why this run must not go on in this process
         self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
         self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
         self.data_fingerprint = data_fingerprint
@@ -179,6 +190,18 @@ class Private:
         self.gradients.clear()
         self._stage = None
 
+    @contextlib.contextmanager
+    def going_on_from(self, step: int) -> Iterator[None]:
+        """Restore weights and the rest in this block, once the run is that of the checkpoint.
+
+        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
+        done again under its noise. And nobody goes on.
+        """
+        self.stand_at(step)
+        self._broken = _HALF_LOADED
+        yield
+        self._broken = None
+
     def ema(self, decay: float) -> EMA:
         """An average of the weights, updated after every logical step and part of checkpoints. Costs no privacy."""
         average = EMA(self.model, decay)
@@ -229,11 +252,10 @@ class Private:
     def check_usable(self) -> None:
         if not self._attached:
             raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
-        if self._failed or (self.shards is not None and self.shards.failed and self.world.many):
-            raise TrainingError(
-                "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and "
-                "resume all ranks from the newest checkpoint"
-            )
+        if self.shards is not None and self.shards.failed and self.world.many:
+            raise TrainingError(_ALONE)
+        if self._broken is not None:
+            raise TrainingError(self._broken)
 
     def check_dataset(self) -> None:
         if len(self.dataset) != self.plan.examples:
@@ -269,6 +291,7 @@ class Private:
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.hooks_rest:
             return
+        self.check_usable()
         if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
             raise TrainingError(
                 "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
@@ -320,7 +343,7 @@ class Private:
             self._add_noise(sums, step)
         except BaseException:  # a sum that is not finite, Ctrl-C
             self.drop_batch()  # the sums are spoilt; the loader yields the batch again
-            self._failed = self.world.many
+            self._broken = _ALONE if self.world.many else None
             raise
         torch._foreach_div_(list(sums.values()), self.plan.batch_size)
         self.gradients.write(sums)

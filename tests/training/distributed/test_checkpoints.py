@@ -101,6 +101,8 @@ def life_of_a_folder(where: str) -> None:
     step()
     private.save(path)
     assert [p.name for p in path.iterdir()] == ["step-00000002"]
+    _refuses(lambda: private.save(path, extra={"set": {1}}), "cannot be part of a checkpoint|failed on rank 0")
+    assert [p.name for p in path.iterdir()] == ["step-00000002"]
     dist.barrier()
 
     # Going back is refused on both ranks, also within a running process.
@@ -129,6 +131,15 @@ def life_of_a_folder(where: str) -> None:
     assert private.steps_taken == 2
     assert [p.name for p in path.iterdir()] == ["step-00000002"]
     weights = jobs.weights(model)
+    private.detach()
+
+    # Half loaded, the run is the checkpoint's already: going on from the start would use its noise again.
+    private, model, optimizer = jobs.bound("fsdp", where)
+    with mock.patch("lambdacgd.training.distributed.folder.state.apply", side_effect=lc.TrainingError("no memory")):
+        _refuses(lambda: private.load(path), "no memory")
+    assert private.steps_taken == 2
+    _refuses(lambda: next(iter(private.loader)), "failed half-way")
+    _refuses(lambda: private.save(path), "failed half-way")
     private.detach()
 
     # Out of a sharded model, one file with whole weights, entered in the ledger.
@@ -161,6 +172,10 @@ def states(where: str) -> None:
         state["step"] = 1
     _refuses(lambda: private.load_state_dict(state), "step: 2 on rank 0, 1 on rank 1")
     state["step"] = 2
+    changed = state["model"] | {"scale": state["model"]["scale"] + dist.get_rank()}
+    _refuses(lambda: private.load_state_dict(state | {"model": changed}), "another digest|drifted apart")
+    private.detach()
+    private, model, optimizer = jobs.bound("ddp", where, seed=9)
     private.load_state_dict(state)
     assert private.steps_taken == 2
     assert all(torch.equal(value, weights[name]) for name, value in jobs.weights(model).items())

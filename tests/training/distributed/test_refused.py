@@ -21,6 +21,8 @@ SAYS = {
     "other_clipping_norm": ("max_grad_norm: 1.0 on rank 0, 2.0 on rank 1",) * 2,
     "other_clipping_mode": ("clipping mode",) * 2,
     "other_physical_batch": ("physical batch size",) * 2,
+    "other_reductions": ("reduce_every_batch: True on rank 0, False on rank 1",) * 2,
+    "other_sharded_modules": ("fully_shard on the same modules",) * 2,
     "other_model": ("Build the same model",) * 2,
     "layers_in_another_order": ("same order",) * 2,
     "other_kind_of_device": ("use one kind",) * 2,

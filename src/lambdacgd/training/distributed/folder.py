@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed import checkpoint as dcp
 
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import checkpoint
@@ -31,7 +30,7 @@ from lambdacgd.training.distributed.compare import compare_weights
 from lambdacgd.training.distributed.shards import reshard
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError
-from lambdacgd.training.identity import check_identity
+from lambdacgd.training.identity import check_identity, content_digest, read_state
 
 if TYPE_CHECKING:
     from lambdacgd.training.private import Private
@@ -96,13 +95,13 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.run.resume(facts["run"], facts["step"], digest)
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
-    _read(tensors, found, world)
-    with world.together("loading"):
-        state.apply(private, tensors, facts)
-        private.stand_at(facts["step"])
-        if len(facts["generators"]) == world.size:  # other worlds give ranks other examples, so other dropout anyway
-            checkpoint.set_generators(facts["generators"][world.rank])
-    compare_weights(private)
+    with private.going_on_from(facts["step"]):
+        _read(tensors, found, world)
+        with world.together("loading"):
+            state.apply(private, tensors, facts)
+            if len(facts["generators"]) == world.size:  # other worlds give ranks other examples, so other dropout
+                checkpoint.set_generators(facts["generators"][world.rank])
+        compare_weights(private)
     return dict(facts["extra"])
 
 
@@ -185,11 +184,15 @@ def _remove_others(folder: Path, kept: Path) -> None:
 
 
 def _write(tensors: dict[str, Any], draft: Path, world: World) -> None:
+    from torch.distributed import checkpoint as dcp  # takes a second, which one process alone need not spend
+
     writer = dcp.FileSystemWriter(draft, sync_files=True)
     dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.group is None)
 
 
 def _read(tensors: dict[str, Any], source: Path, world: World) -> None:
+    from torch.distributed import checkpoint as dcp
+
     reader = dcp.FileSystemReader(source)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no accident
@@ -197,6 +200,7 @@ def _read(tensors: dict[str, Any], source: Path, world: World) -> None:
 
 
 def _write_facts(facts: dict[str, Any], draft: Path) -> None:
+    content_digest(facts)  # refuses what could not be read again
     with open(draft / FACTS, "wb") as file:
         torch.save(facts, file)
         file.flush()
@@ -206,7 +210,7 @@ def _write_facts(facts: dict[str, Any], draft: Path) -> None:
 
 def _read_facts(folder: Path) -> dict[str, Any] | None:
     try:
-        facts = torch.load(folder / FACTS, map_location="cpu", weights_only=True)
+        facts = read_state(folder / FACTS)
     except Exception:  # a damaged file fails in whatever way its damage leads to
         return None
     return facts if isinstance(facts, dict) and facts.get("format") == FORMAT else None

@@ -54,7 +54,7 @@ class ShardedTotals(Totals):
         self, model: nn.Module, parameters: Mapping[str, nn.Parameter], world: World, *, reduce_every_batch: bool
     ) -> None:
         super().__init__()
-        self._world, self._every_batch = world, reduce_every_batch
+        self._world, self.reduce_every_batch = world, reduce_every_batch
         self._parameters = dict(parameters)
         self.device = compute_device(next(iter(self._parameters.values())))
         self.places = {name: place_of(name, p) for name, p in self._parameters.items() if is_sharded(p)}
@@ -116,7 +116,7 @@ class ShardedTotals(Totals):
     @property
     def _reduces(self) -> bool:
         """A backward pass outside any batch stays where it is; it is forgotten when the next batch comes."""
-        return self._expects and (self._last or self._every_batch)
+        return self._expects and (self._last or self.reduce_every_batch)
 
     def _form(self, record: Record, factor: Tensor, keep: Tensor | None) -> None:
         total = self._whole.get(record.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,8 @@ def local(p: Any) -> Tensor:
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
     """The modules that ``fully_shard`` was called on, with their paths."""
-    try:
-        from torch.distributed.fsdp import FSDPModule
-    except ImportError:  # a torch without distributed
-        return []
-    return [(path, m) for path, m in model.named_modules() if isinstance(m, FSDPModule)]
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second, and who shards has done so
+    return [] if fsdp is None else [(path, m) for path, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:

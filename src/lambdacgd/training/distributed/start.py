@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from lambdacgd.training.distributed.compare import sample_of
 from lambdacgd.training.distributed.run import SharedRun
+from lambdacgd.training.distributed.shards import fsdp_modules
 from lambdacgd.training.distributed.wrapping import broadcast_
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.version import __version__
@@ -23,7 +24,8 @@ _ADVICE = {
     "data_fingerprint on every rank",
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
     "physical batch size": "Ranks go through physical batches together",
-    "wrapping": "Wrap or shard the model on every rank, or on none",
+    "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
+    "reduce_every_batch": "Ranks reduce sums together",
 }
 
 
@@ -44,7 +46,8 @@ def facts(private: Private) -> dict[str, Any]:
         "physical batch size": private.max_physical_batch_size,
         "data fingerprint": private.data_fingerprint,
         "device": private.clipper.anchor.device.type,
-        "wrapping": "sharded" if private.shards is not None else "replicated",
+        "sharded modules": [path for path, _ in fsdp_modules(private.model)],
+        "reduce_every_batch": private.shards is not None and private.shards.reduce_every_batch,
         "version": __version__,
     }
 

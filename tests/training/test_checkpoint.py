@@ -205,6 +205,23 @@ def test_a_full_disk_while_saving(tmp_path):
     assert private.finished
 
 
+def test_a_second_job_by_mistake_while_saving(tmp_path, monkeypatch):
+    """It takes the draft for a dead process's and removes it: nothing may be entered in the ledger that nobody has."""
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "c.pt")
+    steps(private, 1)
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda f: ((tmp_path / ".c.pt.draft").unlink(missing_ok=True), fsync(f)))
+    with pytest.raises(CheckpointError, match="could not be written"):
+        private.save(tmp_path / "c.pt")
+    monkeypatch.undo()
+    private.detach()
+    again = start(tmp_path)
+    again.load(tmp_path / "c.pt")
+    assert again.steps_taken == 1
+
+
 def test_not_within_a_logical_batch(tmp_path):
     private = start(tmp_path, max_physical_batch_size=5)
     for i, (x, y) in enumerate(private.loader):

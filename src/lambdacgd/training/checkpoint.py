@@ -140,6 +140,7 @@ def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] |
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        draft.stat()  # a second job, started by mistake, may have taken it for a dead one's: before the ledger knows it
     except (OSError, RuntimeError) as error:  # torch reports a short write as a RuntimeError
         with contextlib.suppress(OSError):
             draft.unlink(missing_ok=True)

@@ -25,6 +25,14 @@ def test_fsdp_gathers_and_scatters_as_without_privacy(ranks):
     assert private_sent["_reduce_scatter_base_"] == sent["_reduce_scatter_base_"] + groups * ranks * TAG
 
 
+def test_sums_travel_in_float32_whatever_the_policy_says():
+    (_, sent), (_, low) = launch.run(2, traffic.measure_low, "fsdp")[0]
+    (_, private) = launch.run(2, traffic.measure, "fsdp")[0][1]
+    assert sent["_reduce_scatter_base_"] < low["_reduce_scatter_base_"]  # the policy is followed where nobody is private
+    assert low["_reduce_scatter_base_"] == private["_reduce_scatter_base_"]
+    assert low["_allgather_base_"] == sent["_allgather_base_"]
+
+
 def test_physical_batches_reduce_once():
     for kind in ("ddp", "fsdp"):
         split, whole = launch.run(2, traffic.measure_physical, kind)[0]

@@ -116,8 +116,7 @@ def test_mixed_precision_and_offload():
     assert all(value.dtype == torch.float32 for value in low.values())
     distance = max(float((low[name] - exact[name]).abs().max()) for name in exact)
     assert 0 < distance < 0.05  # computed in bfloat16, but not far
-    # A bfloat16 reduction, as the policy asks for, would move weights by 2⁻⁹ of a sum; ours are float32 in any world.
-    same(low, one, atol=2e-3)
+    same(low, one, atol=2e-3)  # layers round differently with other batches; `test_traffic` counts the sums' bytes
 
 
 class Tied(nn.Module):

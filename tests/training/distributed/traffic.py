@@ -61,6 +61,14 @@ def measure(kind: str, device: str = "cpu", **sharding: Any) -> Any:
     return found
 
 
+def measure_low(kind: str) -> Any:
+    """As `measure`, with a policy that asks for computation and reductions in bfloat16."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    low = torch.bfloat16
+    return measure(kind, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=low))
+
+
 def measure_physical(kind: str) -> Any:
     """(traffic of a logical step in parts of one example, of one in one part)."""
     found = []

@@ -28,7 +28,7 @@ def test_fsdp_gathers_and_scatters_as_without_privacy(ranks):
 def test_sums_travel_in_float32_whatever_the_policy_says():
     (_, sent), (_, low) = launch.run(2, traffic.measure_low, "fsdp")[0]
     (_, private) = launch.run(2, traffic.measure, "fsdp")[0][1]
-    assert sent["_reduce_scatter_base_"] < low["_reduce_scatter_base_"]  # the policy is followed where nobody is private
+    assert sent["_reduce_scatter_base_"] < low["_reduce_scatter_base_"]  # ordinary training follows it
     assert low["_reduce_scatter_base_"] == private["_reduce_scatter_base_"]
     assert low["_allgather_base_"] == sent["_allgather_base_"]
 

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.training import oracle
 from tests.training.distributed import jobs, launch
 from torch import distributed as dist
+from torch.distributed.checkpoint import FileSystemWriter
 
 import lambdacgd as lc
 
@@ -100,6 +101,17 @@ def life_of_a_folder(where: str) -> None:
     assert [p.name for p in path.iterdir()] == ["step-00000001"]
     step()
     private.save(path)
+    assert [p.name for p in path.iterdir()] == ["step-00000002"]
+
+    # A full disk on one rank: an error that `except Exception` sees, on both, and nothing is left or entered.
+    def write_data(writer, plan, planner):
+        if not first:
+            raise OSError("no space left")
+        return whole(writer, plan, planner)
+
+    whole = FileSystemWriter.write_data
+    with mock.patch.object(FileSystemWriter, "write_data", write_data):
+        _refuses(lambda: private.save(path), "rank 1 failed: OSError: no space left")
     assert [p.name for p in path.iterdir()] == ["step-00000002"]
     _refuses(lambda: private.save(path, extra={"set": {1}}), "cannot be part of a checkpoint|failed on rank 0")
     assert [p.name for p in path.iterdir()] == ["step-00000002"]

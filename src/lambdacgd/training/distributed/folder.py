@@ -18,6 +18,7 @@ import hashlib
 import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -187,16 +188,27 @@ def _write(tensors: dict[str, Any], draft: Path, world: World) -> None:
     from torch.distributed import checkpoint as dcp  # takes a second, which one process alone need not spend
 
     writer = dcp.FileSystemWriter(draft, sync_files=True)
-    dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.group is None)
+    with _plain_errors(dcp.CheckpointException):
+        dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.group is None)
 
 
 def _read(tensors: dict[str, Any], source: Path, world: World) -> None:
     from torch.distributed import checkpoint as dcp
 
     reader = dcp.FileSystemReader(source)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _plain_errors(dcp.CheckpointException):
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no accident
         dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.group is None)
+
+
+@contextlib.contextmanager
+def _plain_errors(kind: Any) -> Iterator[None]:
+    """torch.distributed.checkpoint raises something that is no Exception: nobody's ``except`` would see it."""
+    try:
+        yield
+    except kind as error:
+        rank, (cause, _) = min(error.failures.items())
+        raise CheckpointError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
 
 
 def _write_facts(facts: dict[str, Any], draft: Path) -> None:

@@ -29,12 +29,9 @@ class EMA:
         self._updates = 0
         self._average = {
             name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
-            for name, p in self._weights().items()
+            for name, p in self._parameters.items()
         }
         self.in_use = False
-
-    def _weights(self) -> dict[str, nn.Parameter]:
-        return self._parameters
 
     @torch.no_grad()
     def update(self) -> None:
@@ -43,9 +40,8 @@ class EMA:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        weights = self._weights()
-        averages = [self._average[name] for name in weights]
-        new = [p.detach().to(average.dtype) for average, p in zip(averages, weights.values(), strict=True)]
+        averages = [self._average[name] for name in self._parameters]
+        new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
         if all(type(tensor) is Tensor for tensor in new):
             torch._foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
             return
@@ -55,7 +51,7 @@ class EMA:
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average in place of its weights."""
-        own = {name: p.detach().clone() for name, p in self._weights().items()}
+        own = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._copy(self._average)
         self.in_use = True
         try:
@@ -66,7 +62,7 @@ class EMA:
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:
-        for name, p in self._weights().items():
+        for name, p in self._parameters.items():
             p.copy_(source[name])
         reshard(self._model)
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lambdacgd.training.distributed import reduction
+from lambdacgd.training.distributed.compare import fingerprint
 from lambdacgd.training.distributed.shards import Place
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import TrainingError
@@ -81,13 +82,13 @@ def test_buckets_keep_within_their_size(monkeypatch):
 
 def test_the_fingerprint_sees_a_bit_and_a_swap():
     p = [torch.randn(50, generator=torch.Generator().manual_seed(0)), torch.zeros(3, dtype=torch.bfloat16)]
-    before = reduction.fingerprint(p)
-    assert reduction.fingerprint(p) == before
+    before = fingerprint(p)
+    assert fingerprint(p) == before
     p[0].view(torch.int32)[7] ^= 1
-    assert reduction.fingerprint(p) != before
+    assert fingerprint(p) != before
     p[0].view(torch.int32)[7] ^= 1
     p[0][[1, 2]] = p[0][[2, 1]]
-    assert reduction.fingerprint(p) != before
+    assert fingerprint(p) != before
 
 
 def test_one_process_alone_speaks_to_nobody():

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from lambdacgd.training.distributed.reduction import fingerprint
 from lambdacgd.training.distributed.shards import is_sharded, local
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.loader import random_numbers_of
@@ -38,6 +39,21 @@ def compare_weights(private: Private) -> None:
             "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
             "on some. Resume all from the newest checkpoint, on equal machines"
         )
+
+
+@torch.no_grad()
+def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """Two 64-bit numbers that change when a bit of a parameter changes; computed where the parameters are."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain, weighted = 0, 0
+    for p in parameters:
+        flat = p.detach().contiguous().view(-1)
+        for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
+            bits = part.to(torch.int64)
+            place = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+            plain = (plain * 31 + int(bits.sum())) % (1 << 63)
+            weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
+    return plain, weighted
 
 
 def sample_of(dataset: Any, examples: int) -> str | None:

@@ -83,18 +83,3 @@ def _copy_back(flat: Tensor, members: list[Tensor]) -> None:
         return
     parts = flat[: sum(t.numel() for t in members)].split([t.numel() for t in members])
     torch._foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members, strict=True)])
-
-
-@torch.no_grad()
-def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
-    """Two 64-bit numbers that change when a bit of a parameter changes; computed where the parameters are."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    plain, weighted = 0, 0
-    for p in parameters:
-        flat = p.detach().contiguous().view(-1)
-        for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
-            bits = part.to(torch.int64)
-            place = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
-            plain = (plain * 31 + int(bits.sum())) % (1 << 63)
-            weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
-    return plain, weighted

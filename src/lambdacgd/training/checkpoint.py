@@ -128,10 +128,11 @@ def _check(private: Private, state: dict[str, Any]) -> None:
 
 def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None, *, frozen: bool = True) -> None:
     """Write a checkpoint: draft, sync, ledger, rename. A failure leaves the previous file and the ledger alone."""
-    if private.world.group is not None or private.shards is not None:
-        folder.save(private, path, extra, frozen=frozen)
-        return
     target = Path(path)
+    # What several processes began, one goes on with: a file could not take the folder's name.
+    if private.world.group is not None or private.shards is not None or target.is_dir():
+        folder.save(private, target, extra, frozen=frozen)
+        return
     state = gather(private, extra, frozen=frozen)
     digest = content_digest(state)
     draft = target.with_name(f".{target.name}.draft")
@@ -161,7 +162,8 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     if private.world.many or private.shards is not None:
         raise CheckpointError(
             f"{source} is no checkpoint folder. What one process saved without torch.distributed is a file, which "
-            "several cannot go on from: save it again from one process with torch.distributed initialised"
+            "several cannot go on from: load it in one process with torch.distributed initialised, and save it from "
+            "there under another name"
         )
     _settle_drafts(private, source)
     state = _read(source)

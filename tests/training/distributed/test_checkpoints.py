@@ -58,6 +58,29 @@ def test_from_two_processes_to_another_world(folder, first, second, size, bins):
                 torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-10)
 
 
+def on_one_process(where: str) -> list[str]:
+    """Without a process group, in the folder that two made: it stays a folder."""
+    path = Path(where) / "checkpoint"
+    for step in (5, 6):
+        private, model, optimizer = jobs.bound("plain", where, seed=9)
+        extra = private.load(path)
+        assert private.steps_taken == step
+        jobs.loop(private, model, optimizer, step + 1)
+        private.save(path, extra=extra)
+        private.detach()
+    return [p.name for p in path.iterdir()]
+
+
+def test_one_process_saves_where_two_did(folder):
+    launch.run(2, jobs.begin_and_save, "ddp", str(folder), 5, "fixed")
+    assert launch.run(0, on_one_process, str(folder)) == [["step-00000007"]]
+    assert [e["step"] for e in entries(folder) if e["event"] == "release"] == [5, 6, 7]
+    for start, weights, _ in launch.run(2, jobs.go_on, "fsdp", str(folder), "fixed"):
+        assert start == 7
+        for name, value in weights.items():
+            torch.testing.assert_close(value, expected("fixed")[0][name], rtol=0, atol=1e-10)
+
+
 def test_no_secret_in_the_folder(folder):
     launch.run(2, jobs.begin_and_save, "fsdp", str(folder), 1, "fixed")
     content = b"".join(p.read_bytes() for p in (folder / "checkpoint").rglob("*") if p.is_file())

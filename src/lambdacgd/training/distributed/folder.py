@@ -188,7 +188,7 @@ def _write(tensors: dict[str, Any], draft: Path, world: World) -> None:
     from torch.distributed import checkpoint as dcp  # takes a second, which one process alone need not spend
 
     writer = dcp.FileSystemWriter(draft, sync_files=True)
-    with _plain_errors(dcp.CheckpointException):
+    with _plainly(dcp.CheckpointException):
         dcp.save(tensors, storage_writer=writer, process_group=world.group, no_dist=world.group is None)
 
 
@@ -196,18 +196,19 @@ def _read(tensors: dict[str, Any], source: Path, world: World) -> None:
     from torch.distributed import checkpoint as dcp
 
     reader = dcp.FileSystemReader(source)
-    with warnings.catch_warnings(), _plain_errors(dcp.CheckpointException):
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no accident
+    with _plainly(dcp.CheckpointException):
         dcp.load(tensors, storage_reader=reader, process_group=world.group, no_dist=world.group is None)
 
 
 @contextlib.contextmanager
-def _plain_errors(kind: Any) -> Iterator[None]:
-    """torch.distributed.checkpoint raises something that is no Exception: nobody's ``except`` would see it."""
+def _plainly(failure: type[BaseException]) -> Iterator[None]:
+    """torch.distributed.checkpoint's ``failure`` is no Exception, so nobody's ``except`` would see it: raise ours."""
     try:
-        yield
-    except kind as error:
-        rank, (cause, _) = min(error.failures.items())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is no accident
+            yield
+    except failure as error:
+        rank, (cause, _) = min(error.failures.items())  # type: ignore[attr-defined]
         raise CheckpointError(f"rank {rank} failed: {type(cause).__name__}: {cause}") from error
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
+from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError, TrainingError, check_claim
 from lambdacgd.training.identity import check_identity, content_digest
 from lambdacgd.training.run import Run
@@ -36,13 +37,19 @@ class Noiser:
     ---------
     If every sum holds each example of ``batch()`` at most once with norm at most ``max_grad_norm`` over all tensors
     together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says. Clipping is yours,
-    and so is its rounding.
+    and so is its rounding. With several processes there is one Noiser, on rank 0.
     """
 
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
         if not isinstance(plan, Plan):
             raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
         check_claim(plan)
+        if not World.of(None).first:
+            raise TrainingError(
+                "a Noiser hands out whole batches and adds all of the noise, so one on each rank would be as many runs "
+                "over the same data. Use it on rank 0 and send its results to the others; or use privatize, which "
+                "splits batches between ranks"
+            )
         self.plan = plan
         self.max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)

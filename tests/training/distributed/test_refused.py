@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.training.distributed import launch, mistakes
+from tests.training.distributed import jobs, launch, mistakes
 from torch import nn
 
+import lambdacgd as lc
 from lambdacgd.training.distributed.world import World
 from lambdacgd.validation import InvalidInput
 
@@ -65,6 +66,21 @@ def test_refused_on_every_rank(name):
         answer = answers()[rank][list(SAYS).index(name)]
         assert answer is not None, f"rank {rank} went on"
         assert said in answer[1], f"rank {rank} says {answer}"
+
+
+def make_noiser() -> str | None:
+    try:
+        lc.Noiser(jobs.plan())
+    except lc.TrainingError as error:
+        return str(error)
+    return None
+
+
+def test_a_noiser_on_every_rank():
+    """They would be two runs over the same data."""
+    first, second = launch.run(2, make_noiser)
+    assert first is None
+    assert "Use it on rank 0" in second
 
 
 def test_a_job_of_many_without_a_process_group(monkeypatch):

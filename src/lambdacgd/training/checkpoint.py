@@ -52,7 +52,7 @@ def identity(private: Private) -> dict[str, Any]:
 
 def check_savable(private: Private) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
-    private.check_usable()
+    private.check_whole()
     if private.cycle.phase is not Phase.IDLE:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "

@@ -252,6 +252,10 @@ class Private:
     def check_usable(self) -> None:
         if not self._attached:
             raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
+        self.check_whole()
+
+    def check_whole(self) -> None:
+        """Refuse weights that are not those of a step, on this rank or on others."""
         if self.shards is not None and self.shards.failed and self.world.many:
             raise TrainingError(_ALONE)
         if self._broken is not None:

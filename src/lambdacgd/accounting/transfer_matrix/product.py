@@ -5,7 +5,6 @@ Bins whose scale c_j is (rounded to be) equal share one matrix, and a stretch of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,6 +15,7 @@ from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.transfer_matrix.chain import Chain
 from lambdacgd.accounting.transfer_matrix.emission import round_lognormal
 from lambdacgd.accounting.transfer_matrix.lattice import Lattice, Site
+from lambdacgd.accounting.transfer_matrix.workers import in_parallel, workers
 from lambdacgd.mechanisms.base import Array
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Rounding = Literal["up", "down"]
 MEMORY = 384 * 2**20
 """bytes the batched products may use at once"""
+SMALLEST_BATCH = 8
+"""frequencies that are worth a worker of their own"""
 LARGEST_TABLE = 10_000_000
 """numbers in one emission table; a few temporaries of this size exist while it is made"""
 
@@ -124,13 +126,18 @@ class TransferProduct:
         import torch
 
         values = np.empty(len(z), dtype=np.complex128 if np.iscomplexobj(z) else np.float64)
-        for part in self._batches(len(z), values.itemsize):
+
+        def compute(part: slice) -> None:
             values[part] = self._evaluate(torch.as_tensor(z[part], device=self.device), rounding).cpu().numpy()
+
+        parts, at_once = self._batches(len(z), values.itemsize)
+        in_parallel(compute, parts, at_once=at_once)
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
         return values
 
-    def _batches(self, count: int, itemsize: int) -> Iterator[slice]:
+    def _batches(self, count: int, itemsize: int) -> tuple[list[slice], int]:
+        """Parts of all z, and how many of them may be computed at once: together they stay below ``MEMORY``."""
         size = max(self.lattice.states, self.lattice.closing_states)
         each = 5 * itemsize * size * self.lattice.states + 4 * itemsize * len(self._grid)
         if each > MEMORY:
@@ -138,8 +145,10 @@ class TransferProduct:
                 f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
                 "lump bins or ask for a smaller λ"
             )
-        batch = int(min(MEMORY // each, 64 if self.device == "cpu" else 512))
-        return (slice(i, min(i + batch, count)) for i in range(0, count, batch))
+        room = int(MEMORY // each)
+        at_once = min(workers(), room, -(-count // SMALLEST_BATCH)) if self.device == "cpu" else 1
+        batch = min(room // at_once, 64 if self.device == "cpu" else 512, -(-count // at_once))
+        return [slice(i, min(i + batch, count)) for i in range(0, count, batch)], at_once
 
     def _evaluate(self, z: torch.Tensor, rounding: Rounding) -> torch.Tensor:
         first, last = self.ends

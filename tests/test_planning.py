@@ -340,6 +340,19 @@ def test_a_file_without_bins_means_fixed_ones(tmp_path):
     old.check()
 
 
+@pytest.mark.parametrize("sampling", ["balls-in-bins", "cyclic", "poisson"])
+def test_noise_of_fresh_bins_is_refused_elsewhere_even_where_the_file_forgets_the_kind(sampling):
+    """DP-SGD's sensitivity and errors are the same with any bins: the certificate's method still tells."""
+    content = lc.plan(40, 10, epochs=3, epsilon=4.0, delta=1e-3, mechanism="dp-sgd", bins="fresh").to_dict()
+    content.pop("digest")
+    content["certificate"]["details"].pop("sampling")
+    content["sampling"] = {"name": sampling, "examples": 40, "steps_per_epoch": 4, "epochs": 3}
+    content["sampling"] |= {"batch_size": 10} if sampling == "cyclic" else {}
+    edited = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        edited.check()
+
+
 RESOLVED = {
     "lambda-cgd": {"lam": 0.9},
     "lambda-cgd, normalised": {"lam": 0.9, "normalized": True},

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lambdacgd.accounting.base import Certificate
-from lambdacgd.accounting.calibration import calibrate_noise
+from lambdacgd.accounting.calibration import calibrate_noise, methods
 from lambdacgd.choices import default_bins, make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
 from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
@@ -116,7 +116,7 @@ class Plan:
 
         The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. The
         certificate names the kind of sampling, which independent noise would not show (those of earlier releases do
-        not, and were never of fresh bins).
+        not, and were never of fresh bins), and a method that certifies this kind.
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
@@ -127,6 +127,7 @@ class Plan:
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
         unnamed = self.sampling.kind if self.restart_every is None else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
+        same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",

@@ -77,6 +77,14 @@ def _calibrate_noise(
     raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
 
 
+def methods(sampling: Sampling) -> tuple[str, ...]:
+    """The methods that certify ``sampling``: a certificate by another one was made for something else."""
+    if isinstance(sampling, BallsInBins):
+        composed = sampling.bins == "fresh" and sampling.epochs > 1
+        return ("transfer-matrix-composed",) if composed else ("transfer-matrix", "monte-carlo")
+    return ("analytic",) if isinstance(sampling, Cyclic) else ("pld",)
+
+
 def cross_check(mechanism: Mechanism, sampling: Sampling, *, sigma: float, epsilon: float) -> dict[str, float]:
     """δ(ε) at this σ by Monte Carlo, which shares no code with the exact accountant: for ``plan --cross-check``."""
     if not isinstance(sampling, BallsInBins):

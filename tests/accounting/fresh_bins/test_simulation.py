@@ -61,9 +61,10 @@ def test_plans_are_cross_checked() -> None:
 
 def test_estimated_noise_is_close_to_the_exact_one() -> None:
     exact = FreshBins(0.6, 30, 5).sigma(2.0, 1e-5)[0]
-    found = estimate_sigma(LambdaCGD(0.6), Horizon(30, 5), epsilon=2.0, delta=1e-5)
-    assert found.sigma == pytest.approx(exact, rel=0.01)
-    assert abs(found.sigma - exact) < 5 * found.standard_error + 1e-3 * exact
+    for start in (None, exact, 1.5 * exact):  # a search that begins at its end must learn the slope too
+        found = estimate_sigma(LambdaCGD(0.6), Horizon(30, 5), epsilon=2.0, delta=1e-5, samples=49_152, start=start)
+        assert found.sigma == pytest.approx(exact, rel=0.01)
+        assert abs(found.sigma - exact) < 5 * found.standard_error + 1e-3 * exact
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)

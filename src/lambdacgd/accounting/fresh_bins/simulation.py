@@ -207,8 +207,11 @@ def estimate_sigma(
         if points and abs(value) < 3 and abs(points[-1][1]) < 6:
             slope = float(np.clip((points[-1][1] - value) / (at - points[-1][0]), 3.0, 80.0))
         points.append((at, value))
-        if abs(value) < 0.05:
+        if abs(value) < 0.05 and len(points) > 1:
             break
+        if abs(value) < 0.05:  # a second point, for the slope
+            at += 0.03
+            continue
         at += float(np.clip(value / slope, -0.5, 0.35))
         failed = max((x for x, v in points if v > 0), default=-math.inf)
         passed = min((x for x, v in points if v <= 0), default=math.inf)
@@ -216,8 +219,16 @@ def estimate_sigma(
             at = 0.5 * (failed + passed)
         at = min(max(at, smallest), widest)
     pools, size = range(1, 9), max(samples // 8, 1024)
-    for _ in range(2):
+    fine: list[tuple[float, float]] = []
+    for _ in range(6):
         ratios = log_ratios(at, pools, size)
-        at = min(max(at + math.log(max(float(ratios.mean()), 1e-6)) / slope, smallest), widest)
-    error = float(ratios.std(ddof=1) / ratios.mean() / math.sqrt(len(ratios)))
+        value = math.log(max(float(ratios.mean()), 1e-6))
+        error = float(ratios.std(ddof=1) / ratios.mean() / math.sqrt(len(ratios)))
+        if fine:  # the same random numbers: the secant is good to the end
+            slope = float(np.clip((fine[-1][1] - value) / (at - fine[-1][0]), 3.0, 80.0))
+        fine.append((at, value))
+        following = min(max(at + value / slope, smallest), widest)
+        if abs(value) < max(0.2 * error, 1e-3) or following == at:
+            break
+        at = following
     return SimulatedSigma(math.exp(at), math.exp(at) * error / slope, slope, 8 * size)

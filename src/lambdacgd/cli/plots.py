@@ -95,12 +95,12 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
     from lambdacgd.cli.planner import describe
 
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
-    labels = [f"{describe(plan.mechanism)} ({plan.sampling.kind})" for plan in ordered]
+    labels = [f"{describe(plan.mechanism)}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
     colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
     with _figure(path, figsize=(8, 0.45 * len(plans) + 1.5)) as axes:
         axes.barh(labels, [plan.rmse for plan in ordered], color=colors)
         for row, plan in enumerate(ordered):
             axes.text(plan.rmse, row, f" {plan.rmse:.3g}", va="center")
-        axes.set_xlabel("RMSE, in clipping norms (blue: no noise stored, grey: needs buffers)")
+        axes.set_xlabel("RMSE in clipping norms; blue: no noise stored")
         axes.set_title(f"ε = {plans[0].epsilon:g}, δ = {plans[0].delta:g}, n = {plans[0].steps}")
         axes.margins(x=0.12)

@@ -50,7 +50,7 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     if plan.restart_every is not None:
         from lambdacgd.accounting.fresh_bins import epsilon_after_epochs as composed
 
-        found = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, delta=plan.delta)
+        found = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=plan.delta)
         return (*found[:-1], plan.epsilon)
     return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
 

@@ -101,7 +101,10 @@ def test_negative_strategies_are_refused() -> None:
 
 @pytest.mark.parametrize("mechanism", [LambdaCGD(0.5), BISR(3)], ids=lambda m: m.name)
 def test_epsilon_grows_epoch_by_epoch(mechanism: Mechanism) -> None:
-    found = epsilon_after_epochs(mechanism, Horizon(20, 4), sigma=2.5, delta=1e-5)
+    horizon = Horizon(20, 4)
+    sigma = fresh_bins(mechanism, horizon, epsilon=2.0, delta=1e-5).sigma
+    found = epsilon_after_epochs(mechanism, horizon, sigma=sigma, epsilon=2.0, delta=1e-5)
+    assert found[-1] == pytest.approx(2.0, rel=1e-2)
     assert len(found) == 4
     assert list(found) == sorted(found)
     assert math.isfinite(found[-1])

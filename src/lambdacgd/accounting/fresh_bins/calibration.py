@@ -8,10 +8,10 @@ from typing import Any
 from lambdacgd import cache
 from lambdacgd.accounting.balls_in_bins import balls_in_bins
 from lambdacgd.accounting.balls_in_bins import exact_accountant as exact_single_epoch
-from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate, calibrate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate
 from lambdacgd.accounting.fresh_bins.accountant import FreshBins
 from lambdacgd.accounting.fresh_bins.dominating import dominating
-from lambdacgd.accounting.fresh_bins.simulation import Simulation, estimate_sigma
+from lambdacgd.accounting.fresh_bins.simulation import estimate_sigma
 from lambdacgd.mechanisms import Horizon, Mechanism
 from lambdacgd.validation import InvalidInput
 
@@ -96,17 +96,15 @@ def _exact(accountant: FreshBins, epsilon: float, delta: float) -> Calibration:
     return Calibration(found["sigma"], Certificate(**found["certificate"]))
 
 
-def epsilon_after_epochs(mechanism: Mechanism, horizon: Horizon, *, sigma: float, delta: float) -> tuple[float, ...]:
-    """ε at ``delta`` after 1, 2, …, k whole epochs: certified for λCGD, simulated (no claim) for the rest."""
+def epsilon_after_epochs(
+    mechanism: Mechanism, horizon: Horizon, *, sigma: float, epsilon: float, delta: float
+) -> tuple[float, ...]:
+    """Upper bounds on ε at ``delta`` after 1, 2, …, k whole epochs of a run planned for ``epsilon`` at ``sigma``.
+
+    As for the plan's own σ, λCGD is composed exactly and other mechanisms through the chain that dominates them.
+    """
     exact = exact_accountant(mechanism, horizon)
     if exact is not None:
         return exact.epsilons(sigma, delta)
-    pool = Simulation(mechanism, horizon.steps_per_epoch).pool(sigma, samples=65_536, seed=1)
-
-    def after(epochs: int) -> float:
-        def larger(epsilon: float) -> float:
-            return max(pool.delta("remove", epochs, epsilon), pool.delta("add", epochs, epsilon))
-
-        return calibrate(larger, delta, rtol=1e-3, limits=(1e-4, 1e3))
-
-    return tuple(after(epochs) for epochs in range(1, horizon.epochs + 1))
+    chain = dominating(mechanism, horizon, epsilon=epsilon, delta=delta)
+    return chain.accountant.epsilons(sigma / chain.norm, delta)

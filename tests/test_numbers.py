@@ -65,12 +65,13 @@ def test_sentences_from_runtime_and_accuracy(tmp_path: Path, monkeypatch: pytest
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}.json").write_text(f'{{"quick": false, "rows": {rows}}}')
 
-    base = '{"peak_mib": 100.0, "over_dp_sgd": 1.0}'
-    ours = '{"peak_mib": 100.25, "over_dp_sgd": 1.0042}'
+    base, ours = '{"over_dp_sgd": 1.0}', '{"over_dp_sgd": 1.0042}'
+    peaks = '{"DP-SGD": 100.0, "regenerated, 2 bands": 100.25}'
     buffer = ", ".join(f'"CPU buffer, {p} bands": {{"over_dp_sgd": {1 + p / 10}}}' for p in (2, 4, 16))
     write(
         "runtime-imdb",
-        f'[{{"model": "lstm", "variants": {{"DP-SGD": {base}, "regenerated, 2 bands": {ours}, {buffer}}}}}]',
+        f'[{{"model": "lstm", "variants": {{"DP-SGD": {base}, "regenerated, 2 bands": {ours}, {buffer}}}}}, '
+        f'{{"what": "memory", "model": "lstm", "peaks_mib": {peaks}}}]',
     )
     write(
         "methods-cifar",

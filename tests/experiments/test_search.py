@@ -156,3 +156,12 @@ def test_plans_for_all_that_a_search_may_train_are_known_beforehand(cells) -> No
 def test_standard_error() -> None:
     assert standard_error([0.5]) is None
     assert standard_error([0.4, 0.6]) == pytest.approx(0.1)
+
+
+def test_searches_that_end_at_the_edge_are_named() -> None:
+    from lambdacgd.experiments.methods_table import at_the_edge
+
+    tried = [{"learning_rate": rate, "max_grad_norm": 0.3} for rate in (0.5, 1.0, 2.0)]
+    row = {"method": "dp-sgd", "epsilon": 8.0, "max_grad_norm": 0.3, "tried": tried}
+    assert "DP-SGD (Poisson) at ε = 8" in at_the_edge([row | {"learning_rate": 0.5}])
+    assert "Every search" in at_the_edge([row | {"learning_rate": 1.0}])

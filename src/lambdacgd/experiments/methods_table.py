@@ -97,6 +97,19 @@ def _sizes(rows: list[Row]) -> str:
     return f"B = {rows[0]['batch_size']}, k = {rows[0]['epochs']}"
 
 
+def at_the_edge(rows: list[Row]) -> str:
+    """Which searches ended at the smallest or largest rate they tried (rate times ζ): a longer one might find more."""
+    found = []
+    for row in rows:
+        reach = [run["learning_rate"] * run["max_grad_norm"] for run in row["tried"]]
+        best = row["learning_rate"] * row["max_grad_norm"]
+        if best <= min(reach) or best >= max(reach):
+            found.append(f"{method(row['method']).title} at ε = {row['epsilon']:g}")
+    if not found:
+        return "Every search ended between the smallest and the largest rate it tried."
+    return f"At the edge of what was tried, so possibly short of their best: {', '.join(found)}."
+
+
 def _page(rows: list[Row], about: str, beside: str) -> str:
     return "\n\n".join(
         [
@@ -107,6 +120,7 @@ def _page(rows: list[Row], about: str, beside: str) -> str:
             "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
             "number of runs from the same learning rates. For ε = 4, 1 and .25 the rates begin where the searches of "
             "the two nearest ε ended, and two are tried. The search itself is not covered by (ε, δ).",
+            at_the_edge(rows),
             settings_found(rows),
             beside,
         ]
@@ -115,6 +129,8 @@ def _page(rows: list[Row], about: str, beside: str) -> str:
 
 def cifar_page(rows: list[Row]) -> str:
     about = (
+        "The rates that searches start from, and ζ, came from earlier prototypes that had looked at test accuracy, so "
+        "they may suit λCGD better than the others. "
         f"CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), {_sizes(rows)}, plain SGD, no augmentation. Test images "
         "are those that are exact where the data folder marks them."
     )

@@ -141,9 +141,10 @@ def test_the_script_plans_trains_and_collects(folder: Path, tmp_path: Path) -> N
 
 
 def test_pages_mark_the_best_and_say_what_is_missing() -> None:
+    tried = [{"learning_rate": rate, "max_grad_norm": 0.3} for rate in (0.5, 1.0, 2.0)]
     found = {
         "learning_rate": 1.0, "max_grad_norm": 0.3, "lambda": None, "schedule": "constant", "weights": "last",
-        "sigma": 0.5, "validation": 0.5, "tried": [1], "batch_size": 128, "epochs": 10, "standard_error": 0.004,
+        "sigma": 0.5, "validation": 0.5, "tried": tried, "batch_size": 128, "epochs": 10, "standard_error": 0.004,
     }  # fmt: skip
     rows = [
         found | {"method": "dp-sgd", "epsilon": 8.0, "test": 0.56},
@@ -153,6 +154,9 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     page = cifar_page(rows)
     assert "| DP-λCGD, fresh bins (ours) | **67.0 ± 0.4** | — |" in page
     assert "| DP-SGD (Poisson) | 56.0 ± 0.4 | **50.0 ± 0.4** |" in page
+    assert "Every search ended between the smallest and the largest rate it tried." in page
+    smallest = rows[0] | {"learning_rate": 0.5}
+    assert "short of their best: DP-SGD (Poisson) at ε = 8." in cifar_page([smallest, *rows[1:]])
     assert plot(rows) is not None
 
 

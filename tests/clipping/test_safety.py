@@ -83,6 +83,26 @@ def test_tied_weights_that_cancel_stay_below_the_norm(scale: float) -> None:
         assert (factors.weight[0].double() * exact >= 0.9e-5).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 0.0])
+def test_equal_tokens_that_cancel_stay_below_the_norm(dtype: torch.dtype, scale: float) -> None:
+    """Each token comes twice with opposite gradients, up to ``scale``; both ways to the norm, padding among them."""
+    half = torch.randint(-1, 5, (4, 20))
+    b = torch.randn(4, 20, 3)
+    b = torch.cat([b, scale * torch.randn_like(b) - b], 1).to(dtype)
+    rows = Rows("w", torch.cat([half, half], 1), b, torch.Size((5, 3)))
+    exact = rows.materialise(slice(0, 4)).double().flatten(1).norm(dim=1)
+    for parts in (rows._from_rows(slice(0, 4)), rows._from_gram(rows.index, b)):
+        rounding = 1e-12 if dtype == torch.float64 else 1e-4
+        assert torch.allclose(parts[0].double(), exact.square(), rtol=rounding, atol=rounding)
+        assert (parts[3] <= parts[1] * (1 + 1e-6)).all()  # Frobenius norms of Gram matrices are below their traces
+        assert (parts[4] <= parts[2] * (1 + 1e-6)).all()
+    factors = clip_factors([[rows.norm()]], max_grad_norm=1e-5, mode="flat", scale=1.0, weights=None)
+    contribution = factors.weight[0].double() * exact
+    assert (contribution <= 1e-5 * (1 + 2**-10)).all()
+    assert (contribution >= 0.9e-5).all() or scale < 1  # where little cancels, little is given away
+
+
 @pytest.mark.parametrize("low", [False, True])
 @pytest.mark.parametrize("mode", ["flat", "per-layer", "automatic"])
 def test_each_example_alone_stays_below_the_norm(low: bool, mode: Any) -> None:

@@ -29,25 +29,33 @@ def _cell(base: dict[str, Any], name: str, epsilon: float, **more: Any) -> Cell:
     return {"method": name, "epsilon": epsilon} | base | BUDGET | ({"between": True} if between else {}) | more
 
 
+OTHERS = tuple(name for name in METHODS if name not in FIRST and name != "lambda-cgd-cyclic")
+
+
 def cifar_cells(settings: Settings) -> list[Cell]:
     """Most valuable first: our methods and DP-SGD at three ε, then at the others, then everything else."""
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 2, "seeds": 2}
         return [_cell(CIFAR, name, 8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
-    others = [name for name in METHODS if name not in FIRST and name != "lambda-cgd-cyclic"]
     cells = [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in FIRST]
     cells += [_cell(CIFAR, name, epsilon) for name in FIRST for epsilon in NEIGHBOURS]
-    cells += [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in others]
-    return cells + [_cell(CIFAR, name, epsilon) for epsilon in NEIGHBOURS for name in others]
+    cells += [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in OTHERS]
+    return cells + [_cell(CIFAR, name, epsilon) for epsilon in NEIGHBOURS for name in OTHERS]
 
 
 def imdb_cells(settings: Settings) -> list[Cell]:
-    """The same comparison on reviews, with a model trained from scratch."""
-    rate = {8.0: 8.0, 2.0: 4.0, 0.5: 2.0}
+    """The same comparison on reviews, with a model trained from scratch; rates may move outwards twice."""
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 2}
         return [_cell(IMDB, name, 8.0, learning_rate=8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
-    return [_cell(IMDB, name, epsilon, learning_rate=rate[epsilon]) for epsilon in SEARCHED for name in FIRST]
+    rate = {8.0: 32.0, 2.0: 16.0, 0.5: 8.0}
+    search = {"tries": 6, "moves": ["edge", "edge", "other", "linear"]}
+    return [
+        _cell(IMDB, name, epsilon, learning_rate=rate[epsilon], **search)
+        for names in (FIRST, OTHERS)
+        for epsilon in SEARCHED
+        for name in names
+    ]
 
 
 def bert_cells(settings: Settings) -> list[Cell]:

@@ -1,7 +1,7 @@
 """Embedding and EmbeddingBag: a linear layer whose inputs are one-hot, so their Gram matrix is "the same token?".
 
-‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s. Position embeddings looked up without a batch dimension go through
-`batchfree`.
+‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s, or the norm of the few rows that g_i has. Position embeddings looked up
+without a batch dimension go through `batchfree`.
 """
 
 from __future__ import annotations
@@ -34,27 +34,47 @@ class Rows(Record):
     def examples(self) -> int:
         return self.index.shape[0]
 
-    def _groups(self) -> list[slice]:
-        step = chunk_rows(self.examples, 2 * self.index.shape[1] ** 2, self.b.device)
+    def _groups(self, elements_each: int) -> list[slice]:
+        step = chunk_rows(self.examples, elements_each, self.b.device)
         return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
 
     def norm(self) -> Norm:
-        parts = [self._norm(self.index[rows], self.b[rows]) for rows in self._groups()]
-        sums = [torch.cat(p) for p in zip(*parts, strict=True)]
-        gamma = precision.accumulation_unit(self.b.shape[2], self.b.dtype)
-        # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
-        low = self.b.dtype in (torch.bfloat16, torch.float16)
-        kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
-        return bounded_norm(sums, gamma, kappa)
+        """From the Gram matrix on CUDA, where products are cheap; from the gradient's own rows elsewhere."""
+        tokens, width = self.b.shape[1:]
+        if self.b.is_cuda:
+            parts = [self._from_gram(self.index[rows], self.b[rows]) for rows in self._groups(2 * tokens**2)]
+            # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
+            low = self.b.dtype in (torch.bfloat16, torch.float16)
+            kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
+            gamma = precision.accumulation_unit(width, self.b.dtype)
+        else:
+            parts = [self._from_rows(rows) for rows in self._groups(2 * tokens * width)]
+            # A row is a sum over equal tokens: its error is that of Σ_t b_t, at most γ(T) √(tr G_b ‖G_a‖), as κ's is.
+            kappa, gamma = precision.accumulation_unit(tokens, self.b.dtype), 0.0
+        return bounded_norm([torch.cat(p) for p in zip(*parts, strict=True)], gamma, kappa)
 
     @staticmethod
-    def _norm(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    def _from_gram(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         gram = precision.bmm(b, b.transpose(1, 2))
         used = (index >= 0).unsqueeze(2)
         same = ((index.unsqueeze(2) == index.unsqueeze(1)) & used).to(gram.dtype)
         trace_b = gram.diagonal(dim1=1, dim2=2).sum(1)
         gram_b, gram_a = torch.linalg.vector_norm(gram, dim=(1, 2)), torch.linalg.vector_norm(same, dim=(1, 2))
         return gram.mul_(same).sum((1, 2)), used.sum((1, 2), dtype=gram.dtype), trace_b, gram_a, gram_b
+
+    def _from_rows(self, rows: slice) -> tuple[Tensor, ...]:
+        """Sorted, equal tokens are neighbours: the gradient's rows are sums over runs of them."""
+        index, order = self.index[rows].sort(1)
+        _, b = self._scatter(rows)
+        run = torch.zeros_like(index)
+        torch.cumsum(index[:, 1:] != index[:, :-1], 1, out=run[:, 1:])
+        place = torch.empty_like(run).scatter_(1, order, run)
+        summed = torch.zeros_like(b).scatter_add_(1, place.unsqueeze(2).expand_as(b), b)
+        used = (index >= 0).to(b.dtype)
+        counts = torch.zeros_like(used).scatter_add_(1, run, used)
+        trace_b = torch.linalg.vector_norm(b, dim=(1, 2)).square()
+        square = torch.linalg.vector_norm(summed, dim=(1, 2)).square()
+        return square, used.sum(1), trace_b, torch.linalg.vector_norm(counts, dim=1), trace_b
 
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
@@ -106,11 +126,12 @@ class Tied(Record):
         kappa = 2 * precision.folding_unit(self.head.dtype, self.head.device)
         with precision.full_float32():
             one, two = self.rows.norm(), self.head.norm()
-            cross = torch.cat([self._cross(rows) for rows in self.rows._groups()])
+            cross = torch.cat([self._cross(rows) for rows in self.rows._groups(2 * self.rows.index.shape[1] ** 2)])
         trace_a = 2 * (one.trace_a + two.trace_a)  # type: ignore[operator]
         trace_b = one.trace_b + two.trace_b  # type: ignore[operator]
         square = one.square + two.square + 2 * cross
-        return Norm(square, trace_a, trace_b, trace_a, trace_b, max(one.gamma, two.gamma), kappa)
+        gamma = max(one.gamma, two.gamma, precision.accumulation_unit(self.rows.index.shape[1], self.head.dtype))
+        return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma, kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)

@@ -63,3 +63,34 @@ def step(
         batch=batch,
         out=out,
     )
+
+
+@bench.command()
+def pair(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="May be given more than once; default: all.")
+    ] = None,
+    precision: Annotated[
+        list[str] | None, typer.Option("--precision", help="fp32, tf32 or bf16; default: both last.")
+    ] = None,
+    device: Device = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", help="Examples in a batch; default: each model's own.")
+    ] = None,
+    rounds: Annotated[int, typer.Option("--rounds", help="Of twelve steps each; at least 6.")] = 40,
+    out: Out = None,
+) -> None:
+    """λCGD's whole step over DP-SGD's, to a fraction of a percent: one model, the two noises taking turns."""
+    import torch
+
+    from lambdacgd.clipping.benchmark_models import CASES
+    from lambdacgd.clipping.benchmark_pair import run
+
+    run(
+        model or list(CASES),
+        precisions=precision or ["tf32", "bf16"],
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        batch=batch,
+        rounds=rounds,
+        out=out,
+    )

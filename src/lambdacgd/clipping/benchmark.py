@@ -7,12 +7,13 @@ parameters it has no rule for (a ViT's class token and positions) are frozen for
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from lambdacgd.clipping.benchmark_models import CASES, Case, LSTMClassifier
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
 
+PRECISIONS = ("fp32", "tf32", "bf16")
 MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
 _RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
 _TURN = 3  # steps in a row of one mode, before the next has its turn
@@ -49,27 +51,28 @@ def plain_step(case: Case, device: torch.device, precision: str, batch: int) -> 
     return step
 
 
-def our_step(case: Case, device: torch.device, precision: str, batch: int, *, noise_kind: str) -> Step:
-    model = convert(case.build()).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
-    x, y = case.data(device, batch)
-    clipper = attach(model, _CLIP)
-    noise = _noise(model, noise_kind)
-    t = 0
+class OurStep:
+    """Our step with the noise named by ``kind``, one of those given; all of them act on the same model."""
 
-    def step() -> None:
-        nonlocal t
-        t += 1
-        loss_of(model, x, y, precision).backward()
-        sums = clipper.take()
-        noise(sums, t)
-        torch._foreach_mul_(list(sums.values()), 1 / batch)
-        for name, p in clipper.parameters.items():
+    def __init__(self, case: Case, device: torch.device, precision: str, batch: int, *kinds: str) -> None:
+        model = convert(case.build()).to(device)
+        self._optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+        x, y = case.data(device, batch)
+        self._clipper = attach(model, _CLIP)
+        self._loss = lambda: loss_of(model, x, y, precision)
+        self._noises = {kind: _noise(model, kind) for kind in kinds}
+        self.kind, self._batch, self._steps = kinds[0], batch, 0
+
+    def __call__(self) -> None:
+        self._steps += 1
+        self._loss().backward()
+        sums = self._clipper.take()
+        self._noises[self.kind](sums, self._steps)
+        torch._foreach_mul_(list(sums.values()), 1 / self._batch)
+        for name, p in self._clipper.parameters.items():
             p.grad = sums[name]
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
+        self._optimizer.step()
+        self._optimizer.zero_grad()
 
 
 def _noise(model: nn.Module, kind: str) -> Callable[[dict[str, Tensor], int], None]:
@@ -129,7 +132,7 @@ def make_step(mode: str, case: Case, device: torch.device, precision: str, batch
         return plain_step(case, device, precision, batch)
     if mode.startswith("opacus"):
         return opacus_step(case, device, precision, batch, ghost=mode == "opacus-ghost")
-    return our_step(case, device, precision, batch, noise_kind=mode)
+    return OurStep(case, device, precision, batch, mode)
 
 
 def prepare(step: Step, device: torch.device, *, resident: int, warm_up: int) -> dict[str, Any]:
@@ -144,25 +147,47 @@ def prepare(step: Step, device: torch.device, *, resident: int, warm_up: int) ->
     return {"peak_mib": (torch.cuda.max_memory_allocated() - resident) / 2**20}
 
 
-def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dict[str, dict[str, Any]]:
-    """Time of a step of each mode, the modes taking turns: what slows the machine for a while slows them all.
+def turn(step: Step, device: torch.device) -> float:
+    """Milliseconds a step, over a few in a row as in training, where the host runs ahead of the device."""
+    began = time.perf_counter()
+    for _ in range(_TURN):
+        step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / _TURN
 
-    A turn is a few steps in a row, as in training, where the host runs ahead of the device.
-    """
-    cuda = device.type == "cuda"
+
+def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dict[str, dict[str, Any]]:
+    """Time of a step of each mode, the modes taking turns: what slows the machine for a while slows them all."""
     times: dict[str, list[float]] = {mode: [] for mode in steps}
     for _ in range(rounds):
         for mode, step in steps.items():
-            began = time.perf_counter()
-            for _ in range(_TURN):
-                step()
-            if cuda:
-                torch.cuda.synchronize()
-            times[mode].append(1e3 * (time.perf_counter() - began) / _TURN)
+            times[mode].append(turn(step, device))
     return {
         mode: {"median_ms": statistics.median(found), "least_ms": min(found), "repeats": rounds * _TURN}
         for mode, found in times.items()
     }
+
+
+@contextlib.contextmanager
+def set_precision(precision: str) -> Iterator[None]:
+    """float32 products as asked for: exact in "fp32", TF32 in "tf32" and beside bfloat16."""
+    before, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = precision != "fp32"
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def check_names(**given: tuple[Sequence[str], Sequence[str]]) -> None:
+    """Each kind of name with those given and those allowed."""
+    for kind, (names, allowed) in given.items():
+        for one in names:
+            if one not in allowed:
+                raise ValueError(f"unknown {kind} {one!r}; allowed: {', '.join(allowed)}")
 
 
 def run(
@@ -177,32 +202,17 @@ def run(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """Measure every combination; one that fails is recorded as an error and the rest goes on."""
-    for name, given, allowed in (
-        ("model", models, tuple(CASES)),
-        ("mode", modes, MODES),
-        ("precision", precisions, ("fp32", "tf32", "bf16")),
-    ):
-        for one in given:
-            if one not in allowed:
-                raise ValueError(f"unknown {name} {one!r}; allowed: {', '.join(allowed)}")
+    check_names(model=(models, tuple(CASES)), mode=(modes, MODES), precision=(precisions, PRECISIONS))
     place = torch.device(device)
-    result: dict[str, Any] = {"machine": _machine(place), "cells": []}
+    result: dict[str, Any] = {"machine": machine(place), "cells": []}
     for precision in precisions:
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
-        torch.backends.cudnn.allow_tf32 = precision == "tf32"
-        if precision == "bf16":
-            torch.set_float32_matmul_precision("high")
-            torch.backends.cudnn.allow_tf32 = True
         for model in models:
-            cells = _cells(model, modes, precision, place, batch, warm_up, repeats)
+            with set_precision(precision):
+                cells = _cells(model, modes, precision, place, batch, warm_up, repeats)
             result["cells"] += cells
             for cell in cells:
                 print(_line(cell, cells), flush=True)
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(result, indent=1) + "\n")
-        torch.set_float32_matmul_precision(before)
+            write(result, out)
     return result
 
 
@@ -224,16 +234,22 @@ def _cells(
             steps[mode] = step
         except Exception as error:
             cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
-        _free(device)
+        free(device)
     for mode, found in measure(steps, device, rounds=-(-repeats // _TURN)).items():
         cells[mode] |= found
     steps.clear()
     step = None
-    _free(device)
+    free(device)
     return list(cells.values())
 
 
-def _free(device: torch.device) -> None:
+def write(result: dict[str, Any], out: Path | None) -> None:
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -254,7 +270,7 @@ def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     return text
 
 
-def _machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> dict[str, Any]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     found: dict[str, Any] = {
         "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,

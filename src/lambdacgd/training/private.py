@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lambdacgd.clipping import Clipper
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
-from lambdacgd.training import checkpoint, schedulers
+from lambdacgd.training import schedulers
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.distributed.compare import compare_weights
@@ -28,10 +24,10 @@ from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.distributed.wrapping import check_not_sharded_since
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import CheckpointError, TrainingError
+from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.gradients import Gradients
-from lambdacgd.training.identity import content_digest
 from lambdacgd.training.loader import Chunk, Epoch, Loader
+from lambdacgd.training.resuming import Resuming
 from lambdacgd.training.run import Run
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
@@ -42,13 +38,9 @@ _ALONE = (
     "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
     "ranks from the newest checkpoint"
 )
-_HALF_LOADED = (
-    "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
-    "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
-)
 
 
-class Private:
+class Private(Resuming):
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
 
     Guarantee
@@ -138,69 +130,7 @@ class Private:
         """Whether no logical batch is under way: then, and only then, a checkpoint can be saved."""
         return self.cycle.phase is Phase.IDLE
 
-    # --- checkpoints -------------------------------------------------------------------------------------------------
-
-    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
-        """Write a checkpoint, whole or not at all, and enter it in the ledger.
-
-        ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
-        ``state_dict()``). ``frozen=False`` leaves frozen parameters out, for small checkpoints of adapters: the model
-        that loads it brings them. Where ``torch.distributed`` is initialised, ``path`` becomes a folder that any number
-        of processes can go on from, and every rank must call this.
-        """
-        checkpoint.save(self, path, extra, frozen=frozen)
-
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Go on from a checkpoint, which must be the run's newest release. Returns what was given as ``extra``."""
-        return checkpoint.load(self, path)
-
-    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
-        found = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
-        return self.load(path) if found else None
-
-    def state_dict(self, *, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A copy of the run's state (weights, optimizer, position; no key, no noise) for a file of your own.
-
-        It counts as released from this moment: the run resumes from it or from something newer, not from before. Prefer
-        ``save``, which also survives a crash while writing.
-        """
-        if self.shards is not None:
-            raise CheckpointError("a sharded run's state is in no one process: use private.save(folder)")
-        _ = self.run.id
-        with self.world.together("state_dict"):
-            state = copy.deepcopy(checkpoint.gather(self, extra))
-        release = partial(self.run.release, self.steps_taken, digest=content_digest(state), kind="state_dict")
-        self.world.from_first("state_dict", release)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Go on from a ``state_dict()``, which must be the run's newest release. Returns its ``extra``."""
-        place = {name: state.get(name) if isinstance(state, dict) else None for name in ("run", "step")}
-        self.world.agree("load_state_dict", place, {})
-        checkpoint.apply(self, state)
-        return dict(state["extra"])
-
-    def stand_at(self, step: int) -> None:
-        """Set the position of a resumed run."""
-        self.cycle.done = self.trained.steps_taken = step
-        self.cycle.phase = Phase.IDLE
-        self.drop_batch()
-        self.loader.restart()
-        self.gradients.clear()
-        self._stage = None
-
-    @contextlib.contextmanager
-    def going_on_from(self, step: int) -> Iterator[None]:
-        """Restore weights and the rest in this block, once the run is that of the checkpoint.
-
-        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
-        done again under its noise. And nobody goes on.
-        """
-        self.stand_at(step)
-        self._broken = _HALF_LOADED
-        yield
-        self._broken = None
+    # --- what goes along with a run ----------------------------------------------------------------------------------
 
     def ema(self, decay: float) -> EMA:
         """An average of the weights, updated after every logical step and part of checkpoints. Costs no privacy."""

@@ -1,0 +1,117 @@
+"""How a `Private` run is saved and gone on with: its checkpoints, its state, and the position it stands at after.
+
+The methods only. What a checkpoint holds and how it is written safely is in `checkpoint` (one process, a file) and in
+`distributed.folder` (several processes, a folder).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+from lambdacgd.training import checkpoint
+from lambdacgd.training.cycle import Cycle, Phase
+from lambdacgd.training.distributed.sharded import ShardedTotals
+from lambdacgd.training.distributed.world import World
+from lambdacgd.training.errors import CheckpointError
+from lambdacgd.training.gradients import Gradients
+from lambdacgd.training.identity import content_digest
+from lambdacgd.training.loader import Loader
+from lambdacgd.training.run import Run
+from lambdacgd.training.stage import NoiseStage
+from lambdacgd.training.trained import Trained
+
+if TYPE_CHECKING:
+    from lambdacgd.training.private import Private
+
+_HALF_LOADED = (
+    "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
+    "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
+)
+
+
+class Resuming:
+    """The part of `Private` that saves a run and goes on with it. Its attributes are those that `Private` makes."""
+
+    world: World
+    run: Run
+    cycle: Cycle
+    loader: Loader
+    trained: Trained
+    gradients: Gradients
+    shards: ShardedTotals | None
+    _stage: NoiseStage | None
+    _broken: str | None
+
+    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
+        """Write a checkpoint, whole or not at all, and enter it in the ledger.
+
+        ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
+        ``state_dict()``). ``frozen=False`` leaves frozen parameters out, for small checkpoints of adapters: the model
+        that loads it brings them. Where ``torch.distributed`` is initialised, ``path`` becomes a folder that any number
+        of processes can go on from, and every rank must call this.
+        """
+        checkpoint.save(self._whole, path, extra, frozen=frozen)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint, which must be the run's newest release. Returns what was given as ``extra``."""
+        return checkpoint.load(self._whole, path)
+
+    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        found = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self._whole, path))
+        return self.load(path) if found else None
+
+    def state_dict(self, *, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """A copy of the run's state (weights, optimizer, position; no key, no noise) for a file of your own.
+
+        It counts as released from this moment: the run resumes from it or from something newer, not from before. Prefer
+        ``save``, which also survives a crash while writing.
+        """
+        if self.shards is not None:
+            raise CheckpointError("a sharded run's state is in no one process: use private.save(folder)")
+        _ = self.run.id
+        with self.world.together("state_dict"):
+            state = copy.deepcopy(checkpoint.gather(self._whole, extra))
+        release = partial(self.run.release, self.cycle.done, digest=content_digest(state), kind="state_dict")
+        self.world.from_first("state_dict", release)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Go on from a ``state_dict()``, which must be the run's newest release. Returns its ``extra``."""
+        place = {name: state.get(name) if isinstance(state, dict) else None for name in ("run", "step")}
+        self.world.agree("load_state_dict", place, {})
+        checkpoint.apply(self._whole, state)
+        return dict(state["extra"])
+
+    # --- the position of a resumed run -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def going_on_from(self, step: int) -> Iterator[None]:
+        """Restore weights and the rest in this block, once the run is that of the checkpoint.
+
+        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
+        done again under its noise. And nobody goes on.
+        """
+        self.stand_at(step)
+        self._broken = _HALF_LOADED
+        yield
+        self._broken = None
+
+    def stand_at(self, step: int) -> None:
+        """Set the position of a resumed run."""
+        self.cycle.done = self.trained.steps_taken = step
+        self.cycle.phase = Phase.IDLE
+        self._whole.drop_batch()
+        self.loader.restart()
+        self.gradients.clear()
+        self._stage = None
+
+    @property
+    def _whole(self) -> Private:
+        """This run as what it is: `checkpoint` reads and writes all of it."""
+        return cast("Private", self)

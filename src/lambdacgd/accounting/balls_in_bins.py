@@ -69,7 +69,7 @@ def _exact(accountant: TransferMatrix, epsilon: float, delta: float) -> Calibrat
         "k": accountant.epochs,
         "epsilon": epsilon,
         "delta": delta,
-        "device": accountant.torch_device(),
+        "device": accountant.device_asked_for(),
     }
 
     def compute() -> dict[str, Any]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from scipy.optimize import toms748
+
+from lambdacgd.validation import InvalidInput
 
 Direction = Literal["both", "remove", "add"]
 
@@ -45,12 +48,16 @@ class Calibration:
 
 
 def device() -> str:
-    """Where accountants compute: the CPU, unless ``LAMBDACGD_ACCOUNTING_DEVICE`` names a torch device.
+    """What ``LAMBDACGD_ACCOUNTING_DEVICE`` asks for: "auto" (if it is not set), "cpu", "cuda" or "cuda:1" and so on.
 
-    CUDA is opt-in: certificates must not depend on what happens to be plugged in, and the rounding margins were
-    measured on CPUs.
+    With "auto" the exact accountant takes CUDA where there is one, where it pays and where it is right (see
+    ``transfer_matrix.devices``); Monte Carlo stays on the CPU, so that its random numbers do not depend on what happens
+    to be plugged in.
     """
-    return os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE", "cpu")
+    asked = os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE") or "auto"
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
+        raise InvalidInput("LAMBDACGD_ACCOUNTING_DEVICE", asked, "it must be auto, cpu, cuda or cuda:0, cuda:1, …")
+    return asked
 
 
 class AccountingError(ValueError):

@@ -80,6 +80,14 @@ METHODS: dict[str, Method] = {
             lam=_FIXED,
             other=_FIXED_OTHER,
         ),
+        Method(
+            "lambda-cgd-fresh-normalized",
+            "normalised DP-λCGD, fresh bins",
+            _binned("lambda-cgd", "fresh", normalized=True),
+            ours=True,
+            lam=_FRESH,
+            other=_FRESH_OTHER,
+        ),
         Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4), ours=True),
         Method(
             "bandinvmf-amplified-4",

@@ -93,9 +93,17 @@ def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Confi
 def read(path: Path) -> dict[str, Any]:
     """The settings in a TOML file; unknown ones are an error."""
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows editors save it
     except FileNotFoundError:
         raise InvalidInput("config", str(path), "there is no such file") from None
+    except OSError as error:
+        raise InvalidInput("config", str(path), f"it must be a file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            "config",
+            str(path),
+            f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
+        ) from None
     except tomllib.TOMLDecodeError as error:
         raise InvalidInput("config", str(path), f"it must be a TOML file ({error})") from None
     allowed = [field.name for field in fields(Config)]
@@ -110,7 +118,7 @@ def write(config: Config, path: Path) -> None:
     for name, value in asdict(config).items():
         if value is not None:
             lines.append(f"{name} = {_toml(value)}")
-    path.write_text("\n".join(lines) + "\n")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _toml(value: Any) -> str:

@@ -52,8 +52,8 @@ def _write(target: Path, trained: Trained, save: Callable[[str], None]) -> None:
     try:
         save(str(draft / WEIGHTS))
         facts = card(trained)
-        (draft / CARD_JSON).write_text(to_json(facts))
-        (draft / CARD_MARKDOWN).write_text(to_markdown(facts))
+        (draft / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
+        (draft / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
         for name in (WEIGHTS, CARD_JSON, CARD_MARKDOWN):
             with open(draft / name, "rb") as file:
                 os.fsync(file.fileno())

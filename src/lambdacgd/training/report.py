@@ -45,7 +45,7 @@ drifts of \ the weights are where training is hurt, and where correlated noise i
 
 {to_markdown(card).replace("# Privacy card", "## Privacy card")}"""
     path = folder / REPORT
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 

@@ -17,8 +17,14 @@ from lambdacgd.accounting.transfer_matrix.chain import Chain, plain_chain
 from lambdacgd.accounting.transfer_matrix.emission import round_lognormal, value_grid
 from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE, extended_transform
 from lambdacgd.accounting.transfer_matrix.lattice import Site, lattice
-from lambdacgd.accounting.transfer_matrix.product import IndependentProduct, TransferProduct, squarings, stretches
-from lambdacgd.accounting.transfer_matrix.put import EXTENDED_GAIN, rounding_unit
+from lambdacgd.accounting.transfer_matrix.product import (
+    IndependentProduct,
+    TransferProduct,
+    rounding_unit,
+    squarings,
+    stretches,
+)
+from lambdacgd.accounting.transfer_matrix.put import EXTENDED_GAIN
 
 
 def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float = 6.0) -> TransferProduct:

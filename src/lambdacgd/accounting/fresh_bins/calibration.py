@@ -85,7 +85,7 @@ def _exact(accountant: FreshBins, epsilon: float, delta: float) -> Calibration:
         "k": accountant.epochs,
         "epsilon": epsilon,
         "delta": delta,
-        "device": accountant.one_epoch.torch_device(),
+        "device": accountant.one_epoch.device_asked_for(),
     }
 
     def compute() -> dict[str, Any]:

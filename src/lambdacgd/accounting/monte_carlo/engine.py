@@ -26,8 +26,9 @@ _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
     """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
-    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and device() != "cpu":
-        yield from TorchRounds(proposal, device()).rounds(seeds, count)
+    asked = device()
+    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and asked not in ("auto", "cpu"):
+        yield from TorchRounds(proposal, asked).rounds(seeds, count)
         return
     whole = proposal.round
     slab = max(1, min(whole, _SLAB // size))

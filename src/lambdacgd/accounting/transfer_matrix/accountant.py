@@ -107,8 +107,8 @@ class TransferMatrix:
         one = self.chain(1.0)
         return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
 
-    def torch_device(self) -> str:
-        """Where the products are computed; "auto" is the accountants' common choice."""
+    def device_asked_for(self) -> str:
+        """Where large products are to be computed; "auto" unless this accountant or the environment says otherwise."""
         return device() if self.device == "auto" else self.device
 
     def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
@@ -130,7 +130,7 @@ class TransferMatrix:
             value = gaussian_delta(math.sqrt(exact.gain * exact.peak_variance), epsilon) * (1 + 1e-9)
             return Bound(sigma, epsilon, value, value, scale.slope, {}, {"remove": "gaussian", "add": "gaussian"})
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
-        law = measure(chain, scale, precision, direction="remove", device=self.torch_device())
+        law = measure(chain, scale, precision, direction="remove", device=self.device_asked_for())
         remove = evaluate_remove(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision)
         details: dict[str, str | float] = {
@@ -152,7 +152,7 @@ class TransferMatrix:
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
-                law = measure(chain, scale, step, direction="add", device=self.torch_device())
+                law = measure(chain, scale, step, direction="add", device=self.device_asked_for())
                 fourier = evaluate_add(law, scale, step)
             except AccountingError:
                 break  # Jensen's bound stands

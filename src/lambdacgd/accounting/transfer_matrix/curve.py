@@ -93,7 +93,7 @@ def walk(
         how = precision(scales[0].delta)
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = measure(chain, finest, how, direction=direction, device=accountant.torch_device())
+        law = measure(chain, finest, how, direction=direction, device=accountant.device_asked_for())
         latest = None
         for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
             if value.added > slack * value.delta + floor:
@@ -129,7 +129,7 @@ def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove:
     scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
     chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
     for _ in range(6):
-        law = measure(chain, scale, COARSE, direction="add", device=accountant.torch_device())
+        law = measure(chain, scale, COARSE, direction="add", device=accountant.device_asked_for())
         value = evaluate_add(law, scale, COARSE)
         size = min(max(value.core, value.delta * 1e-3), 1.0)
         slope = min(max(value.slope, scale.slope / 3, 0.3), 3 * scale.slope)

@@ -14,14 +14,13 @@ from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.transfer_matrix.chain import Chain, jensen_add
 from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
 from lambdacgd.accounting.transfer_matrix.measure import Measure, Precision, Scale
-from lambdacgd.accounting.transfer_matrix.product import Rounding
+from lambdacgd.accounting.transfer_matrix.product import Rounding, rounding_unit
 from lambdacgd.accounting.transfer_matrix.put import (
     EXTENDED_GAIN,
     Put,
     Window,
     choose_window,
     put,
-    rounding_unit,
     weights,
 )
 

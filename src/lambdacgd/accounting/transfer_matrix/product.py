@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.transfer_matrix import devices
 from lambdacgd.accounting.transfer_matrix.chain import Chain
 from lambdacgd.accounting.transfer_matrix.emission import round_lognormal
 from lambdacgd.accounting.transfer_matrix.lattice import Lattice, Site
@@ -86,13 +87,21 @@ def squarings(count: int, size: int, columns: int) -> int:
     return best
 
 
+def rounding_unit(bins: int) -> float:
+    """Rounding margin of one transform relative to E' e^{−θW'}: more than twice the largest ever measured.
+
+    A product of b matrices carries up to b times the rounding of one (see docs/exact-accountant.md).
+    """
+    return 2e-14 + 4e-16 * bins
+
+
 class TransferProduct:
     """E e^{zW'} on the lattice, W' the sum of the rounded emissions, bins scaled up or down."""
 
     def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch], device: str) -> None:
         import torch
 
-        self.lattice, self.plan, self.device = lattice, plan, device
+        self.lattice, self.plan, self.device, self.bins = lattice, plan, device, chain.bins
         self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
         shift = chain.gain**0.5
         base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
@@ -103,11 +112,11 @@ class TransferProduct:
                 f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
                 "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
             )
-        self._grid = torch.as_tensor(grid, device=device)
         self.interior, self.left, self.right = (
-            _OnDevice(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid), device)
+            _Tables.of(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid))
             for site in (lattice.interior, lattice.left, lattice.right)
         )
+        self._placed = {"cpu": (torch.as_tensor(grid), self.interior, self.left, self.right)}
 
     def flops(self) -> float:
         """Real operations for one complex z."""
@@ -119,60 +128,84 @@ class TransferProduct:
             cost += s * matrix + ((stretch.count >> s) + bin(stretch.count & ((1 << s) - 1)).count("1")) * strip
         ends = 16.0 * size * columns
         tables = self.left.table.shape[1] + self.right.table.shape[1] + self.interior.table.shape[1] * len(self.plan)
-        return cost + ends + 4.0 * len(self._grid) * tables
+        return cost + ends + 4.0 * len(self.grid) * tables
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""
-        import torch
-
-        values = np.empty(len(z), dtype=np.complex128 if np.iscomplexobj(z) else np.float64)
-
-        def compute(part: slice) -> None:
-            values[part] = self._evaluate(torch.as_tensor(z[part], device=self.device), rounding).cpu().numpy()
-
-        parts, at_once = self._batches(len(z), values.itemsize)
-        in_parallel(compute, parts, at_once=at_once)
+        values = devices.compute(
+            lambda device, some: self.on(device, some, rounding),
+            z,
+            self.device,
+            work=self.flops() * len(z),
+            unit=rounding_unit(self.bins),
+        )
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
         return values
 
-    def _batches(self, count: int, itemsize: int) -> tuple[list[slice], int]:
+    def on(self, device: str, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
+        """E e^{zW'} as this device computes it."""
+        import torch
+
+        if device not in self._placed:
+            grid, interior, left, right = self._placed["cpu"]
+            self._placed[device] = (grid.to(device), interior.to(device), left.to(device), right.to(device))
+        values = np.empty(len(z), dtype=np.complex128 if np.iscomplexobj(z) else np.float64)
+
+        def compute(part: slice) -> None:
+            values[part] = self._evaluate(torch.as_tensor(z[part], device=device), rounding, device).cpu().numpy()
+
+        parts, at_once = self._batches(len(z), values.itemsize, device)
+        in_parallel(compute, parts, at_once=at_once)
+        return values
+
+    def _batches(self, count: int, itemsize: int, device: str) -> tuple[list[slice], int]:
         """Parts of all z, and how many of them may be computed at once: together they stay below ``MEMORY``."""
         size = max(self.lattice.states, self.lattice.closing_states)
-        each = 5 * itemsize * size * self.lattice.states + 4 * itemsize * len(self._grid)
+        each = 5 * itemsize * size * self.lattice.states + 4 * itemsize * len(self.grid)
         if each > MEMORY:
             raise AccountingError(
                 f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
                 "lump bins or ask for a smaller λ"
             )
         room = int(MEMORY // each)
-        at_once = min(workers(), room, -(-count // SMALLEST_BATCH)) if self.device == "cpu" else 1
-        batch = min(room // at_once, 64 if self.device == "cpu" else 512, -(-count // at_once))
+        at_once = min(workers(), room, -(-count // SMALLEST_BATCH)) if device == "cpu" else 1
+        batch = min(room // at_once, 64 if device == "cpu" else 512, -(-count // at_once))
         return [slice(i, min(i + batch, count)) for i in range(0, count, batch)], at_once
 
-    def _evaluate(self, z: torch.Tensor, rounding: Rounding) -> torch.Tensor:
+    def _evaluate(self, z: torch.Tensor, rounding: Rounding, device: str) -> torch.Tensor:
+        grid, interior, left, right = self._placed[device]
         first, last = self.ends
-        strip = self.right.matrices(self._grid, z, last)
+        strip = right.matrices(grid, z, last)
         scale, matrices = None, None
         for stretch in self.plan:
             if matrices is None or stretch.log_scale(rounding) != scale:
                 scale = stretch.log_scale(rounding)
-                matrices = self.interior.matrices(self._grid, z, scale)
+                matrices = interior.matrices(grid, z, scale)
             strip = apply_power(matrices, stretch.count, strip)
-        left = self.left.matrices(self._grid, z, first)
-        return (left.transpose(1, 2) * strip).sum((1, 2))
+        return (left.matrices(grid, z, first).transpose(1, 2) * strip).sum((1, 2))
 
 
-class _OnDevice:
-    """A Site with its emission table, as tensors."""
+@dataclass(frozen=True)
+class _Tables:
+    """A Site with its emission table, as tensors on one device."""
 
-    def __init__(self, site: Site, table: Array, device: str) -> None:
+    kernel: torch.Tensor
+    table: torch.Tensor
+    total: torch.Tensor
+    strides: tuple[int, int]
+
+    @classmethod
+    def of(cls, site: Site, emissions: Array) -> _Tables:
         import torch
 
-        self.kernel = torch.as_tensor(site.kernel, device=device)
-        self.strides = site.strides
-        self.table = torch.as_tensor(table.T.copy(), device=device)
-        self.total = torch.as_tensor(table.sum(axis=1), device=device)
+        kernel, table, total = (
+            torch.as_tensor(array) for array in (site.kernel, emissions.T.copy(), emissions.sum(axis=1))
+        )
+        return cls(kernel, table, total, site.strides)
+
+    def to(self, device: str) -> _Tables:
+        return _Tables(self.kernel.to(device), self.table.to(device), self.total.to(device), self.strides)
 
     def matrices(self, grid: torch.Tensor, z: torch.Tensor, log_scale: float) -> torch.Tensor:
         """One transfer matrix a z: kernel(v, v')·E[e^{zcY} | v, v']."""

@@ -72,14 +72,6 @@ class Put:
         return self.far + self.tail + self.rounding
 
 
-def rounding_unit(bins: int) -> float:
-    """Rounding margin of one transform relative to E' e^{−θW'}: more than twice the largest ever measured.
-
-    A product of b matrices carries up to b times the rounding of one (see docs/exact-accountant.md).
-    """
-    return 2e-14 + 4e-16 * bins
-
-
 def phase_unit(window: Window, strike: float) -> float:
     """Rounding of the coefficients' phases ω·K: covered by the margin where there is no extended precision."""
     return 0.0 if AVAILABLE else 4e-16 * (1 + float(window.frequencies[-1]) * strike)

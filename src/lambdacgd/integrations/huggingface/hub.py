@@ -27,8 +27,8 @@ TAGS = ("differential-privacy", "lambdacgd")
 def write_card(model: nn.Module, folder: Path) -> None:
     """The privacy card of a trained model, for machines and for people."""
     facts = card(trained_by(model))
-    (folder / CARD_JSON).write_text(to_json(facts))
-    (folder / CARD_MARKDOWN).write_text(to_markdown(facts))
+    (folder / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
+    (folder / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
 
 
 def readme(model: Any, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
@@ -54,7 +54,7 @@ def stage(model: Any, processing: Any, card_text: str) -> Path:
         if processing is not None:
             processing.save_pretrained(folder)
         write_card(model, folder)
-        (folder / "README.md").write_text(card_text)
+        (folder / "README.md").write_text(card_text, encoding="utf-8")
         ModelCard.load(folder / "README.md")  # its metadata must be readable
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)

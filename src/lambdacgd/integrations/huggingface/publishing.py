@@ -46,9 +46,8 @@ class Publishing(_Base):
     ) -> None:
         """A README of public facts: the privacy card, no training results."""
         if self.is_world_process_zero():
-            Path(self.args.output_dir, "README.md").write_text(
-                self._readme(language=language, license=license, tags=tags, model_name=model_name, **kwargs)
-            )
+            text = self._readme(language=language, license=license, tags=tags, model_name=model_name, **kwargs)
+            Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
 
     def _readme(self, *, tags: Any = None, model_name: str | None = None, **kwargs: Any) -> str:
         if self.private is None:

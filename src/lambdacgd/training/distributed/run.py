@@ -24,6 +24,7 @@ class SharedRun(Run):
     ) -> None:
         self._world = world
         self._given = key is not None
+        self.given_id = prepared  # the run that this rank was asked to be; None if it was asked nothing
         self._keeps_ledger = False
         super().__init__(key, prepared=prepared if world.first else None, **facts)
 

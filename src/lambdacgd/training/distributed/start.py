@@ -61,6 +61,7 @@ def start_together(private: Private) -> None:
         own = facts(private)
     world.agree("privatize", own, _ADVICE)
     _check_keys(world.gather(run.given_fingerprint))
+    _check_run_ids(world.gather(run.given_id))
     run.share(private.clipper.anchor.device)
     broadcast_(private.model, world)
 
@@ -73,4 +74,14 @@ def _check_keys(fingerprints: list[str | None]) -> None:
             raise TrainingError(
                 f"privatize: rank 0 was given {first} and rank {rank} the key {found[:8]}…: their noise and batches "
                 "would not be one run's. Give the key on rank 0 alone (others receive it), or the same file on all"
+            )
+
+
+def _check_run_ids(ids: list[str | None]) -> None:
+    """Rank 0's prepared run counts; others name the same one or none."""
+    for rank, found in enumerate(ids):
+        if found is not None and found != ids[0]:
+            raise TrainingError(
+                f"privatize: rank 0 was given run_id={ids[0]!r} and rank {rank} run_id={found!r}: data sorted by the "
+                "bins of one run would be read as another's. Give the run_id on rank 0 alone, or the same one on all"
             )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -51,6 +53,20 @@ def other_key(rank: int) -> None:
 @mistake
 def key_on_the_wrong_rank(rank: int) -> None:
     bind(key=oracle.key() if rank == 1 else None)
+
+
+@mistake
+def other_run_id(rank: int) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        key = lc.SecretKey.generate()
+        key.save(Path(place) / "run.key")
+        runs = [key.ledger().new_run(), "cd" * 16]
+        bind(key=key if rank == 0 else None, run_id=runs[rank])
+
+
+@mistake
+def run_id_on_the_wrong_rank(rank: int) -> None:
+    bind(run_id="cd" * 16 if rank == 1 else None)
 
 
 @mistake
@@ -264,6 +280,19 @@ def a_rank_at_another_step(rank: int) -> None:
 @mistake
 def a_shard_at_another_step(rank: int) -> None:
     _drifted("fsdp", rank)
+
+
+@mistake
+def a_batch_begun_again_on_one_rank(rank: int) -> None:
+    """Sums that are reduced part by part: a rank that begins its batch again would give its first part twice."""
+    private, model, optimizer = bind("fsdp", max_physical_batch_size=1, reduce_every_batch=True)
+    batches = iter(private.loader)
+    for part in range(3):
+        if rank == 1 and part == 1:
+            batches = iter(private.loader)  # an error that was caught, and a new loop
+        x, y = next(batches)
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
 
 @mistake

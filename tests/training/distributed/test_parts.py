@@ -51,21 +51,35 @@ def test_shards_tile_their_parameter(rows, columns, ranks):
             assert float(part.flatten()[0]) == place.offset  # the row-major index that names the shard in the field
 
 
-@given(st.lists(st.integers(1, 10_000), min_size=2, max_size=40))
-def test_a_tag_notices_other_steps(steps):
-    received = torch.tensor([reduction.tag(s) for s in steps]).sum(0)
-    same = len({s % 64 for s in steps}) == 1
-    for step in steps:
+@given(st.lists(st.tuples(st.integers(1, 10_000), st.booleans()), min_size=2, max_size=40))
+def test_a_tag_notices_other_steps(places):
+    received = torch.tensor([reduction.tag(step, begins=begins) for step, begins in places]).sum(0)
+    same = len({(step % 32, begins) for step, begins in places}) == 1
+    for step, begins in places:
         if same:
-            reduction.check_tag(received, step, len(steps))
+            reduction.check_tag(received, step, len(places), begins=begins)
         else:
             with pytest.raises(TrainingError, match="drifted apart"):
-                reduction.check_tag(received, step, len(steps))
+                reduction.check_tag(received, step, len(places), begins=begins)
+
+
+@given(st.integers(1, 10_000), st.integers(1, 5), st.data())
+def test_ranks_that_part_are_noticed_at_once(step, parts, data):
+    """However long ranks go on from one place, steps with equal tags never meet before different ones have."""
+    places = [(step, 0)] * 3
+    for _ in range(200):
+        tags = [reduction.tag(t, begins=part == 0) for t, part in places]
+        if any(tag != tags[0] for tag in tags):
+            return  # refused on all ranks, and none goes on
+        assert len(set(places)) == 1
+        back = data.draw(st.lists(st.sampled_from([False] * 9 + [True]), min_size=3, max_size=3))
+        following = [(t, part + 1) if part + 1 < parts else (t + 1, 0) for t, part in places]
+        places = [(t, 0) if again else new for (t, _), new, again in zip(places, following, back, strict=True)]
 
 
 def test_a_tag_is_exact_for_thousands_of_ranks():
-    received = torch.tensor(reduction.tag(63)) * 4096
-    reduction.check_tag(received, 63, 4096)
+    received = torch.tensor(reduction.tag(31, begins=False)) * 4096
+    reduction.check_tag(received, 31, 4096, begins=False)
     assert float(received[1] + 1) > float(received[1])  # float32 still counts here
 
 

@@ -22,26 +22,33 @@ BUCKET_BYTES = 25 << 20  #: tensors below this travel together (DDP's own bucket
 TAGS = 2  #: numbers added to a bucket
 
 
-def tag(step: int) -> list[float]:
-    """(s, s²) with s = step mod 64. Over any ranks, mean s² = (mean s)² only if all s are equal; small enough to be
-    added exactly in float32 by 4 096 ranks.
+def tag(step: int, *, begins: bool) -> list[float]:
+    """(s, s²) with s = 2·(step mod 32), plus one unless the reduction ``begins`` its logical batch.
+
+    Over any ranks, mean s² = (mean s)² only if all s are equal; small enough to be added exactly in float32 by 4 096
+    ranks. That steps 32 apart have the same tag does no harm. All ranks begin at one place (they agree on it when they
+    start or resume), and reductions are collective: the k-th of one rank meets the k-th of the others. After one that
+    succeeded, a rank goes on to the next reduction of its logical batch, or to the first of the next step, or, where
+    its batch was dropped, back to the first of the same step; in no other way does its step change. So ranks that part
+    do so as (t, later) or (t + 1, first) against (t, first), which are three different tags, and that reduction fails
+    on all ranks, of which none goes on.
     """
-    s = step % 64
+    s = 2 * (step % 32) + (not begins)
     return [float(s), float(s * s)]
 
 
-def check_tag(received: Tensor, step: int, ranks: int) -> None:
-    """Refuse a bucket whose parts come from different steps."""
-    if received.tolist() != [ranks * t for t in tag(step)]:
+def check_tag(received: Tensor, step: int, ranks: int, *, begins: bool) -> None:
+    """Refuse a bucket whose parts come from different steps, or from different parts of a step's batch."""
+    if received.tolist() != [ranks * t for t in tag(step, begins=begins)]:
         raise TrainingError(
-            f"this rank reduced its sums at step {step}, and another rank at another step. The ranks have drifted "
-            "apart (an error caught on one of them, a loop that breaks at different steps). Nothing was released at "
-            "this step: stop the job and resume all ranks from the newest checkpoint"
+            f"this rank reduced its sums at step {step}, and another rank at another step or another part of its "
+            "batch. The ranks have drifted apart (an error caught on one of them, a loop that breaks at different "
+            "steps). Nothing was released at this step: stop the job and resume all ranks from the newest checkpoint"
         )
 
 
-def all_reduce_(sums: dict[str, Tensor], step: int, world: World) -> None:
-    """Replace each rank's sums by their sum over all ranks, in place."""
+def all_reduce_(sums: dict[str, Tensor], step: int, world: World, *, begins: bool = True) -> None:
+    """Replace each rank's sums by their sum over all ranks, in place. ``begins``: the first time in this step."""
     if not world.many:
         return
     large = [t for t in sums.values() if t.numel() * t.element_size() >= BUCKET_BYTES and t.is_contiguous()]
@@ -52,13 +59,13 @@ def all_reduce_(sums: dict[str, Tensor], step: int, world: World) -> None:
         like = members[0] if members else next(iter(sums.values()))
         parts = [t.reshape(-1) for t in members]
         if not flats:
-            parts.append(torch.tensor(tag(step), dtype=like.dtype, device=like.device))
+            parts.append(torch.tensor(tag(step, begins=begins), dtype=like.dtype, device=like.device))
         flat = torch.cat(parts)
         works.append(dist.all_reduce(flat, group=world.group, async_op=True))
         flats.append((flat, members))
     for work in works:
         work.wait()
-    check_tag(flats[0][0][-TAGS:], step, world.size)
+    check_tag(flats[0][0][-TAGS:], step, world.size, begins=begins)
     for flat, members in flats:
         _copy_back(flat, members)
 

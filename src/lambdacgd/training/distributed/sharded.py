@@ -141,7 +141,7 @@ class ShardedTotals(Totals):
             if total is not None:
                 place.scatter_into(flat, start, total)
             start += place.chunk
-        flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
+        flat[:, start:] = torch.tensor(tag(self._step, begins=self._fresh), dtype=flat.dtype, device=self.device)
         out = group.received if self._fresh else torch.empty_like(group.received)
         if group.ranks == 1:
             return Sent(group, flat, out.copy_(flat[0]), None)
@@ -166,7 +166,7 @@ class ShardedTotals(Totals):
 
     def _check(self, tags: list[Tensor]) -> None:
         for received in torch.stack(tags).cpu().unbind(0):  # one wait for the device
-            check_tag(received, self._step, self._world.size)
+            check_tag(received, self._step, self._world.size, begins=self._fresh)
 
     def _reduce_apart(self) -> None:
         sums = {}
@@ -176,7 +176,7 @@ class ShardedTotals(Totals):
                 total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
             sums[name] = total
         if sums:
-            all_reduce_(sums, self._step, self._world)
+            all_reduce_(sums, self._step, self._world, begins=self._fresh)
             for name, total in sums.items():
                 self.filled[name] = total if self._fresh else self.filled[name].add_(total)
 

@@ -44,7 +44,7 @@ def test_parts_cover_all_and_stay_within_memory(monkeypatch: pytest.MonkeyPatch)
     each = 5 * 16 * max(made.lattice.states, made.lattice.closing_states) * made.lattice.states + 64 * len(made.grid)
     for room in (1, 2, 3, 1000):
         monkeypatch.setattr(product, "MEMORY", room * each)
-        parts, at_once = made._batches(61, 16)
+        parts, at_once = made._batches(61, 16, "cpu")
         assert [i for part in parts for i in range(part.start, part.stop)] == list(range(61))
         assert at_once * max(part.stop - part.start for part in parts) <= room
         assert 1 <= at_once <= 4

@@ -207,6 +207,11 @@ def test_clashes(tmp_path):
     (tmp_path / "c.toml").write_text("lr = = 1\n")
     with pytest.raises(InvalidInput, match="TOML"):
         cli(*QUICK, "--config", tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding="latin-1")
+    with pytest.raises(InvalidInput, match=r"c\.toml.*UTF-8"):
+        cli(*QUICK, "--config", tmp_path / "c.toml")
+    with pytest.raises(InvalidInput, match="a file that can be read"):
+        cli(*QUICK, "--config", tmp_path)
     for line in ("task = [1]", "data = 3"):
         (tmp_path / "c.toml").write_text(f"epsilon = 8\n{line}\n")
         with pytest.raises(InvalidInput):

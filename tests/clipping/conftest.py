@@ -53,3 +53,8 @@ def compare(
 @pytest.fixture
 def oracle() -> Callable[..., None]:
     return compare
+
+
+@pytest.fixture
+def seeded() -> None:
+    torch.manual_seed(12)

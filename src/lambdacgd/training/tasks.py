@@ -72,7 +72,9 @@ class BagOfWords(nn.Module):
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task("digits", digits.load, digits_model, 2, 8, 1e-4, 0.25, 1.0, "1 437 handwritten digits of 8×8; no download"),
+        Task(
+            "digits", digits.load, digits_model, 2, 8, 1e-4, 0.25, 1.0, "1 437 handwritten digits of 8×8; no download"
+        ),
         Task("cifar10", cifar10.load, cifar10_model, 10, 128, 1e-5, 1.0, 0.3, "50 000 small photographs"),
         Task(
             "imdb",

@@ -1,0 +1,191 @@
+"""What an attached model does and keeps: the same sums in any split, no trace of the probe, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from tests.clipping.small import mlp, step, total_norm
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lambdacgd.clipping import ClippingError, attach
+from lambdacgd.clipping.benchmark_models import ViT
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def test_any_split_gives_the_same_sum_and_take_starts_anew() -> None:
+    model, x = ViT(16, 1, 2, patch=4, image=8), torch.randn(7, 3, 8, 8)
+    clipper = attach(model, 0.3)
+    results = []
+    for sizes in ([7], [1] * 7, [3, 4]):
+        for part in x.split(sizes):
+            step(model, part)
+        assert clipper.norms.shape == (7,)
+        results.append({n: t.clone() for n, t in clipper.take().items()})
+    for other in results[1:]:
+        for name in other:
+            torch.testing.assert_close(other[name], results[0][name], rtol=1e-4, atol=1e-6)
+    assert clipper.sums == {}
+    assert total_norm(clipper.take()) == 0.0
+
+
+class Positions(nn.Module):
+    """Three tables without a batch dimension, each of as many rows as there are examples."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.embed, self.place, self.head = nn.Embedding(9, 4), nn.Embedding(size, 4), nn.Linear(4, 2)
+        self.shift, self.mix = nn.Parameter(torch.randn(size, 4)), nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x) + self.place(torch.arange(x.shape[1])) + self.shift.tanh()
+        return self.head(h + self.mix @ h).mean(1)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_size_that_equals_the_batch_by_chance_is_not_taken_for_it(oracle: Any, size: int) -> None:
+    oracle(Positions(size), torch.randint(0, 9, (size, size)), size)
+
+
+def test_the_probe_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
+    x = torch.randn(6, 4)
+    torch.manual_seed(3)
+    plain = model(x)
+    attach(model)
+    torch.manual_seed(3)
+    torch.testing.assert_close(model(x), plain)
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x.view(6, 4))  # type: ignore[no-any-return]
+
+    fixed = Fixed()
+    clipper = attach(fixed)
+    with pytest.raises(ClippingError, match="probe=False"):
+        step(fixed, x)
+    clipper.detach()
+    attach(fixed, probe=False)
+    step(fixed, x)
+
+
+def test_detach_gives_the_model_back() -> None:
+    model, x = mlp(), torch.randn(3, 4)
+    keys, before = list(model.state_dict()), model(x)
+    clipper = attach(model)
+    assert list(model.state_dict()) == keys
+    with torch.no_grad():
+        torch.testing.assert_close(model(x), before)
+    step(model, x)
+    clipper.detach()
+    clipper.detach()
+    twin = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    step(twin, x)
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_checkpointing() -> None:
+    class Checked(nn.Module):
+        def __init__(self, reentrant: bool | None) -> None:
+            super().__init__()
+            self.first, self.block, self.reentrant = (
+                nn.Linear(4, 6),
+                nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Tanh()),
+                reentrant,
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if self.reentrant is None:
+                return self.block(h)  # type: ignore[no-any-return]
+            return checkpoint(self.block, h, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+    model, x = Checked(None), torch.randn(5, 3, 4)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    model.reentrant = False
+    step(model, x)
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    model.reentrant = True
+    with pytest.raises(ClippingError, match="use_reentrant=False"):
+        step(model, x)
+
+
+def test_compiled_models_agree() -> None:
+    model, x = ViT(16, 1, 2, patch=4, image=8), torch.randn(3, 3, 8, 8)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    step(torch.compile(model, backend="eager"), x)  # type: ignore[arg-type]
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
+def test_the_probe_takes_its_changes_of_buffers_back() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 2))
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+            self.register_buffer("mask", torch.zeros(1), persistent=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.mask = torch.ones(len(x))
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, x = Counts(), torch.randn(9, 4)
+    plain = copy.deepcopy(model)
+    plain(x)
+    clipper = attach(model)
+    step(model, x)
+    clipper.detach()
+    for name, value in plain.named_buffers():
+        torch.testing.assert_close(dict(model.named_buffers())[name], value)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(3, 4, 2)], ids=["linear", "conv"])
+def test_a_forward_of_somebodys_own_on_a_layer_is_followed(layer: nn.Module) -> None:
+    """Libraries put forwards on instances (accelerate's hooks, say); the layer's rule would compute something else."""
+    original = layer.forward
+    layer.forward = lambda x: 3 * original(2 * x)  # type: ignore[method-assign]
+    model, x = nn.Sequential(layer), torch.randn(5, 3, 4)
+    expected = []
+    for i in range(5):
+        model.zero_grad()
+        step(model, x[i : i + 1])
+        expected.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    model.zero_grad()
+    clipper = attach(model, math.inf)
+    step(model, x)
+    for k, total in enumerate(clipper.take().values()):
+        torch.testing.assert_close(total, sum(e[k] for e in expected), rtol=1e-4, atol=1e-4)
+
+
+def test_a_deep_copy_of_an_attached_model_is_a_plain_model() -> None:
+    model, x = mlp(), torch.randn(5, 4)
+    clipper = attach(model)
+    step(model, x)
+    norms = clipper.norms.numel()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert not twin(x).any(), "a copy computes with its own weights"
+    step(twin, x)
+    assert clipper.norms.numel() == norms, "and nothing of it is clipped and added"
+    assert all(p.grad is not None for p in twin.parameters())
+    clipper.detach()
+    assert "forward" not in model[0].__dict__

@@ -1,0 +1,148 @@
+"""No example adds more than ζ to a sum, however its gradient rounds, cancels or overflows."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.clipping.small import mlp, step, total_norm
+from torch import nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import ClippingError, attach
+from lambdacgd.clipping.benchmark_models import ViT
+from lambdacgd.clipping.factors import clip_factors
+from lambdacgd.clipping.layers.embedding import Rows, Tied
+from lambdacgd.clipping.records import outer
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trial", range(6))
+def test_rounded_contributions_stay_below_the_norm(dtype: torch.dtype, trial: int) -> None:
+    """Tokens that cancel: Σ_t b_t a_tᵀ is tiny beside its terms, where norms from Gram matrices lose all their digits.
+
+    The contribution is recomputed in float64 from the operands as they are rounded in the sum.
+    """
+    tokens, inner, width = 64, 40, 200
+    a, b = torch.randn(2, tokens // 2, inner), torch.randn(2, tokens // 2, width)
+    wobble = 10.0 ** -(trial + 1)
+    a = torch.cat([a, a + wobble * torch.randn_like(a)], 1).to(dtype)
+    b = torch.cat([b, -b], 1).to(dtype)
+    record = outer("w", a, b, torch.Size((width, inner)))
+    factors = clip_factors([[record.norm()]], max_grad_norm=1e-3, mode="flat", scale=1.0, weights=None)
+    for i in range(2):
+        alone = torch.zeros(2)
+        alone[i] = factors.weight[0, i]
+        total = torch.empty(width, inner)
+        record.add(total, alone, None, fresh=True)
+        folded = (a[i].float() * alone[i]).to(dtype) if inner < width else a[i]
+        true = torch.einsum("ti,to->oi", folded.double(), b[i].double())
+        assert float(true.norm()) <= 1e-3 * (1 + 2**-10)
+        assert float(total.double().norm()) <= 1e-3 * (1 + 2**-10)
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-2, 1e-4])
+def test_tied_weights_that_cancel_stay_below_the_norm(scale: float) -> None:
+    """The embedding's gradient is minus the output layer's, up to ``scale``: only their inner product sees it."""
+    tokens, vocabulary, width = 6, 9, 8
+    index = torch.randint(0, vocabulary, (3, tokens))
+    inputs, outputs = torch.randn(3, tokens, width), F.one_hot(index, vocabulary).float()
+    rows = Rows("w", index, -inputs + scale * torch.randn_like(inputs), torch.Size((vocabulary, width)))
+    head = outer("w", inputs, outputs, torch.Size((vocabulary, width)))
+    tied = rows.merge(head)
+    assert isinstance(tied, Tied)
+    factors = clip_factors([[tied.norm()]], max_grad_norm=1e-5, mode="flat", scale=1.0, weights=None)
+    exact = tied.materialise(slice(0, 3)).double().flatten(1).norm(dim=1)
+    assert (factors.weight[0].double() * exact <= 1e-5 * (1 + 2**-10)).all()
+    if scale == 1.0:  # where little cancels, little is given away
+        assert (factors.weight[0].double() * exact >= 0.9e-5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 0.0])
+def test_equal_tokens_that_cancel_stay_below_the_norm(dtype: torch.dtype, scale: float) -> None:
+    """Each token comes twice with opposite gradients, up to ``scale``; both ways to the norm, padding among them."""
+    half = torch.randint(-1, 5, (4, 20))
+    b = torch.randn(4, 20, 3)
+    b = torch.cat([b, scale * torch.randn_like(b) - b], 1).to(dtype)
+    rows = Rows("w", torch.cat([half, half], 1), b, torch.Size((5, 3)))
+    exact = rows.materialise(slice(0, 4)).double().flatten(1).norm(dim=1)
+    for parts in (rows._from_rows(slice(0, 4)), rows._from_gram(rows.index, b)):
+        rounding = 1e-12 if dtype == torch.float64 else 1e-4
+        assert torch.allclose(parts[0].double(), exact.square(), rtol=rounding, atol=rounding)
+        assert (parts[3] <= parts[1] * (1 + 1e-6)).all()  # Frobenius norms of Gram matrices are below their traces
+        assert (parts[4] <= parts[2] * (1 + 1e-6)).all()
+    factors = clip_factors([[rows.norm()]], max_grad_norm=1e-5, mode="flat", scale=1.0, weights=None)
+    contribution = factors.weight[0].double() * exact
+    assert (contribution <= 1e-5 * (1 + 2**-10)).all()
+    assert (contribution >= 0.9e-5).all() or scale < 1  # where little cancels, little is given away
+
+
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("mode", ["flat", "per-layer", "automatic"])
+def test_each_example_alone_stays_below_the_norm(low: bool, mode: Any) -> None:
+    model, x, y = ViT(32, 2, 4, patch=4, image=16), torch.randn(5, 3, 16, 16), torch.tensor([0, 1, 2, 3, 4])
+    clipper = attach(model, 1e-2, mode=mode)
+    for i in range(5):
+        clipper.weigh(F.one_hot(torch.tensor(i), 5).float())
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        norm = total_norm(clipper.take())
+        assert norm <= 1e-2 * (1 + clipper.sensitivity_tolerance)
+        assert norm >= 0.9e-2 or mode == "per-layer"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_and_weightless_examples_contribute_exactly_zero(bad: float) -> None:
+    model, x = (
+        nn.Sequential(nn.Conv1d(2, 3, 2), nn.GroupNorm(1, 3), nn.Flatten(), nn.Linear(9, 2)),
+        torch.randn(4, 2, 4),
+    )
+    clipper = attach(model, 0.1)
+    step(model, x[[0, 3]])
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    spoiled = x.clone()
+    spoiled[1:3] = bad
+    step(model, spoiled)
+    assert clipper.dropped == 2
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    clipper.weigh(torch.tensor([1.0, 0.0, 0.0, 1.0]))
+    step(model, spoiled)
+    assert clipper.dropped == 0
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+    clipper.weigh(torch.zeros(4))
+    step(model, spoiled)
+    assert total_norm(clipper.take()) == 0.0
+    clipper.detach()
+    clipper = attach(model, 0.1, nonfinite="raise")
+    with pytest.raises(ClippingError, match="non-finite"):
+        step(model, spoiled)
+
+
+def test_infinite_norm_is_the_plain_gradient() -> None:
+    model, x = mlp(), torch.randn(7, 4)
+    step(model, x)
+    wanted = {n: 7 * p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    clipper = attach(model, math.inf)
+    step(model, x)
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])
+
+
+def test_loss_scale_is_taken_out() -> None:
+    model, x = mlp(), torch.randn(4, 4)
+    clipper = attach(model, 0.1)
+    step(model, x)
+    wanted = {n: t.clone() for n, t in clipper.take().items()}
+    clipper.loss_scale = 1024.0
+    (1024.0 * model(x).square().flatten(1).sum(1).mean()).backward()
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name])

@@ -1,0 +1,72 @@
+"""`check_model` finds what has no per-example gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.clipping.small import mlp
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import ClippingError, check_model
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Mixing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.layer(x)
+        return h - h.mean(0, keepdim=True) if len(x) > 1 else h
+
+
+def test_check_model_finds_mixing_losses_and_buffers() -> None:
+    x = torch.randn(4, 4)
+
+    def mean(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).square().sum(1).mean()
+
+    with pytest.raises(ClippingError, match=r"'layer.weight'"):
+        check_model(Mixing(), x, loss=mean)
+    with pytest.raises(ClippingError, match="4 times too large"):
+        check_model(mlp(), x, loss=lambda m, b: m(b).square().sum(), loss_reduction="mean")
+    check_model(mlp(), x, loss=lambda m, b: m(b).square().sum(), loss_reduction="sum")
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average += x.detach().mean(0)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(ClippingError, match="average"):
+        check_model(Counting(), x, loss=mean)
+
+
+def test_check_model_with_float32_tensors_of_the_loss() -> None:
+    """Class weights do not compute with float64 logits: the comparison is then in float32, and as strict in kind."""
+    batch, weights = (torch.randn(5, 4), torch.tensor([0, 1, 2, 1, 0])), torch.tensor([1.0, 2.0, 0.5])
+
+    def weighted(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]), batch[1], weight=weights, reduction="none").mean()
+
+    report = check_model(mlp(), batch, loss=weighted)
+    assert report.dtype == torch.float32
+    assert "float32" in str(report)
+    assert max(report.differences.values()) < 1e-5
+    with pytest.raises(ClippingError, match="differ"):  # divides by the weights of the batch
+        check_model(mlp(), batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1], weight=weights))
+    with pytest.raises(ClippingError, match="5 times too large"):
+        check_model(mlp(), batch, loss=lambda m, b: weighted(m, b) * len(b[0]))
+    assert check_model(mlp(), batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1])).dtype == torch.float64
+
+
+def test_check_model_hands_on_errors_of_the_loss() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        check_model(mlp(), torch.randn(3, 4), loss=lambda m, b: (m(b) + torch.ones(7)).sum(1).mean())

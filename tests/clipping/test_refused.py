@@ -1,0 +1,206 @@
+"""Models, layers and calls whose examples clipping could miss, mix or count twice are refused, with advice."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tests.clipping.small import mlp, step
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import ClippingError, attach, convert
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+def test_second_backward_is_refused() -> None:
+    model, x = mlp(), torch.randn(3, 4)
+    attach(model)
+    loss = model(x).sum(1).mean()
+    loss.backward(retain_graph=True)
+    with pytest.raises(ClippingError, match="second backward"):
+        loss.backward()
+    out = model(x)
+    out[:, 0].mean().backward(retain_graph=True)
+    with pytest.raises(ClippingError, match=r"backward"):
+        out[:, 1].mean().backward()
+    with pytest.raises(ClippingError, match="create_graph"):
+        model(x).square().sum(1).mean().backward(create_graph=True)
+    step(model, x)  # and it goes on
+
+
+class Stray(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(x) @ self.inner.weight
+
+
+def test_a_parameter_used_outside_its_module_is_refused() -> None:
+    model = Stray()
+    attach(model)
+    with pytest.raises(ClippingError, match=r"inner.weight.*not clipped"):
+        step(model, torch.randn(3, 4))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_penalty_on_weights_is_refused() -> None:
+    model = mlp()
+    attach(model)
+    with pytest.raises(ClippingError, match="weight_decay"):
+        (model(torch.randn(3, 4)).sum(1).mean() + model[0].weight.square().sum()).backward()
+
+
+@pytest.mark.parametrize(
+    ("module", "fix"),
+    [
+        (nn.BatchNorm1d(4), "GroupNorm"),
+        (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
+        (nn.LSTM(4, 4), "convert"),
+        (nn.MultiheadAttention(4, 2), "convert"),
+        (nn.DataParallel(nn.Linear(2, 2)), "DistributedDataParallel"),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, nn.Module) else "",
+)
+def test_modules_that_are_refused(module: nn.Module, fix: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), module)
+    with pytest.raises(ClippingError, match=fix):
+        attach(model)
+    assert not any("forward" in m.__dict__ for m in model.modules())
+    if fix in ("GroupNorm", "convert", "track_running_stats=False"):
+        attach(convert(model)).detach()
+
+
+def test_frozen_batch_norm_in_eval_mode_is_allowed_until_it_trains() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model[1].eval().requires_grad_(False)
+    attach(model)
+    step(model, torch.randn(3, 4))
+    model.train()
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        model(torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("options", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}])
+def test_embedding_options_that_depend_on_the_batch(options: dict[str, Any]) -> None:
+    model = nn.Embedding(5, 3, **options)
+    attach(model)
+    with pytest.raises(ClippingError, match=r"max_norm|scale_grad_by_freq"):
+        model(torch.tensor([[1, 2]]))
+
+
+def test_batch_folded_into_another_dimension_is_refused() -> None:
+    class Folded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.second(self.first(x).reshape(-1, 4)).reshape(len(x), -1)
+
+    model = Folded()
+    attach(model)
+    with pytest.raises(ClippingError, match="batch"):
+        step(model, torch.randn(3, 5, 4))
+    model.first = nn.Linear(4, 4)
+    flat = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (3, 5)))
+    attach(flat)
+    with pytest.raises(ClippingError, match="batch"):
+        step(flat, torch.randn(3, 5, 4))
+
+
+def test_time_first_is_refused_even_where_the_sizes_agree() -> None:
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer((2 * x).transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
+
+    model = TimeFirst()
+    attach(model)
+    with pytest.raises(ClippingError, match="batch"):
+        step(model, torch.randn(5, 5, 4))
+
+
+def test_bad_arguments() -> None:
+    for options in (
+        {"max_grad_norm": 0},
+        {"max_grad_norm": math.nan},
+        {"loss_reduction": "avg"},
+        {"mode": "x"},
+        {"nonfinite": "x"},
+    ):
+        with pytest.raises(ClippingError):
+            attach(mlp(), **options)  # type: ignore[arg-type]
+    with pytest.raises(ClippingError, match="no trainable"):
+        attach(mlp().requires_grad_(False))
+    clipper = attach(mlp())
+    with pytest.raises(ClippingError, match=r"\[0, 1\]"):
+        clipper.weigh(torch.tensor([2.0]))
+    clipper.weigh(torch.ones(2))
+    with pytest.raises(ClippingError, match="2 weights"):
+        step(clipper.model, torch.randn(3, 4))
+
+
+def test_freezing_after_attaching_is_refused() -> None:
+    model = mlp()
+    attach(model)
+    model[0].weight.requires_grad_(False)
+    with pytest.raises(ClippingError, match="frozen"):
+        model(torch.randn(2, 4))
+
+
+def test_buffers_that_hold_statistics_of_examples_are_refused() -> None:
+    class Averages(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("average", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.average = 0.999 * self.average + 0.001 * x.detach().mean(0)
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model = Averages()
+    attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="'average'"):
+            step(model, torch.randn(64, 4))
+
+
+def test_functional_batch_norm_is_refused() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return F.batch_norm(x, None, None, self.scale, training=True)
+
+    model = Functional()
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        step(model, torch.randn(5, 4))
+
+
+def test_bags_that_are_not_the_batch_are_refused() -> None:
+    class Bags(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bag = nn.EmbeddingBag(9, 4, mode="sum")
+            self.register_buffer("of", torch.randint(9, (6, 3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.bag(self.of)  # type: ignore[no-any-return]
+
+    model = Bags()
+    attach(model)
+    with pytest.raises(ClippingError, match="bags are not the examples"):
+        step(model, torch.randn(6, 6, 4))  # six bags look like six examples

@@ -1,0 +1,272 @@
+"""A loop that is not as it should be: a clear error each, nothing lost, nothing noised twice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from tests.training import oracle
+from tests.training.disturbed import backward, check_same_end, start
+from torch import nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import ClippingError
+from lambdacgd.training import TrainingError
+
+
+def test_a_step_twice():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    optimizer.step()
+    before = oracle.weights(module)
+    with pytest.raises(TrainingError, match="same gradients are never used twice"):
+        optimizer.step()
+    assert all(torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+    assert private.steps_taken == 1
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_step_before_any_batch():
+    _, _, optimizer = start()
+    with pytest.raises(TrainingError, match="no batch was taken"):
+        optimizer.step()
+
+
+def test_a_batch_taken_without_stepping():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    with pytest.raises(TrainingError, match="step\\(\\) was not called"):
+        next(batches)
+    check_same_end(private, module, optimizer)
+
+
+def test_zero_grad_forgotten():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    backward(module, next(batches))
+    with pytest.raises(TrainingError, match="still holds the gradient of step 1"):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+    optimizer.step()
+    assert private.steps_taken == 2
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+@pytest.mark.parametrize("physical", [None, 5])
+def test_zero_grad_to_none_or_zeros_before_or_after(physical):
+    ends = []
+    for to_none in (True, False):
+        for first in (True, False):
+            module = oracle.model()
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9, weight_decay=0.1)
+            private, module, optimizer = start(module, max_physical_batch_size=physical, optimizer=optimizer)
+            for batch in private.loader:
+                if first:
+                    optimizer.zero_grad(set_to_none=to_none)
+                backward(module, batch)
+                optimizer.step()
+                if not first:
+                    optimizer.zero_grad(set_to_none=to_none)
+            ends.append(oracle.weights(module))
+    for end in ends[1:]:
+        assert all(torch.equal(v, end[n]) for n, v in ends[0].items())
+
+
+def test_gradients_written_by_hand():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    module[0].weight.grad = torch.ones_like(module[0].weight)
+    with pytest.raises(TrainingError, match="written by something other"):
+        optimizer.step()
+
+
+def test_a_second_backward_through_the_same_forward():
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    loss = F.cross_entropy(module(x), y)
+    loss.backward(retain_graph=True)
+    with pytest.raises(ClippingError, match="second backward"):
+        loss.backward()
+    check_same_end(private, module, optimizer)
+
+
+def test_two_forward_and_backward_passes_on_one_batch():
+    private, module, optimizer = start()
+    batch = next(iter(private.loader))
+    backward(module, batch)
+    backward(module, batch)
+    with pytest.raises(TrainingError, match="called 2 times on one physical batch"):
+        optimizer.step()
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer)
+
+
+def test_a_backward_pass_left_out():
+    private, module, optimizer = start(max_physical_batch_size=5)
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    next(batches)
+    with pytest.raises(TrainingError, match="backward\\(\\) was not called"):
+        optimizer.step()
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
+def test_other_data_in_the_backward_pass():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    backward(module, (torch.randn(5, 5), torch.zeros(5, dtype=torch.long)))
+    with pytest.raises(TrainingError, match="covered 17 rows for a batch of 12"):
+        optimizer.step()
+    check_same_end(private, module, optimizer)
+
+
+def test_an_item_that_is_not_one_row():
+    private, module, optimizer = start(
+        collate_fn=lambda items: (
+            torch.stack([x for x, _ in items for _ in (0, 1)]),
+            torch.tensor([int(y) for _, y in items for _ in (0, 1)]),
+        )
+    )
+    backward(module, next(iter(private.loader)))
+    with pytest.raises(TrainingError, match=r"2 times"):
+        optimizer.step()
+
+
+def test_a_closure():
+    private, module, optimizer = start()
+    batch = next(iter(private.loader))
+    backward(module, batch)
+    for call in (lambda c: optimizer.step(c), lambda c: optimizer.step(closure=c)):
+        with pytest.raises(TrainingError, match="closure"):
+            call(lambda: F.cross_entropy(module(batch[0]), batch[1]))
+    optimizer.step()
+    assert private.steps_taken == 1
+
+
+def test_a_parameter_frozen_mid_run():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    optimizer.zero_grad()
+    module[0].weight.requires_grad_(False)
+    with pytest.raises(ClippingError, match="was frozen"):
+        backward(module, next(batches))
+    module[0].weight.requires_grad_(True)
+    check_same_end(private, module, optimizer)
+
+
+def test_a_parameter_unfrozen_mid_run():
+    module = oracle.model()
+    module[0].bias.requires_grad_(False)
+    private, module, optimizer = start(module)
+    x, y = next(iter(private.loader))
+    module[0].bias.requires_grad_(True)
+    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(TrainingError, match="unfrozen after privatize"):
+        optimizer.step()
+    assert private.steps_taken == 0
+
+
+def test_a_shape_changed_mid_run():
+    private, module, _ = start()
+    x, _ = next(iter(private.loader))
+    module[2].weight.data = torch.zeros(4, 6)
+    module[2].bias.data = torch.zeros(4)
+    with pytest.raises(ClippingError, match="changed its shape"):
+        module(x)
+
+
+def test_a_parameter_group_added_mid_run():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    with pytest.raises(TrainingError, match="added or unfrozen"):
+        optimizer.step()
+
+
+def test_a_dataset_that_grows_mid_run():
+    class Growing(list):
+        pass
+
+    items = Growing(tuple(oracle.data()[i]) for i in range(48))
+    private, _, _ = start(dataset=items)
+    items.append(items[0])
+    with pytest.raises(TrainingError, match="now has 49 examples"):
+        next(iter(private.loader))
+
+
+def test_the_horizon_is_fixed():
+    private, module, optimizer = start()
+    oracle.loop(private, module, optimizer)
+    with pytest.raises(TrainingError, match="horizon is fixed"):
+        next(iter(private.loader))
+    with pytest.raises(TrainingError, match="more steps need a new plan"):
+        optimizer.step()
+
+
+def test_two_iterations_at_once():
+    private, module, _ = start()
+    one, two = iter(private.loader), iter(private.loader)
+    backward(module, next(two))
+    with pytest.raises(TrainingError, match="another iteration"):
+        next(one)
+
+
+def test_a_loop_left_in_the_middle_of_a_logical_batch():
+    private, module, optimizer = start(max_physical_batch_size=5)
+    for i, batch in enumerate(private.loader):
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        if i == 1:
+            break
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
+def test_a_gradient_left_over_is_no_way_to_the_sums():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()  # no zero_grad
+    backward(module, next(batches))
+    for p in module.parameters():
+        p.grad.mul_(1e6)
+    optimizer.step()
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_backward_pass_outside_any_batch_counts_for_nothing():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    backward(module, next(batches))
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(module, (torch.ones(12, 5), torch.zeros(12, dtype=torch.int64)))
+    batch = next(batches)
+    with pytest.raises(TrainingError, match=r"backward\(\) was not called"):
+        optimizer.step()
+    backward(module, batch)
+    optimizer.step()
+    optimizer.zero_grad()
+    check_same_end(private, module, optimizer)
+
+
+def test_a_deep_copy_of_a_private_model_is_a_plain_model():
+    private, module, _ = start(augmentations=2)
+    twin = copy.deepcopy(module)
+    x, _ = next(iter(private.loader))
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+        assert not twin(x).any()
+        assert module(x).any()

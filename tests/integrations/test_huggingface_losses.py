@@ -151,6 +151,25 @@ def test_losses_that_mix_examples_are_refused(loss, says, tmp_path):
     hf.assert_same(before, hf.weights(trainer.model))
 
 
+class Sorted(hf.Sentences):
+    """All examples of one class, then all of the other."""
+
+    def __getitem__(self, index):
+        return super().__getitem__(index) | {"labels": int(index >= len(self) // 2)}
+
+
+def balanced(outputs, labels, **kwargs):
+    """Class weights that are divided by those of the batch, as cross_entropy's mean does."""
+    weights = torch.tensor([1.0, 3.0])[labels]
+    return F.cross_entropy(outputs.logits, labels, reduction="none") * weights / weights.mean()
+
+
+def test_a_loss_that_mixes_classes_is_refused_for_sorted_data_too(tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out", compute_loss_func=balanced, train_dataset=Sorted(True))
+    with pytest.raises(lc.TrainingError, match="depends on the other"):
+        trainer.train()
+
+
 class TokenMean(LambdaCGDTrainer):
     """What subclasses of the plain Trainer do: all tokens of the batch in one mean."""
 

@@ -161,10 +161,13 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _check_examples(self) -> None:
-        """Before the first step: do a few examples have losses of their own?"""
+        """Before the first step: do a few examples have losses of their own?
+
+        From all over the dataset: where it is sorted, by class or length, neighbours are too alike to tell.
+        """
         dataset, collate = self._data()
         count = min(_CHECKED_EXAMPLES, len(dataset), max(2, self.args.train_batch_size))
-        items = [dataset[i] for i in range(count)]
+        items = [dataset[k * (len(dataset) - 1) // max(1, count - 1)] for k in range(count)]
         check_independent(
             self.model, lambda batch: self.compute_loss(self.model, self._prepare_inputs(batch)), items, collate
         )

@@ -73,16 +73,19 @@ def settle(private: Private, source: Path) -> None:
 
 def resume(private: Private, randomness: TrainingRandomness, checkpoint: dict[str, Any], name: str) -> None:
     """Go on from a checkpoint's run, if it belongs here and is the newest release; before any weight is loaded."""
-    entry = checkpoint.get(ENTRY)
-    if entry is None or not entry["resumable"]:
-        raise CheckpointError(
-            f"{name} is not a checkpoint that private training can resume from: it was saved by another strategy or "
-            "with save_weights_only=True"
-        )
     with private.world.together("loading"):
+        entry = checkpoint.get(ENTRY)
+        if entry is None or not entry["resumable"]:
+            raise CheckpointError(
+                f"{name} is not a checkpoint that private training can resume from: it was saved by another strategy "
+                "or with save_weights_only=True"
+            )
         check_identity(entry["identity"], identity(private))
+        digest = _digest(checkpoint)
+    # Every rank reads the file by itself: a stale copy on one would stand at another step, with other weights.
+    private.world.agree("loading", {name: digest}, {name: "All ranks must see one file system"})
     try:
-        private.run.resume(entry["run"], entry["step"], _digest(checkpoint))
+        private.run.resume(entry["run"], entry["step"], digest)
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
     private.stand_at(entry["step"])

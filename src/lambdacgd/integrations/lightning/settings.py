@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lambdacgd.planning import Plan
@@ -20,6 +21,7 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     _only(trainer, "overfit_batches", (0, 0.0), _LIMIT)
     _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
     _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
+    _check_callbacks(trainer.callbacks)
     if trainer.world_size == 1 < trainer.num_devices:
         raise InvalidInput("devices", trainer.num_devices, "this strategy takes one: LambdaCGDDDPStrategy takes more")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -32,6 +34,17 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     if loop.max_epochs not in (*_DEFAULT_EPOCHS, plan.epochs):
         raise InvalidInput("max_epochs", loop.max_epochs, f"the plan has {plan.epochs} epochs. {_HORIZON}")
     loop.max_epochs = plan.epochs
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    """Tuners are callbacks too: ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit."""
+    for kind, advice in (
+        (LearningRateFinder, _SEARCH),
+        (BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
+        (GradientAccumulationScheduler, _ACCUMULATE),
+    ):
+        if any(isinstance(callback, kind) for callback in callbacks):
+            raise InvalidInput("callbacks", kind.__name__, advice)
 
 
 def check_module(module: Any, optimizers: list[Any]) -> None:
@@ -64,6 +77,10 @@ def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> Non
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
 _ACCUMULATE = (
     "leave it at 1: logical batches come from the plan, and max_physical_batch_size of the strategy splits them"
+)
+_SEARCH = (
+    "it trains on the private data, looks at the losses and goes back to the weights before, so that the run's noise "
+    "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

@@ -169,7 +169,9 @@ class Privatising(_Base):
         private = self.private if fitting else None
         if private is not None:
             private.world.from_first("loading", lambda: checkpoints.settle(private, Path(checkpoint_path)))
-        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
+        world = World(None) if private is None else private.world
+        with world.together("loading"):
+            found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only)
         if private is not None:
             checkpoints.resume(private, self._randomness, found, os.fspath(checkpoint_path))
         return found

@@ -1,0 +1,163 @@
+"""Settings, modules and callbacks of Lightning that would break a contract: each is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.training import oracle
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+import lambdacgd as lc
+from lambdacgd.clipping import ClippingError
+from lambdacgd.validation import InvalidInput
+
+pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Callback,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
+from lightning.pytorch.tuner import Tuner
+from tests.integrations.lit import Module, fit, make
+
+from lambdacgd.integrations.lightning import LambdaCGDStrategy
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+def test_a_loader_from_the_module_works_and_another_is_refused(tmp_path):
+    module, strategy, trainer = make(tmp_path)
+    module.train_dataloader = lambda: strategy.loader
+    trainer.fit(module)
+    assert strategy.private.finished
+    other, strategy, trainer = make(tmp_path / "other")
+    with pytest.raises(lc.TrainingError, match=r"strategy\.loader"):
+        trainer.fit(other, DataLoader(oracle.data(), batch_size=12))
+    assert strategy.private.steps_taken == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("accumulate_grad_batches", 2),
+        ("gradient_clip_val", 1.0),
+        ("max_epochs", 7),
+        ("max_steps", 3),
+        ("limit_train_batches", 2),
+        ("fast_dev_run", True),
+        ("overfit_batches", 1),
+        ("reload_dataloaders_every_n_epochs", 1),
+    ],
+)
+def test_settings_that_cannot_hold_are_refused_with_advice(name, value, tmp_path):
+    module, strategy, trainer = make(tmp_path, **{name: value})
+    with pytest.raises(InvalidInput) as caught:
+        trainer.fit(module, strategy.loader)
+    assert len(str(caught.value)) > 50
+    assert strategy.private is None
+
+
+@pytest.mark.parametrize(
+    ("callback", "says"),
+    [
+        (LearningRateFinder(num_training_steps=3), "public data"),
+        (BatchSizeFinder(), "max_physical_batch_size"),
+        (GradientAccumulationScheduler({1: 2}), "leave it at 1"),
+    ],
+    ids=["learning rate", "batch size", "accumulation"],
+)
+def test_callbacks_that_search_or_accumulate_are_refused(callback, says, tmp_path):
+    module, strategy, trainer = make(tmp_path, callbacks=[callback])
+    module.batch_size, module.train_dataloader = 4, lambda: strategy.loader  # where the batch size finder looks
+    with pytest.raises(InvalidInput, match=says):
+        trainer.fit(module)
+    assert strategy.private is None
+
+
+def test_a_tuner_is_refused(tmp_path):
+    """It would train, look at the losses, and go back to the first weights under the same noise."""
+    module, strategy, trainer = make(tmp_path)
+    with pytest.raises(InvalidInput, match="public data"):
+        Tuner(trainer).lr_find(module, strategy.loader, num_training=3)
+    assert module.seen == []
+
+
+def test_modules_that_cannot_hold_are_refused(tmp_path):
+    class Clips(Module):
+        def configure_gradient_clipping(self, *args, **kwargs):
+            pass
+
+    manual = Module()
+    manual.automatic_optimization = False
+    for module, says in ((manual, "privatize"), (Clips(), "max_grad_norm")):
+        module, strategy, trainer = make(tmp_path, module=module)
+        with pytest.raises(InvalidInput, match=says):
+            trainer.fit(module, strategy.loader)
+    with pytest.raises(InvalidInput, match="the accelerator that fits"):
+        fit(tmp_path, strategy={"device": "cuda:0"})
+    with pytest.raises(InvalidInput, match="no such part"):
+        fit(tmp_path, strategy={"submodule": "nothing"})
+    with pytest.raises(InvalidInput, match="Plan"):
+        LambdaCGDStrategy("plan", oracle.data(), max_grad_norm=1.0, key=tmp_path / "k")
+
+
+def test_a_module_called_by_its_parts_says_what_to_do(tmp_path):
+    with pytest.raises(ClippingError, match="before the model itself"):
+        fit(tmp_path, module=Module(whole=False))
+
+
+def test_a_step_without_a_loss_is_refused(tmp_path):
+    class Skips(Module):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with pytest.raises(lc.TrainingError):
+        fit(tmp_path, module=Skips())
+
+
+class Steps(Callback):
+    def on_train_batch_end(self, trainer, module, *args):
+        trainer.optimizers[0].step()
+
+
+class Backward(Callback):
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        F.cross_entropy(module(torch.zeros(2, 5)), torch.zeros(2, dtype=torch.long)).backward()
+
+
+@pytest.mark.parametrize("meddler", [Steps(), Backward()], ids=["steps", "backward"])
+def test_callbacks_that_step_are_refused(meddler, tmp_path):
+    with pytest.raises(lc.TrainingError):
+        fit(tmp_path, callbacks=[meddler])
+
+
+def test_a_checkpoint_within_a_logical_step_is_refused(tmp_path):
+    class Saves(Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            trainer.save_checkpoint(tmp_path / "within.ckpt")
+
+    with pytest.raises(lc.CheckpointError, match="between logical steps"):
+        fit(tmp_path, callbacks=[Saves()])
+    assert not (tmp_path / "within.ckpt").exists()
+
+
+def test_a_step_without_its_closure_is_refused(tmp_path):
+    class Eager(Module):
+        def optimizer_step(self, epoch, index, optimizer, closure):
+            optimizer.step()
+
+    with pytest.raises(lc.TrainingError, match="no batch was taken"):
+        fit(tmp_path, module=Eager())
+
+
+def test_unfreezing_during_training_is_refused(tmp_path):
+    class Thaw(Callback):
+        def on_train_batch_end(self, trainer, module, *args):
+            module.extra = nn.Parameter(torch.ones(3))
+            trainer.optimizers[0].add_param_group({"params": [module.extra]})
+
+    with pytest.raises(lc.TrainingError, match="added or unfrozen"):
+        fit(tmp_path, callbacks=[Thaw()])

@@ -1,0 +1,124 @@
+"""Lightning's checkpoints: exact in resuming, never behind what was released."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from tests.training import oracle
+from torch.utils.data import DataLoader
+
+import lambdacgd as lc
+
+pytest.importorskip("lightning")
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from tests.integrations.lit import KEY, Module, fit, make
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
+
+
+class Die(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            raise RuntimeError("died")
+
+
+def saver(folder, every=3):
+    return ModelCheckpoint(folder / "saved", every_n_train_steps=every, save_top_k=-1, filename="{step}")
+
+
+@pytest.mark.parametrize("died", [5, 7], ids=["within the first epoch", "within the second"])
+def test_resuming_ends_with_the_same_bits(died, tmp_path, monkeypatch):
+    """Dropout, AdamW, a schedule, and validation between the checkpoint and the next step."""
+    monkeypatch.setattr("secrets.token_hex", lambda n: "ab" * n)
+    ends = []
+    for name in ("whole", "broken"):
+        lc.SecretKey.from_bytes(KEY).save(tmp_path / f"{name}.key")
+    common = {"val_check_interval": 3, "check_val_every_n_epoch": None}
+    module, _, _ = fit(
+        tmp_path / "whole",
+        key=tmp_path / "whole.key",
+        module=Module(0.3),
+        callbacks=[saver(tmp_path / "whole")],
+        **common,
+    )
+    ends.append(module.state_dict())
+    folder = tmp_path / "broken"
+    with pytest.raises(RuntimeError, match="died"):
+        fit(folder, key=tmp_path / "broken.key", module=Module(0.3), callbacks=[saver(folder), Die(died)], **common)
+    newest = max((folder / "saved").glob("*.ckpt"), key=lambda path: int(path.stem.split("=")[1]))
+    module, strategy, trainer = fit(
+        folder, key=tmp_path / "broken.key", module=Module(0.3), callbacks=[saver(folder)], ckpt_path=newest, **common
+    )
+    assert trainer.global_step == strategy.private.steps_taken == strategy.plan.steps
+    ends.append(module.state_dict())
+    assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
+
+
+def test_an_older_checkpoint_is_refused_before_weights_are_loaded(tmp_path):
+    fit(tmp_path, callbacks=[saver(tmp_path)])
+    module, strategy, trainer = make(tmp_path)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    with pytest.raises(lc.CheckpointError, match="released weights after step 6"):
+        trainer.fit(module, strategy.loader, ckpt_path=tmp_path / "saved" / "step=3.ckpt")
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert strategy.private.steps_taken == 0
+
+
+def test_saving_by_hand_after_training_is_a_release(tmp_path):
+    module, strategy, trainer = fit(tmp_path, callbacks=[saver(tmp_path)])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    newest = strategy.private.run.key.ledger().newest(strategy.private.run.id)
+    assert (newest.step, newest.kind) == (strategy.plan.steps, "checkpoint")
+    again, other, trainer = make(tmp_path)
+    trainer.fit(again, other.loader, ckpt_path=tmp_path / "last.ckpt")
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in again.state_dict().items())
+
+
+def test_checkpoints_hold_no_key_and_foreign_ones_are_refused(tmp_path):
+    _, strategy, trainer = fit(tmp_path, callbacks=[saver(tmp_path)])
+    secret = strategy.private.run.key.path.read_text().split()[-1]
+    for path in (tmp_path / "saved").iterdir():
+        assert secret.encode() not in path.read_bytes()
+        assert bytes.fromhex(secret) not in path.read_bytes()
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    other, strategy, trainer = make(tmp_path)
+    with pytest.raises(lc.CheckpointError, match="save_weights_only"):
+        trainer.fit(other, strategy.loader, ckpt_path=tmp_path / "weights.ckpt")
+    elsewhere, strategy, trainer = make(tmp_path / "elsewhere")
+    with pytest.raises(lc.CheckpointError, match="the key"):
+        trainer.fit(elsewhere, strategy.loader, ckpt_path=tmp_path / "saved" / "step=6.ckpt")
+
+
+def test_a_checkpoint_killed_before_it_had_its_name_is_completed(tmp_path, monkeypatch):
+    replace, count = __import__("os").replace, []
+
+    def dies(source, target):
+        if str(target).endswith("step=6.ckpt"):
+            count.append(True)
+            raise KeyboardInterrupt
+        return replace(source, target)
+
+    monkeypatch.setattr("lambdacgd.integrations.lightning.checkpoints.os.replace", dies)
+    with warnings.catch_warnings(), pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(tmp_path, callbacks=[saver(tmp_path)])
+    monkeypatch.undo()
+    assert count
+    assert (tmp_path / "saved" / ".step=6.ckpt.draft").exists()
+    with pytest.raises(lc.CheckpointError, match="released weights after step 6"):
+        fit(tmp_path, ckpt_path=tmp_path / "saved" / "step=3.ckpt")
+    _, strategy, _ = fit(tmp_path, ckpt_path=tmp_path / "saved" / "step=6.ckpt")
+    assert strategy.private.finished
+
+
+def test_a_second_fit_is_refused_and_the_module_is_plain_after_the_first(tmp_path):
+    module, strategy, trainer = fit(tmp_path)
+    assert "forward" not in module.net[0].__dict__
+    with pytest.raises(lc.TrainingError, match="has taken 8 of 8 steps"):
+        trainer.fit(module, strategy.loader)
+    found = trainer.validate(module, DataLoader(oracle.data(10), batch_size=4), verbose=False)
+    assert found[0]["val_loss"] > 0

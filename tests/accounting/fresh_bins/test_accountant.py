@@ -9,6 +9,8 @@ import pytest
 
 from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.fresh_bins import METHOD, FreshBins, fresh_bins
+from lambdacgd.accounting.fresh_bins.composition import Composition
+from lambdacgd.accounting.fresh_bins.pair import dominating_pair
 from lambdacgd.accounting.fresh_bins.profile import FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.fresh_bins.simulation import simulate
 from lambdacgd.accounting.gaussian import gaussian_sigma
@@ -112,3 +114,42 @@ def test_composed_epochs_are_above_sampled_ones_in_many_cases() -> None:
         drawn = simulate(LambdaCGD(lam), Horizon(b, k), sigma=sigma, epsilon=epsilon, samples=30_000)
         assert bound.delta >= float(drawn["delta"]) - 5 * float(drawn["standard_error"])
         assert bound.delta <= 1.08 * float(drawn["delta"]) + 5 * float(drawn["standard_error"])
+
+
+def composed_truth(lam: float, epochs: int, sigma: float, *, quantum: float) -> Composition:
+    """Two bins: one epoch by quadrature at every cell, composed. Above the truth by its own chords only."""
+    values = {}
+    for i in range(1, int(19 / quantum)):
+        values[i] = quadrature(gram(lam, 2, 1), sigma, i * quantum, step=0.02)
+        if values[i][0] < 1e-13:
+            break
+    remove, add = ({i: both[way] for i, both in values.items() if both[way] > 1e-13} for way in (0, 1))
+    return Composition(dominating_pair(quantum, remove, add), epochs)
+
+
+@pytest.mark.parametrize("resolution", [QUICK, FINAL], ids=["quick", "final"])
+@pytest.mark.parametrize(
+    ("lam", "epochs", "sigma", "epsilon"),
+    [(0.5, 3, 5.85, 1.0), (0.5, 3, 1.23, 6.0), (0.8, 4, 1.01, 12.0), (0.2, 2, 0.52, 15.0), (0.9, 30, 11.8, 2.0)],
+)
+def test_the_budget_accounts_for_the_distance_to_the_truth(
+    lam: float, epochs: int, sigma: float, epsilon: float, resolution: Resolution
+) -> None:
+    accountant = FreshBins(lam, 2, epochs)
+    bound = accountant.bound(accountant.composed(sigma, 1e-5, resolution=resolution), sigma, epsilon)
+    truth = composed_truth(lam, epochs, sigma, quantum=0.02 if sigma < 2 else 0.002)
+    near = truth.remove(epsilon).delta
+    assert bound.direction == "remove"
+    assert near - truth.slack("remove", epsilon)["chords"] <= bound.delta
+    assert bound.delta - sum(bound.budget.values()) <= near
+    known = sum(value for name, value in bound.budget.items() if name != "one epoch: analytic bounds")
+    assert known <= 0.02 * bound.delta + 5 * (bound.delta - near)
+    assert {"infinite losses", "rounding", "chords", "one epoch: smoothing"} < set(bound.budget)
+
+
+def test_a_certificate_carries_its_budget_and_unknown_slack_is_all_of_it() -> None:
+    """δ_add at large σ: a Gaussian bound stands in for the lattice, and how tight it is nobody computed."""
+    found = fresh_bins(LambdaCGD(0.5), Horizon(2, 4), epsilon=0.1, delta=1e-4)
+    budget = found.certificate.details["budget"]
+    assert budget["one epoch: analytic bounds"] > 0.1 * found.certificate.delta
+    assert all(0 <= value <= found.certificate.delta for value in budget.values())

@@ -27,7 +27,11 @@ LOOSE = 0.05
 
 @dataclass(frozen=True)
 class ComposedBound:
-    """δ(ε) ≤ ``delta`` after ``epochs`` epochs at ``sigma``; ``budget`` says what each approximation can have added."""
+    """δ(ε) ≤ ``delta`` after ``epochs`` epochs at ``sigma``; ``budget`` says what each inequality can have added.
+
+    That is, to first order: infinite losses and rounding of the composition, chords between the nodes of one epoch's
+    curve, and under "one epoch: …" what the exact accountant lists for that curve, carried through the composition.
+    """
 
     sigma: float
     epsilon: float
@@ -95,6 +99,8 @@ class FreshBins:
         remove, add = composed.remove(epsilon), composed.add(epsilon)
         governing = remove if remove.delta >= add.delta else add
         budget = {"infinite losses": governing.infinite, "rounding": governing.rounding}
+        slack = composed.slack("remove" if governing is remove else "add", epsilon)
+        budget |= {name: min(value, governing.delta) for name, value in slack.items()}
         details = {"nodes": len(composed.pair.index), "cell": composed.pair.quantum, "transform": composed.length}
         found = ComposedBound(sigma, epsilon, composed.copies, remove.delta, add.delta, budget, details)
         if not 0 < found.delta <= 1.01 or not math.isfinite(found.delta):
@@ -171,7 +177,7 @@ class FreshBins:
         return self.bound(composed, sigma, epsilon)
 
     def checked(self, found: ComposedBound) -> ComposedBound:
-        if sum(found.budget.values()) > LOOSE * found.delta:
+        if sum(found.budget.get(name, 0.0) for name in ("infinite losses", "rounding")) > LOOSE * found.delta:
             raise AccountingError(
                 f"δ near {found.delta:.2g} cannot be certified at ε = {found.epsilon:g} over {self.epochs} epochs: "
                 f"{found.budget} may be slack; ask for a larger δ"

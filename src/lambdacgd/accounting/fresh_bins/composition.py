@@ -44,6 +44,17 @@ class Tail:
     rounding: float
 
 
+@dataclass(frozen=True)
+class Exposure:
+    """To first order, k copies whose h is larger by s at the nodes and by c between them have a δ larger by
+    k·(nodes·s + cells·c)."""
+
+    nodes: Array
+    """of the pair: how likely the other copies' losses ask for h there (between two nodes, for a part of each)"""
+    cells: Array
+    """from 0 to the first node, and from node to node: how likely they ask for h there"""
+
+
 class Composition:
     """``copies`` independent copies of ``pair``, in both directions."""
 
@@ -56,11 +67,11 @@ class Composition:
 
     def remove(self, epsilon: float) -> Tail:
         """δ of (P'^k, Q'^k)."""
-        return self._tail(epsilon, self.pair.index, self.pair.p, self.pair.p_infinite)
+        return self._tail(epsilon, "remove")
 
     def add(self, epsilon: float) -> Tail:
-        """δ of (Q'^k, P'^k): the losses change sign."""
-        return self._tail(epsilon, -self.pair.index[::-1], self.pair.q[::-1], self.pair.q_infinite)
+        """δ of (Q'^k, P'^k)."""
+        return self._tail(epsilon, "add")
 
     def delta(self, epsilon: float) -> float:
         """The larger of both directions."""
@@ -70,41 +81,108 @@ class Composition:
         """The smallest ε > 0 with δ(ε) ≤ ``delta``, from above."""
         return calibrate(self.delta, delta, rtol=rtol, limits=(1e-6, 1e4))
 
-    def _tail(self, epsilon: float, index: NDArray[np.int64], masses: Array, infinite: float) -> Tail:
-        k, losses = self.copies, index * self.pair.quantum
+    def exposure(self, way: OneWay, epsilon: float) -> Exposure:
+        """How far δ(ε) hangs on each value of one copy's h, from the sum of the other k − 1 losses.
+
+        δ of k copies is E h(e^{ε−L}), L the sum of k − 1 losses under P' (add: E e^{ε−L} h(e^{L−ε}), of −L under Q'),
+        and h is linear between the pair's nodes and 0.
+        """
+        index, masses, _ = self._one_way(way)
+        others = self._sum(epsilon, index, masses, self.copies - 1)
+        at = epsilon - others.losses
+        counted = at < index[-1] * self.pair.quantum  # beyond the last node there are infinite losses only
+        at, weights = at[counted], others.weights()[counted] * np.maximum(others.masses[counted], 0.0)
+        x = np.exp(at if way == "remove" else -at)
+        weights = weights if way == "remove" else weights / x
+        nodes = np.concatenate([[0.0], np.exp(self.pair.losses)])
+        cell = np.minimum(np.searchsorted(nodes, x, side="right"), len(nodes) - 1) - 1
+        right = weights * (x - nodes[cell]) / np.diff(nodes)[cell]
+
+        def totals(places: NDArray[np.int64], amounts: Array) -> Array:
+            return np.bincount(places, amounts, len(nodes)).astype(np.float64)
+
+        at_nodes = totals(cell, weights - right) + totals(cell + 1, right)
+        return Exposure(at_nodes[1:], totals(cell, weights)[:-1])
+
+    def slack(self, way: OneWay, epsilon: float) -> dict[str, float]:
+        """What chords, and each inequality behind one copy's h, can have added to δ(ε), to first order."""
+        exposure = self.exposure(way, epsilon)
+        found = {f"one epoch: {name}": float(exposure.nodes @ added) for name, added in self.pair.slack.items()}
+        found["chords"] = float(exposure.cells @ self.pair.heights)
+        return {name: self.copies * value for name, value in found.items()}
+
+    def _one_way(self, way: OneWay) -> tuple[NDArray[np.int64], Array, float]:
+        """Losses (in cells), their masses, and the mass of infinite loss; for add the losses change sign."""
+        pair = self.pair
+        if way == "remove":
+            return pair.index, pair.p, pair.p_infinite
+        return -pair.index[::-1], pair.q[::-1], pair.q_infinite
+
+    def _tail(self, epsilon: float, way: OneWay) -> Tail:
+        k, (index, masses, infinite) = self.copies, self._one_way(way)
         # A copy's infinite loss makes the sum infinite; the others' masses add up to `whole` at most.
         whole = float(masses.sum()) + infinite
         lost = k * infinite * max(whole, 1.0) ** (k - 1)
-        if epsilon >= k * float(losses[-1]):
+        if epsilon >= k * self.pair.quantum * float(index[-1]):
             return Tail(lost * (1 + _RELATIVE), lost, 0.0)
+        total = self._sum(epsilon, index, masses, k)
+        beyond = max(math.floor(epsilon / self.pair.quantum) + 1 - total.first, 0)
+        weights = np.maximum(-np.expm1(epsilon - total.losses[beyond:]), 0.0) * total.weights()[beyond:]
+        value = float(weights @ total.masses[beyond:])
+        units = 8 * math.log2(self.length) * (1.01 * k + 1) + 4 * k
+        margin = _UNIT * units * total.norm * float(np.linalg.norm(weights))
+        return Tail((max(value, 0.0) + margin + lost) * (1 + _RELATIVE), lost, margin)
+
+    def _sum(self, epsilon: float, index: NDArray[np.int64], masses: Array, copies: int) -> _Sum:
+        """The sum of ``copies`` finite losses, tilted so that losses near ε are the likely ones of all k."""
         positive = masses > 0
-        index, losses, masses = index[positive], losses[positive], masses[positive]
-        logs = np.log(masses)
+        index, masses = index[positive], masses[positive]
+        losses, logs = index * self.pair.quantum, np.log(masses)
 
         def cumulant(theta: float) -> float:
-            return k * float(logsumexp(logs + theta * losses)) - theta * epsilon
+            return self.copies * float(logsumexp(logs + theta * losses)) - theta * epsilon
 
         most = 600.0 / max(float(np.abs(losses).max()), 1e-12)
         theta = float(minimize_scalar(cumulant, bounds=(0.0, most), method="bounded").x)
         log_mgf = float(logsumexp(logs + theta * losses))
-        tilted = np.exp(logs + theta * losses - log_mgf)
         dense = np.zeros(int(index[-1] - index[0]) + 1)
-        dense[index - index[0]] = tilted
-        composed = irfft(_power(rfft(dense, self.length), k), self.length)
-        first = math.floor(epsilon / self.pair.quantum) + 1  # losses above ε, counted from k·index[0]
-        sums = np.arange(max(first, k * int(index[0])), k * int(index[-1]) + 1)
-        at = sums * self.pair.quantum
-        weights = np.maximum(-np.expm1(epsilon - at), 0.0) * np.exp(k * log_mgf - theta * at)
-        value = float(weights @ composed[sums - k * int(index[0])])
-        levels = math.log2(self.length)
-        units = 8 * levels * (1.01 * k + 1) + 4 * k
-        margin = _UNIT * units * float(np.linalg.norm(dense)) * float(np.linalg.norm(weights))
-        return Tail((max(value, 0.0) + margin + lost) * (1 + _RELATIVE), lost, margin)
+        dense[index - index[0]] = np.exp(logs + theta * losses - log_mgf)
+        composed = irfft(_power(rfft(dense, self.length), copies), self.length)
+        first, last = copies * int(index[0]), copies * int(index[-1])
+        return _Sum(
+            self.pair.quantum,
+            first,
+            composed[: last - first + 1],
+            theta,
+            copies * log_mgf,
+            float(np.linalg.norm(dense)),
+        )
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of losses: ``first``·quantum, one cell more, …, with tilted masses."""
+
+    quantum: float
+    first: int
+    masses: Array
+    tilt: float
+    log_mgf: float
+    norm: float
+    """Euclidean, of one copy's tilted masses: what rounding is proportional to"""
+
+    @property
+    def losses(self) -> Array:
+        return np.asarray((self.first + np.arange(len(self.masses))) * self.quantum, dtype=np.float64)
+
+    def weights(self) -> Array:
+        """What takes the tilt back; nobody asks for those so far below ε that they overflow."""
+        return np.asarray(np.exp(np.minimum(self.log_mgf - self.tilt * self.losses, 700.0)))
 
 
 def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
     """baseᵏ by repeated squaring: k − 1 products in all, as far as rounding is concerned."""
-    result: NDArray[np.complex128] | None = None
+    result: NDArray[np.complex128] | None = None if exponent else np.ones_like(base)
     while exponent:
         if exponent & 1:
             result = base if result is None else result * base

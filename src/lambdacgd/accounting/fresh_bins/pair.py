@@ -11,7 +11,7 @@ behind the last node is P'-mass on W' = ∞, what is left of δ_add behind its l
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,21 @@ class DiscretePair:
     q: Array
     p_infinite: float
     q_infinite: float
+    slack: dict[str, Array] = field(default_factory=dict)
+    """what each inequality behind the bounds can have added to h at the nodes; no claim, and nothing rests on it"""
+
+    @property
+    def heights(self) -> Array:
+        """About the most by which each chord lies above h: from 0 to the first node (none), then from node to node.
+
+        width²/8 times the curvature that the masses at both ends say, and not more than lines through them allow.
+        """
+        width = np.diff(np.exp(self.losses))
+        between = 0.5 * (np.append(0.0, width) + np.append(width, 0.0))
+        curvature = self.q / np.maximum(between, 1e-300)
+        left, right = self.q[:-1], self.q[1:]
+        lines = width * left * right / np.maximum(left + right, 1e-300)
+        return np.append(0.0, np.minimum(width**2 / 8 * np.maximum(curvature[:-1], curvature[1:]), lines))
 
     @property
     def losses(self) -> Array:

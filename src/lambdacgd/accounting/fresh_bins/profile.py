@@ -7,6 +7,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError
 from lambdacgd.accounting.fresh_bins.pair import DiscretePair, dominating_pair
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
@@ -17,6 +20,11 @@ from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, jensen
 from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale
 
 Nodes = Callable[[float | None, float], list[float]]
+Values = dict[int, Evaluation]
+Array = NDArray[np.float64]
+
+ANALYTIC = "analytic bounds"
+"""slack of the nodes where a Gaussian bound stands in for the lattice"""
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,21 @@ def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolut
     quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
     remove = _remove(accountant, sigma, scale, quantum, floor, resolution)
     add = _add(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution)
-    return dominating_pair(quantum, remove, add)
+    pair = dominating_pair(
+        quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
+    )
+    return replace(pair, slack=_slack(pair, remove, add))
+
+
+def _slack(pair: DiscretePair, remove: Values, add: Values) -> dict[str, Array]:
+    """The nodes' budgets, as they count in h: δ_add is h's put divided by x. At most all of a value is slack."""
+    found: dict[str, Array] = {}
+    for at, i in enumerate(pair.index.tolist()):
+        value, unit = (remove[i], 1.0) if i > 0 else (add[-i], math.exp(i * pair.quantum))
+        unit *= min(1.0, value.delta / value.added) if value.added else 0.0
+        for name, amount in value.budget.items():
+            found.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
+    return found
 
 
 def _nodes(quantum: float, gap: float) -> Nodes:
@@ -84,18 +106,18 @@ def _nodes(quantum: float, gap: float) -> Nodes:
 
 def _remove(
     accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
-) -> dict[int, float]:
+) -> Values:
     chain = accountant.chain(sigma)
     alone = math.sqrt(chain.gain * chain.peak_variance)
     choose = _nodes(quantum, resolution.gap)
-    found: dict[int, float] = {}
+    found: Values = {}
     slope, latest = scale.slope, None
     walked = walk(
         accountant, sigma, choose, scale, "remove", precision=resolution.precision, slack=resolution.slack, floor=floor
     )
     with contextlib.suppress(AccountingError):  # the Gaussian bound takes over
         for epsilon, value in walked:
-            found[round(epsilon / quantum)] = min(value.delta, gaussian_delta(alone, epsilon))
+            found[round(epsilon / quantum)] = _smaller(value, gaussian_delta(alone, epsilon))
             latest, slope = epsilon, value.slope
             if value.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
                 break
@@ -104,7 +126,7 @@ def _remove(
 
 def _add(
     accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
-) -> dict[int, float]:
+) -> Values:
     chain = accountant.chain(sigma)
     alone = math.sqrt(chain.gain * chain.peak_variance)
 
@@ -113,7 +135,7 @@ def _add(
 
     choose = _nodes(quantum, resolution.gap)
     first = choose(None, scale.slope)[0]
-    found: dict[int, float] = {}
+    found: Values = {}
     slope, latest = scale.slope, None
     with contextlib.suppress(AccountingError):  # the analytic bound takes over
         guess = Evaluation(scale.delta, scale.slope)
@@ -121,28 +143,34 @@ def _add(
         for epsilon, value in walk(
             accountant, sigma, choose, scale, "add", precision=resolution.precision, slack=resolution.slack, floor=floor
         ):
-            found[round(epsilon / quantum)] = min(value.delta, analytic(epsilon))
+            found[round(epsilon / quantum)] = _smaller(value, analytic(epsilon))
             latest, slope = epsilon, value.slope
-            if found[round(epsilon / quantum)] <= floor or value.budget["rounding"] > 0.5 * value.delta:
+            if found[round(epsilon / quantum)].delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
                 break
     return _continued(found, analytic, choose, latest, slope, quantum, floor)
 
 
+def _smaller(value: Evaluation, analytic: float) -> Evaluation:
+    """The smaller bound. How much of an analytic one is slack is not known: it may be all."""
+    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: analytic}, "analytic")
+
+
 def _continued(
-    found: dict[int, float],
+    found: Values,
     analytic: Callable[[float], float],
     choose: Nodes,
     latest: float | None,
     slope: float,
     quantum: float,
     floor: float,
-) -> dict[int, float]:
+) -> Values:
     """``found`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
-    while not found or found[max(found)] > floor:
+    while not found or found[max(found)].delta > floor:
         ahead = choose(latest, slope)
         if not ahead:
             break
         latest = ahead[0]
-        before = found[max(found)] if found else 1.0
-        found[round(latest / quantum)] = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
+        before = found[max(found)].delta if found else 1.0
+        value = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
+        found[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
     return found

@@ -22,6 +22,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lambdacgd.sampling import BinSortedParquet
+from lambdacgd.training.collating import KeepsApart
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.errors import TrainingError
 
@@ -118,7 +119,9 @@ class Loader:
         views: int,
         options: dict[str, Any],
     ) -> None:
-        self._private, self._size, self._views, self._options = private, max_physical_batch_size, views, options
+        self._private, self._size, self._views, self._options = private, max_physical_batch_size, views, dict(options)
+        if options.get("collate_fn") is not None:
+            self._options["collate_fn"] = KeepsApart(options["collate_fn"])
         self._reading: Reading | None = None
         self._turn = 0
         self._verified = False  # whether a bin-sorted file has been checked against the run

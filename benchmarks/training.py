@@ -106,10 +106,8 @@ def train(options: argparse.Namespace) -> None:
 def collect(options: argparse.Namespace) -> None:
     """Write what the stored runs answer: results/NAME/ with CSV, JSON, plots and page."""
     store = RunStore(None, read=stored_runs(options))
-    records = {record["digest"]: record for record in store.records()}
-    if not records:
+    if not len(store):
         raise SystemExit(f"no runs in {options.plans.parent}/runs*.jsonl")
-    newest = max(records.values(), key=lambda record: record["date"])
     for name in options.experiment:
         experiment = framework.load(name)
         folder = options.out / name
@@ -117,7 +115,8 @@ def collect(options: argparse.Namespace) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         found = list(rows_from(experiment, SEARCHES.get(name, sweep_search), store, settings))
         with (folder / "cells.jsonl").open("w") as file:
-            for cell, row in found:
+            for cell, row, runs in found:
+                newest = max(runs, key=lambda run: run["date"])
                 record = {"key": experiment.key(cell), "cell": cell, "result": row, "seconds": row["training_seconds"]}
                 record |= {"machine": newest["machine"], "date": newest["date"]}
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from lambdacgd.experiments.framework import Settings
 from lambdacgd.experiments.methods import METHODS
-from lambdacgd.experiments.methods_table import FIRST, cifar_cells, imdb_cells
-from lambdacgd.experiments.pool import answer
+from lambdacgd.experiments.methods_table import CIFAR_METHODS, FIRST, cifar_cells, imdb_cells
+from lambdacgd.experiments.pool import answer, stored
 from lambdacgd.experiments.runs import RunStore, TrainingRun
 from lambdacgd.experiments.search import CENTRES, NEIGHBOURS, best, method_search, standard_error, sweep_search
 from lambdacgd.experiments.sweeps import amplified_cells, epochs_cells, lambda_cells
-from lambdacgd.experiments.training import plan_requests
+from lambdacgd.experiments.training import plan_requests, rows_from
 
 CELL = {
     "task": "cifar10", "model": "cnn", "method": "lambda-cgd", "epsilon": 8.0, "batch_size": 128, "epochs": 10,
@@ -115,9 +116,36 @@ def test_searches_share_runs() -> None:
 
 def test_without_training_a_search_is_answered_from_the_store_or_not_at_all() -> None:
     land, store = Landscape(1.0), RunStore(None)
-    assert answer(method_search(CELL), store, None) is None
+    assert stored(method_search(CELL), store) is None
     row = answer(method_search(CELL), store, land)
-    assert answer(method_search(CELL), store, None) == row
+    assert stored(method_search(CELL), store) == row
+
+
+def test_rows_come_with_the_records_behind_them() -> None:
+    """A cell names the machine that trained it, whatever other runs the store holds."""
+    store = RunStore(None)
+    names = {"dp-sgd": "one machine", "lambda-cgd": "another"}
+    for name, place in names.items():
+        land = Landscape(1.0)
+        answer(method_search(CELL | {"method": name}), RunStore(None), land)
+        for run in tuple(land.runs):
+            store.add(run, land(run, None), where={"device": place})
+    experiment = replace(
+        CIFAR_METHODS, cells=lambda _: [CELL | {"method": name} for name in (*names, "lambda-cgd-fresh")]
+    )
+    found = list(rows_from(experiment, method_search, store, Settings()))
+    assert [cell["method"] for cell, _, _ in found] == list(names)
+    for cell, row, records in found:
+        assert {record["machine"]["device"] for record in records} == {names[cell["method"]]}
+        assert len(records) == CELL["tries"] + CELL["seeds"]
+        assert len(row["scores"]) == CELL["seeds"]
+
+
+def test_rates_may_move_outwards_more_than_once() -> None:
+    land = Landscape(8.0)
+    row = land.row(CELL | {"tries": 6, "moves": ["edge", "edge", "other"]})
+    assert [run.learning_rate for run in land.runs[:5]] == [2.0, 1.0, 4.0, 8.0, 16.0]
+    assert row["learning_rate"] == 8.0
 
 
 def test_a_point_of_a_sweep_keeps_its_lambda() -> None:

@@ -119,6 +119,11 @@ def at_the_edge(rows: list[Row]) -> str:
 
 
 def _page(rows: list[Row], about: str, beside: str) -> str:
+    between = (
+        "For ε = 4, 1 and .25 the rates begin where the searches of the two nearest ε ended, and two are tried. "
+        if any(row["epsilon"] in NEIGHBOURS for row in rows)
+        else ""
+    )
     return "\n\n".join(
         [
             f"Test accuracy in percent, mean ± standard error over seeds; δ = 1e-5. {about}",
@@ -126,8 +131,7 @@ def _page(rows: list[Row], about: str, beside: str) -> str:
             "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
             ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
             "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
-            "number of runs from the same learning rates. For ε = 4, 1 and .25 the rates begin where the searches of "
-            "the two nearest ε ended, and two are tried. The search itself is not covered by (ε, δ).",
+            f"budget of runs from the same learning rates. {between}The search itself is not covered by (ε, δ).",
             at_the_edge(rows),
             settings_found(rows),
             beside,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lambdacgd.experiments.runs import Result, RunStore, TrainingRun
 from lambdacgd.experiments.search import Row, Search
@@ -37,21 +37,32 @@ class _Asked:
     over: str = ""  # why it will not go on
 
 
-def answer(search: Search, store: RunStore, train: Train | None, *, until: float | None = None) -> Row | None:
-    """Drive one search here, training what the store lacks; without ``train``, None where something is missing."""
+class Known(Protocol):
+    """Where results are looked up."""
+
+    def get(self, run: TrainingRun) -> Result | None: ...
+
+
+def stored(search: Search, known: Known) -> Row | None:
+    """What a search ends with if every result is known; None where one is missing."""
+    asked = _Asked("", search)
+    _advance(asked, known, first=True)
+    return asked.row
+
+
+def answer(search: Search, store: RunStore, train: Train, *, until: float | None = None) -> Row:
+    """Drive one search here, training what the store lacks."""
     asked = _Asked("", search)
     _advance(asked, store, first=True)
     while asked.row is None:
         for run in asked.waiting:
             if store.get(run) is None:
-                if train is None:
-                    return None
                 store.add(run, train(run, until))
         _advance(asked, store)
     return asked.row
 
 
-def _advance(asked: _Asked, store: RunStore, *, first: bool = False) -> None:
+def _advance(asked: _Asked, store: Known, *, first: bool = False) -> None:
     """Hand a search all the results that are there, until it waits for a missing one or ends."""
     try:
         if first:

@@ -96,12 +96,12 @@ class RunStore:
 
     def get(self, run: TrainingRun) -> Result | None:
         """The run's result, if it is there."""
-        record = self._found.get(run.digest)
+        record = self.record(run)
         return None if record is None else dict(record["result"])
 
-    def records(self) -> list[dict[str, Any]]:
-        """All of them, in the order they were read or added."""
-        return list(self._found.values())
+    def record(self, run: TrainingRun) -> dict[str, Any] | None:
+        """The run's whole record, with machine and date, if it is there."""
+        return self._found.get(run.digest)
 
     def add(self, run: TrainingRun, result: Result, *, where: dict[str, Any] | None = None) -> None:
         """Keep a result; on disk before this returns."""

@@ -10,8 +10,8 @@ from lambdacgd import cache
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.methods import method
 from lambdacgd.experiments.plan_book import PlanBook
-from lambdacgd.experiments.pool import answer
-from lambdacgd.experiments.runs import RunStore, TrainingRun
+from lambdacgd.experiments.pool import answer, stored
+from lambdacgd.experiments.runs import Result, RunStore, TrainingRun
 from lambdacgd.experiments.search import Search, start
 
 Make = Callable[[Cell], Search]
@@ -41,9 +41,7 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
             except NonFiniteSum as error:
                 return diverged(str(error), plans.for_run(run, held[0].examples(run)))
 
-        row = answer(make(cell), store, train_here)
-        assert row is not None
-        return row
+        return answer(make(cell), store, train_here)
 
     return compute
 
@@ -62,9 +60,25 @@ def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
             yield one.plan_request(sizes(TRAINING_EXAMPLES[run.task], one)[0])
 
 
-def rows_from(experiment: Experiment, make: Make, store: RunStore, settings: Settings) -> Iterator[tuple[Cell, Row]]:
-    """The cells whose searches can be answered from the store alone."""
+class _Watched:
+    """A store that notes which of its records were read."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self.read = store, dict[str, dict[str, Any]]()
+
+    def get(self, run: TrainingRun) -> Result | None:
+        record = self._store.record(run)
+        if record is not None:
+            self.read[run.digest] = record
+        return self._store.get(run)
+
+
+def rows_from(
+    experiment: Experiment, make: Make, store: RunStore, settings: Settings
+) -> Iterator[tuple[Cell, Row, list[dict[str, Any]]]]:
+    """The cells whose searches can be answered from the store alone, with the records of the runs behind each."""
     for cell in experiment.cells(settings):
-        row = answer(make(cell), store, None)
+        watched = _Watched(store)
+        row = stored(make(cell), watched)
         if row is not None:
-            yield cell, row
+            yield cell, row, list(watched.read.values())

@@ -216,7 +216,6 @@ def test_steps_per_epoch_can_be_given():
         ({"bins": "fresh", "sampling": "poisson", "lam": 0.0}, "bins"),
         ({"bins": "new", "sampling": "balls-in-bins"}, "bins"),
         ({"bins": "fresh", "sampling": "balls-in-bins", "mechanism": "bisr", "bands": 391}, "bands"),
-        ({"bins": "fresh", "sampling": "balls-in-bins", "mechanism": "bandinvmf", "amplified": True}, "amplified"),
     ],
 )
 def test_bad_input_names_the_parameter(changes, parameter):

@@ -162,9 +162,7 @@ def _amplified_band_inv_mf(
         raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
     from lambdacgd.tuning import amplified_band_inv_mf
 
-    if sampling.bins == "fresh":
-        raise InvalidInput("amplified", True, "the accountant in its loop knows fixed bins only: bins='fixed'")
-    found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta)
+    found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta, bins=sampling.bins)
     because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
     return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
 

@@ -60,12 +60,12 @@ def other_key(folder):
     ids=["plan", "norm", "mode", "augmentations", "reduction", "data", "key"],
 )
 def test_a_checkpoint_of_something_else(tmp_path, change, message):
-    private = start(tmp_path)
+    private = start(tmp_path, data_fingerprint="the data")
     steps(private, 1)
     private.save(tmp_path / "c.pt")
     private.detach()
     with pytest.raises(CheckpointError, match=message) as caught:
-        start(tmp_path, **change(tmp_path)).load(tmp_path / "c.pt")
+        start(tmp_path, **({"data_fingerprint": "the data"} | change(tmp_path))).load(tmp_path / "c.pt")
     assert str(caught.value).count("\n- ") == 1
 
 

@@ -47,7 +47,14 @@ def identity(private: Private) -> dict[str, Any]:
         "examples": len(private.dataset),
         "data_fingerprint": private.data_fingerprint,
         "key": private.run.key.fingerprint(),
+        "sample": private.sample.seal(private.run.key),
     }
+
+
+def check_belongs(private: Private, saved: dict[str, Any]) -> None:
+    """Refuse a checkpoint whose ``identity`` is not that of this run."""
+    check_identity(saved, identity(private))
+    private.sample.check(saved.get("sample"), private.run.key)
 
 
 def check_savable(private: Private) -> None:
@@ -118,7 +125,7 @@ def _check(private: Private, state: dict[str, Any]) -> None:
     private.check_usable()
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"this is not a checkpoint of format {FORMAT}")
-    check_identity(state["identity"], identity(private))
+    check_belongs(private, state["identity"])
     if len(state["averages"]) != len(private.averages):
         raise CheckpointError(
             f"the checkpoint has {len(state['averages'])} running averages of the weights and this run "

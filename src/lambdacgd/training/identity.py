@@ -28,6 +28,8 @@ _MEANING = {
 def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
     """Refuse a state of another run, plan, model, key or dataset, naming everything that differs."""
     differs = [name for name in _MEANING if name in current and saved.get(name) != current[name]]
+    if saved.get("data_fingerprint") is None and "data_fingerprint" in differs:
+        differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
     if differs:
         lines = [
             f"- {_MEANING[name]} (saved {_short(saved.get(name))}, here {_short(current[name])})" for name in differs

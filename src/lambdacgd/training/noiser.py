@@ -61,6 +61,7 @@ class Noiser:
 
     @property
     def finished(self) -> bool:
+        """Whether all steps of the plan are done."""
         return self.steps_taken >= self.plan.steps
 
     def batch(self) -> NDArray[np.int64]:
@@ -80,8 +81,12 @@ class Noiser:
         ``NonFiniteSum``; the sums are then zeroed, because they hold this step's noise, and the step can be done again.
         """
         self._check_horizon()
-        if not isinstance(sums, dict) or not sums:
-            raise InvalidInput("sums", type(sums).__name__, "it must be a dict of name -> tensor, the clipped sums")
+        tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
+        if not tensors or not sums:
+            found = [type(value).__name__ for value in sums.values()] if isinstance(sums, dict) else type(sums).__name__
+            raise InvalidInput(
+                "sums", found, "it must be a dict of name -> float32 or float64 tensor, the clipped sums of this batch"
+            )
         layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         if self.layout is None:
             self.layout = layout

@@ -29,6 +29,7 @@ from lambdacgd.training.gradients import Gradients
 from lambdacgd.training.loader import Chunk, Epoch, Loader
 from lambdacgd.training.resuming import Resuming
 from lambdacgd.training.run import Run
+from lambdacgd.training.sample import Sample
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
 from lambdacgd.training.trained import ATTACHED, Trained, remember
@@ -74,6 +75,9 @@ class Private(Resuming):
         self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
         self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
         self.data_fingerprint = data_fingerprint
+        # With several ranks this process has read a few already, to compare them.
+        readable = data_fingerprint is None and (world.many or not loader_options.get("num_workers"))
+        self.sample = Sample(dataset, plan.examples, readable=readable)
         self.max_physical_batch_size = max_physical_batch_size
         self.layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
         self._sharded_modules = len(fsdp_modules(model))

@@ -25,10 +25,10 @@ def write_report(folder: Path, config: Config, plan: Plan, *, test_accuracy: flo
     """``report.md`` and ``report.png`` in the run's folder."""
     _figure(folder / FIGURE, plan, test_accuracy)
     described = ", ".join(f"{k} = {v}" for k, v in plan.mechanism.to_dict().items() if k != "name" and v is not None)
-    text = rf"""# {config.task}: {plan.mechanism.name}
+    text = f"""# {config.task}: {plan.mechanism.name}
 
 Test accuracy **{100 * test_accuracy:.2f}%** after {plan.steps} steps ({plan.epochs} epochs of {plan.steps_per_epoch},
-expected \ batch size {plan.batch_size}).
+expected batch size {plan.batch_size}).
 
 | | |
 |---|---|
@@ -41,7 +41,7 @@ expected \ batch size {plan.batch_size}).
 ![Theoretical noise spectrum]({FIGURE})
 
 The figure shows the theoretical power of the noise over frequency, relative to independent noise of the same σ: slow
-drifts of \ the weights are where training is hurt, and where correlated noise is small.
+drifts of the weights are where training is hurt, and where correlated noise is small.
 
 {to_markdown(card).replace("# Privacy card", "## Privacy card")}"""
     path = folder / REPORT

@@ -17,8 +17,8 @@ import torch
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, Private
-from lambdacgd.training.checkpoint import check_savable, generators, identity
-from lambdacgd.training.identity import check_identity, content_digest
+from lambdacgd.training.checkpoint import check_belongs, check_savable, generators, identity
+from lambdacgd.training.identity import content_digest
 
 ENTRY = "lambdacgd"
 
@@ -31,8 +31,9 @@ def released(
     world = private.world
     with world.together("saving"):
         check_savable(private)
+        who = identity(private)
     checkpoint[ENTRY] = {
-        "identity": identity(private),
+        "identity": who,
         "run": private.run.id,
         "step": private.steps_taken,
         "resumable": "optimizer_states" in checkpoint,
@@ -80,7 +81,7 @@ def resume(private: Private, randomness: TrainingRandomness, checkpoint: dict[st
                 f"{name} is not a checkpoint that private training can resume from: it was saved by another strategy "
                 "or with save_weights_only=True"
             )
-        check_identity(entry["identity"], identity(private))
+        check_belongs(private, entry["identity"])
         digest = _digest(checkpoint)
     # Every rank reads the file by itself: a stale copy on one would stand at another step, with other weights.
     private.world.agree("loading", {name: digest}, {name: "All ranks must see one file system"})

@@ -1,24 +1,18 @@
-"""Do all ranks hold the same weights, and read the same data? A few numbers each, compared now and then."""
+"""Do all ranks hold the same weights? A few numbers each, compared now and then."""
 
 from __future__ import annotations
 
-import hashlib
-import pickle
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from lambdacgd.training.distributed.shards import is_sharded, local
 from lambdacgd.training.errors import TrainingError
-from lambdacgd.training.loader import random_numbers_of
 
 if TYPE_CHECKING:
     from lambdacgd.training.private import Private
-
-_SAMPLES = 8
 
 
 def compare_weights(private: Private) -> None:
@@ -54,36 +48,3 @@ def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
             plain = (plain * 31 + int(bits.sum())) % (1 << 63)
             weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
     return plain, weighted
-
-
-def sample_of(dataset: Any, examples: int) -> str | None:
-    """A digest of a few examples, read with random numbers set; None where they are made of unknown things."""
-    running = hashlib.sha256()
-    for index in sorted({k * (examples - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)}):
-        with random_numbers_of(f"sample {index}"):
-            item = dataset[index]
-        try:
-            _feed(running, item)
-        except Exception:  # whatever it is, it does not tell its bytes
-            return None
-    return running.hexdigest()[:16]
-
-
-def _feed(running: Any, item: Any) -> None:
-    if isinstance(item, torch.Tensor):
-        item = item.detach().cpu().contiguous()
-        running.update(f"{item.dtype} {tuple(item.shape)} ".encode())
-        running.update(item.reshape(-1).view(torch.uint8).numpy().tobytes() if item.numel() else b"")
-    elif isinstance(item, np.ndarray) and item.dtype != object:
-        running.update(f"{item.dtype} {item.shape} ".encode() + item.tobytes())
-    elif isinstance(item, dict):
-        for key, value in item.items():
-            running.update(f"{key!r}: ".encode())
-            _feed(running, value)
-    elif isinstance(item, (list, tuple)):
-        for value in item:
-            _feed(running, value)
-    elif item is None or isinstance(item, (bool, int, float, str, bytes, np.generic)):
-        running.update(f"{type(item).__name__} {item!r} ".encode())
-    else:
-        running.update(pickle.dumps(item, protocol=4))  # images and the like

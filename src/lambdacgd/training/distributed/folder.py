@@ -31,7 +31,7 @@ from lambdacgd.training.distributed.compare import compare_weights
 from lambdacgd.training.distributed.shards import reshard
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError
-from lambdacgd.training.identity import check_identity, content_digest, read_state
+from lambdacgd.training.identity import content_digest, read_state
 
 if TYPE_CHECKING:
     from lambdacgd.training.private import Private
@@ -48,10 +48,11 @@ def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] |
     with world.together("saving"):
         checkpoint.check_savable(private)
         tensors, facts = state.of(private, frozen=frozen)
+        who = checkpoint.identity(private)
     compare_weights(private)
     facts |= {
         "format": FORMAT,
-        "identity": checkpoint.identity(private),
+        "identity": who,
         "run": private.run.id,
         "step": private.steps_taken,
         "plan": private.plan.to_json(),
@@ -87,7 +88,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     reshard(private.model)
     with world.together("loading"):
         private.check_usable()
-        check_identity(facts["identity"], checkpoint.identity(private))
+        checkpoint.check_belongs(private, facts["identity"])
         tensors = state.places(private, facts)
         seen = _view(found)
     world.agree("loading", {str(found): seen}, {str(found): "All ranks must see one file system"})

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lambdacgd.training.distributed.compare import sample_of
 from lambdacgd.training.distributed.run import SharedRun
 from lambdacgd.training.distributed.shards import fsdp_modules
 from lambdacgd.training.distributed.wrapping import broadcast_
 from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.sample import sample_of
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:

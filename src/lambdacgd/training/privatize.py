@@ -25,6 +25,7 @@ from lambdacgd.training.distributed.wrapping import follow, unwrap
 from lambdacgd.training.errors import NotPrivateWarning, check_claim
 from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
+from lambdacgd.training.repeats import check_no_repeats
 from lambdacgd.training.run import Run
 from lambdacgd.training.trained import ATTACHED, remember
 from lambdacgd.validation import InvalidInput, integer, number
@@ -222,6 +223,7 @@ def _check_dataset(dataset: Any, plan: Plan) -> None:
             f"{len(dataset)} examples",
             f"the plan is for {plan.examples}; make a plan for this dataset: lc.plan(dataset, …)",
         )
+    check_no_repeats(dataset)
 
 
 def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimizer) -> None:

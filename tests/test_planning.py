@@ -378,3 +378,25 @@ def test_fresh_bins_are_planned_over_one_epoch(name, tmp_path):
     plan.check()
     plan.save(tmp_path / "plan.json")
     assert lc.Plan.load(tmp_path / "plan.json") == plan
+
+
+def test_a_plan_prints_as_one_line():
+    text = str(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, lam=0.9, normalized=True, sampling="cyclic"))
+    assert text.startswith("lambda-cgd (lam = 0.9, normalized), cyclic: ε = 2, δ = 1e-05, σ = ")
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(("bins", "epsilon"), [("fresh", 500.0), ("fixed", 500.0), ("fresh", 1e-5), ("fixed", 1e300)])
+def test_an_epsilon_that_no_accountant_takes_is_refused_before_lambda_is_searched(bins, epsilon):
+    with pytest.raises(lc.InvalidInput, match="is accounted for from"):
+        lc.plan(1000, 50, epochs=2, epsilon=epsilon, delta=1e-5, bins=bins)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [({"lam": "best"}, "or 'auto'"), ({"mechanism": "gamma-bifr", "gamma": "best"}, "or 'auto'"),
+     ({"mechanism": lc.LambdaCGD}, "or a Mechanism")],
+)  # fmt: skip
+def test_refusals_name_every_alternative(given, match):
+    with pytest.raises(lc.InvalidInput, match=match):
+        lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, **given)

@@ -100,7 +100,8 @@ def make_mechanism(
             raise InvalidInput(name, parameters[name], "it goes with a mechanism's name; this mechanism is complete")
         return mechanism.resolve(horizon), None
     if mechanism not in PARAMETERS:
-        raise InvalidInput("mechanism", mechanism, f"it must be one of {', '.join(MECHANISMS)}")
+        known = ", ".join(MECHANISMS)
+        raise InvalidInput("mechanism", mechanism, f"it must be one of {known}, or a Mechanism such as LambdaCGD(0.9)")
     for name, value in parameters.items():
         if name not in PARAMETERS[mechanism]:
             takes = ", ".join(PARAMETERS[mechanism]) or "no parameters"
@@ -132,6 +133,7 @@ def _lambda_cgd(
     normalized = parameters.get("normalized", False)
     lam = parameters.get("lam", "auto")
     if lam != "auto":
+        _number_or_auto("lam", lam)
         _refuse_objective(parameters, "lam")
         return LambdaCGD(lam, normalized), None
     from lambdacgd.tuning import choose_lambda
@@ -145,6 +147,7 @@ def _gamma_bifr(
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     gamma = parameters.get("gamma", "auto")
     if gamma != "auto":
+        _number_or_auto("gamma", gamma)
         _refuse_objective(parameters, "gamma")
         return GammaBIFR(bands, gamma).resolve(sampling.block), None
     if bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
@@ -165,6 +168,11 @@ def _amplified_band_inv_mf(
     found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta, bins=sampling.bins)
     because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
     return found, {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
+
+
+def _number_or_auto(parameter: str, value: Any) -> None:
+    if isinstance(value, str):
+        raise InvalidInput(parameter, value, "it must be a number at least 0 and below 1, or 'auto'")
 
 
 def _refuse_objective(parameters: dict[str, Any], given: str) -> None:

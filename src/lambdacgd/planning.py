@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lambdacgd.accounting.base import Certificate
-from lambdacgd.accounting.calibration import calibrate_noise, methods
+from lambdacgd.accounting.calibration import calibrate_noise, check_epsilon, methods
 from lambdacgd.choices import default_bins, make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
 from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
@@ -55,10 +55,12 @@ class Plan:
 
     @property
     def examples(self) -> int:
+        """N, the number of training examples."""
         return self.sampling.examples
 
     @property
     def horizon(self) -> Horizon:
+        """k epochs of b steps."""
         return self.sampling.horizon
 
     @property
@@ -73,14 +75,17 @@ class Plan:
 
     @property
     def steps(self) -> int:
+        """n = k·b, the steps of the whole run; none beyond them is allowed."""
         return self.horizon.steps
 
     @property
     def steps_per_epoch(self) -> int:
+        """b, the steps of an epoch."""
         return self.horizon.steps_per_epoch
 
     @property
     def epochs(self) -> int:
+        """k, the number of epochs."""
         return self.horizon.epochs
 
     def to_dict(self) -> dict[str, Any]:
@@ -135,7 +140,28 @@ class Plan:
                 "its parts do not belong together: it was changed after lc.plan made it. Plan anew",
             )
 
+    def __str__(self) -> str:
+        """One line for people; ``to_json()`` and ``repr`` hold everything.
+
+        >>> print(plan(examples=1000, batch_size=50, epochs=2, epsilon=2.0, delta=1e-5, lam=0.9, sampling="cyclic"))
+        lambda-cgd (lam = 0.9), cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
+        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
+        """
+        fields = self.mechanism.to_dict().items()
+        described = ", ".join(
+            k if v is True else f"{k} = {v:.4g}" for k, v in fields if v and isinstance(v, int | float)
+        )
+        certificate = self.certificate
+        claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
+        return (
+            f"{self.mechanism.name}{f' ({described})' if described else ''}, {self.sampling.kind}: "
+            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, "
+            f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.batch_size} of {self.examples} "
+            f"examples, RMSE {self.rmse:.4g} ({claim})"
+        )
+
     def to_json(self) -> str:
+        """The plan's file format as text; ``from_json`` reads it back."""
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
@@ -149,13 +175,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
+        """Read a plan from ``to_json``'s text; an edited one is refused."""
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise InvalidInput("plan", text[:40], f"it must be a JSON plan file ({error})") from None
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format") if isinstance(data, dict) else type(data).__name__
-            raise InvalidInput("plan", found, f"it must be a file of format {FORMAT}")
+            found = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
+            raise InvalidInput("plan", found, f"it must be a file of format {FORMAT}: lambdacgd plan --out writes one")
         digest = data.pop("digest", None)
         if digest != _digest(data):
             raise InvalidInput(
@@ -241,6 +268,7 @@ def plan(
     if bins is None and sampling == BallsInBins.name:
         bins = default_bins(mechanism)
     chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, bins=bins, steps_per_epoch=steps_per_epoch)
+    check_epsilon(chosen, epsilon)
     given = {
         "lam": lam,
         "normalized": normalized,

@@ -45,6 +45,7 @@ def test_a_whole_run(tmp_path):
         torch.load(out / "checkpoint.pt", weights_only=True)["model"]
     )
     report = (out / "report.md").read_text()
+    assert "\\" not in report
     assert "Test accuracy" in report
     assert "λ" in report or "lam = 0.5" in report
     assert "loss" not in report.replace("training loss, per-example norms", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lambdacgd.accounting.base import Calibration, Certificate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate
 from lambdacgd.accounting.gaussian import without_amplification
 from lambdacgd.accounting.poisson import poisson_dp_sgd
 from lambdacgd.mechanisms import Horizon, Mechanism
@@ -75,6 +75,25 @@ def _calibrate_noise(
 
         return balls_in_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
     raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
+
+
+def check_epsilon(sampling: Sampling, epsilon: float) -> None:
+    """Refuse an ε that no accountant of ``sampling`` takes, before anything is searched for or computed."""
+    if not isinstance(sampling, BallsInBins) or math.isinf(epsilon):
+        return
+    from lambdacgd.accounting.fresh_bins.accountant import LARGEST_EPSILON as COMPOSED
+    from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as SAMPLED
+
+    composed = sampling.bins == "fresh" and sampling.epochs > 1
+    within = epsilon <= COMPOSED if composed else epsilon < SAMPLED
+    if epsilon < SMALLEST_EPSILON or not within:
+        largest = f"to {COMPOSED:g}" if composed else f"to below {SAMPLED:g}"
+        raise InvalidInput(
+            "epsilon",
+            epsilon,
+            f"{sampling.kind} is accounted for from {SMALLEST_EPSILON:g} {largest}; use cyclic sampling, which takes "
+            "any, or inf to train without noise",
+        )
 
 
 def methods(sampling: Sampling) -> tuple[str, ...]:

@@ -200,7 +200,7 @@ def _train(session: Any, console: Any) -> None:
             "steps",
             total=plan.steps,
             completed=session.private.steps_taken,
-            epoch=1,
+            epoch=min(session.private.steps_taken // plan.steps_per_epoch + 1, plan.epochs),
             loss="–",
             accuracy="–",
             epsilon=epsilon,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Certificate, Direction
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound
 from lambdacgd.accounting.fresh_bins.composition import Composition
 from lambdacgd.accounting.fresh_bins.profile import FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
@@ -23,41 +23,21 @@ TAIL_SHARE = 1e-3
 """of δ/k: one epoch's curve is followed down to this value"""
 LOOSE = 0.05
 """a composed δ of which more than this share is rounding or infinite losses is refused"""
+INSTEAD = "ask for a larger δ or a smaller ε, or use fixed bins or cyclic sampling"
 
 
 @dataclass(frozen=True)
-class ComposedBound:
-    """δ(ε) ≤ ``delta`` after ``epochs`` epochs at ``sigma``; ``budget`` says what each inequality can have added.
+class ComposedBound(TwoWayBound):
+    """A bound after ``epochs`` epochs.
 
-    That is, to first order: infinite losses and rounding of the composition, chords between the nodes of one epoch's
-    curve, and under "one epoch: …" what the exact accountant lists for that curve, carried through the composition.
+    Its ``budget`` lists, to first order: infinite losses and rounding of the composition, chords between the nodes of
+    one epoch's curve, and under "one epoch: …" what the exact accountant lists for that curve, carried through the
+    composition.
     """
 
-    sigma: float
-    epsilon: float
-    epochs: int
-    delta_remove: float
-    delta_add: float
-    budget: dict[str, float] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    epochs: int = 1
 
-    @property
-    def delta(self) -> float:
-        return max(self.delta_remove, self.delta_add)
-
-    @property
-    def direction(self) -> Direction:
-        """The direction that governs."""
-        return "remove" if self.delta_remove >= self.delta_add else "add"
-
-    def certificate(self, delta: float) -> Certificate:
-        """This bound as a certificate of ``delta``, which must not be smaller."""
-        if not self.delta <= delta < 1:
-            raise AccountingError(
-                f"δ = {delta!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
-            )
-        details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
-        return Certificate(METHOD, "both", 1.0, self.epsilon, delta, "bound", details)
+    method: ClassVar[str] = METHOD
 
 
 @dataclass(frozen=True)
@@ -76,6 +56,8 @@ class FreshBins:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
+
+    method: ClassVar[str] = METHOD
 
     def __post_init__(self) -> None:
         self.one_epoch  # noqa: B018  (validates)
@@ -102,9 +84,9 @@ class FreshBins:
         slack = composed.slack("remove" if governing is remove else "add", epsilon)
         budget |= {name: min(value, governing.delta) for name, value in slack.items()}
         details = {"nodes": len(composed.pair.index), "cell": composed.pair.quantum, "transform": composed.length}
-        found = ComposedBound(sigma, epsilon, composed.copies, remove.delta, add.delta, budget, details)
+        found = ComposedBound(sigma, epsilon, remove.delta, add.delta, budget, details, composed.copies)
         if not 0 < found.delta <= 1.01 or not math.isfinite(found.delta):
-            raise AccountingError(f"composition gave δ = {found.delta!r}, which certifies nothing")
+            raise AccountingError(f"composition gave δ = {found.delta:.3g}, which certifies nothing; {INSTEAD}")
         return found
 
     def delta(self, sigma: float, epsilon: float, *, epochs: int | None = None, like: float = 1e-6) -> ComposedBound:
@@ -178,9 +160,10 @@ class FreshBins:
 
     def checked(self, found: ComposedBound) -> ComposedBound:
         if sum(found.budget.get(name, 0.0) for name in ("infinite losses", "rounding")) > LOOSE * found.delta:
+            parts = ", ".join(f"{name} {value:.2g}" for name, value in found.budget.items())
             raise AccountingError(
                 f"δ near {found.delta:.2g} cannot be certified at ε = {found.epsilon:g} over {self.epochs} epochs: "
-                f"{found.budget} may be slack; ask for a larger δ"
+                f"too much of it may be slack ({parts}); {INSTEAD}"
             )
         return found
 
@@ -208,7 +191,7 @@ class FreshBins:
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> ComposedBound:
         """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
         value = gaussian_delta(epsilon, sigma / math.sqrt(epochs)) * (1 + 1e-9)
-        return ComposedBound(sigma, epsilon, epochs, value, value, {}, {"one_bin": "gaussian"})
+        return ComposedBound(sigma, epsilon, value, value, {}, {"one_bin": "gaussian"}, epochs)
 
     def _check(
         self,

@@ -20,8 +20,10 @@ POINT = {"max_grad_norm": 0.3, "tries": 3, "seeds": 3, "splits": ["validation"],
 CIFAR = {"task": "cifar10", "model": "cnn"}
 # Reviews train in seconds, so their rates may move outwards until the best is inside, or three times.
 IMDB = {"task": "imdb", "model": "words", "tries": 6, "moves": ["edge"] * 3}
-# Learning rates at which the searches begin, without amplification: noise is a few times larger than with it.
-_RATES = {8.0: 1.0, 2.0: 0.4, 0.5: 0.15}
+# Searches of methods-cifar and methods-imdb ended near one value of rate · RMSE / B, whatever method and ε: what noise
+# adds to the weights in all is the same. Points begin there, below the rate that is too large without noise.
+_REACH, _LARGEST = {"cifar10": 0.1, "imdb": 0.7}, {"cifar10": 4.0, "imdb": 64.0}
+_GAIN = {8.0: 1.5, 2.0: 2.5}  # of RMSE from Balls-in-Bins, roughly, for every λ
 QUICK = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 1}
 
 
@@ -30,10 +32,29 @@ def _point(base: dict[str, Any], name: str, size: int, epochs: int, epsilon: flo
     return POINT | base | point | {"learning_rate": rate}
 
 
-def _rate(base: dict[str, Any], epsilon: float, size: int, epochs: int, usual: int) -> float:
-    """Larger batches average more noise away, more epochs want smaller steps; reviews want larger ones throughout."""
-    rate = _RATES[epsilon] * (size / usual) ** 0.5 * (10 / epochs) ** 0.5 * (16.0 if base is IMDB else 1.0)
-    return float(f"{rate:.2g}")
+def _points(
+    base: dict[str, Any], name: str, sizes: tuple[int, ...], epochs: tuple[int, ...], epsilons: tuple[float, ...]
+) -> list[Cell]:
+    """Every λ of every setting, each with the rate at which its search begins."""
+    return [
+        _point(base, name, size, k, epsilon, lam, _rate(base["task"], name, size, k, epsilon, lam))
+        for size in sizes
+        for k in epochs
+        for epsilon in epsilons
+        for lam in LAMBDAS
+    ]
+
+
+def _rate(task: str, name: str, size: int, epochs: int, epsilon: float, lam: float) -> float:
+    """Where a search begins: inversely to the error that noise leaves in sums of gradients."""
+    from lambdacgd.accounting.gaussian import gaussian_sigma
+    from lambdacgd.experiments.problems import TRAINING_EXAMPLES
+    from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
+
+    horizon = Horizon(TRAINING_EXAMPLES[task] * 4 // 5 // size, epochs)
+    error = gaussian_sigma(epsilon, DELTA) * rmse(LambdaCGD(lam), horizon)
+    error /= _GAIN[epsilon] if name == "lambda-cgd" else 1.0
+    return float(f"{min(_LARGEST[task], _REACH[task] * size / error):.2g}")
 
 
 def lambda_cells(settings: Settings) -> list[Cell]:
@@ -41,11 +62,8 @@ def lambda_cells(settings: Settings) -> list[Cell]:
     if settings.quick:
         return [_point(CIFAR, "lambda-cgd-cyclic", 64, 1, 8.0, lam, 0.5) | QUICK for lam in (0.0, 0.9)]
     return [
-        _point(base, "lambda-cgd-cyclic", size, 10, epsilon, lam, _rate(base, epsilon, size, 10, usual))
-        for base, usual, sizes in ((CIFAR, 128, (1024, 256, 128)), (IMDB, 512, (512, 128, 64)))
-        for size in sizes
-        for epsilon in (8.0, 2.0)
-        for lam in LAMBDAS
+        *_points(CIFAR, "lambda-cgd-cyclic", (1024, 256, 128), (10,), (8.0, 2.0)),
+        *_points(IMDB, "lambda-cgd-cyclic", (512, 128, 64), (10,), (8.0, 2.0)),
     ]
 
 
@@ -54,10 +72,8 @@ def amplified_cells(settings: Settings) -> list[Cell]:
     if settings.quick:
         return [_point(CIFAR, "lambda-cgd", 64, 1, 8.0, lam, 0.5) | QUICK for lam in (0.0, 0.9)]
     return [
-        _point(base, "lambda-cgd", size, 10, epsilon, lam, 2 * _rate(base, epsilon, size, 10, usual))
-        for base, usual, size in ((CIFAR, 128, 128), (IMDB, 512, 64))
-        for epsilon in (8.0, 2.0)
-        for lam in LAMBDAS
+        *_points(CIFAR, "lambda-cgd", (128,), (10,), (8.0, 2.0)),
+        *_points(IMDB, "lambda-cgd", (64,), (10,), (8.0, 2.0)),
     ]
 
 
@@ -65,11 +81,7 @@ def epochs_cells(settings: Settings) -> list[Cell]:
     """CIFAR-10, B = 1024, k = 20, 40, 80, no amplification."""
     if settings.quick:
         return [_point(CIFAR, "lambda-cgd-cyclic", 64, k, 8.0, 0.9, 0.5) | QUICK | {"epochs": k} for k in (1, 2)]
-    return [
-        _point(CIFAR, "lambda-cgd-cyclic", 1024, k, 8.0, lam, _rate(CIFAR, 8.0, 1024, k, 128)) | {"seeds": 1}
-        for k in (20, 40, 80)
-        for lam in LAMBDAS
-    ]
+    return [point | {"seeds": 1} for point in _points(CIFAR, "lambda-cgd-cyclic", (1024,), (20, 40, 80), (8.0,))]
 
 
 def _groups(rows: list[Row]) -> dict[tuple[str, int, int, float], list[Row]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 
 class InvalidInput(ValueError):
-    """A parameter that cannot be used. ``parameter`` lets the command line name the flag."""
+    """A parameter that cannot be used. ``parameter`` and ``complaint`` let the command line name the flag instead."""
 
     def __init__(self, parameter: str, given: Any, allowed: str) -> None:
         super().__init__(f"{parameter} is {given!r}, but {allowed}")
         self.parameter = parameter
+        self.complaint = f"is {given!r}, but {allowed}"
 
 
 def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:

@@ -108,6 +108,18 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["reproduce", "nonsense"], "NAME"),
         (["bench", "noise", "--model", "nonsense"], "nonsense"),
         (["bench", "step", "--mode", "nonsense"], "nonsense"),
+        (["bench", "step", "--batch", "0"], "--batch"),
+        (["bench", "step", "--repeats", "0"], "--repeats"),
+        (["bench", "step", "--device", "nonsense"], "--device"),
+        (["bench", "pair", "--rounds", "-1"], "--rounds"),
+        (["bench", "noise", "--seconds", "nan"], "--seconds"),
+        (["bench", "noise", "--device", "nonsense"], "--device"),
+        (["bench", "noise", "--out", "/proc/nowhere/noise.json"], "--out"),
+        (["reproduce", "rmse-table", "--stop-after", "-1"], "--stop-after"),
+        (["reproduce", "rmse-table", "--device", "nonsense"], "--device"),
+        (["plan", *BASE, "--epsilon", "500"], "--epsilon"),
+        (["plan", *BASE, "--out", "/proc/nowhere/plan.json"], "there is no folder /proc/nowhere"),
+        (["compare", *BASE, "--plot", "curves.docx"], "--plot"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):
@@ -181,9 +193,9 @@ def test_compare_over_a_single_step(capsys):
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_bins_belong_to_balls_in_bins(command, capsys):
     assert main([command, *CYCLIC, "--bins", "fixed"]) == 2
-    assert "--bins: bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
+    assert "--bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
     assert main([command, *BASE, "--bins", "old"]) == 2
-    assert "--bins: bins is 'old', but it must be fresh" in capsys.readouterr().err
+    assert "--bins is 'old', but it must be fresh" in capsys.readouterr().err
 
 
 def test_what_is_compared():
@@ -194,3 +206,19 @@ def test_what_is_compared():
         assert rows[0] == ("dp-sgd", "poisson", {})
         assert {parameters["bins"] for _, _, parameters in rows[1:]} == {bins}
     assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
+
+
+def test_help_of_the_benchmarks_names_their_models_and_modes():
+    from lambdacgd.cli import bench
+    from lambdacgd.clipping.benchmark import MODES
+    from lambdacgd.clipping.benchmark_models import CASES
+    from lambdacgd.noise.model_shapes import MODELS
+
+    def described(command: str, option: str) -> str:
+        annotated = getattr(bench, command).__annotations__[option]
+        return eval(annotated, vars(bench)).__metadata__[0].help
+
+    assert described("noise", "model").startswith(", ".join(MODELS) + ";")
+    assert described("step", "model").startswith(", ".join(CASES) + ";")
+    assert described("pair", "model").startswith(", ".join(CASES) + ";")
+    assert described("step", "mode").startswith(", ".join(MODES) + ";")

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from lambdacgd.validation import InvalidInput
+
+
+def usable_device(name: str | None) -> str:
+    """The device called so, if it is here; CUDA where there is one if none is named."""
+    import torch
+
+    from lambdacgd.training.session import check_device
+
+    return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def place_for(parameter: str, path: Path | None) -> Path | None:
+    """Where a file is to be written, refused before the work rather than after it."""
+    if path is not None and path.is_dir():
+        raise InvalidInput(parameter, str(path), "it is a folder; name a file")
+    if path is not None and not path.parent.is_dir():
+        raise InvalidInput(parameter, str(path), f"there is no folder {path.parent}; make it first")
+    return path
 
 
 def number_or_auto(parameter: str, text: str | None) -> float | str | None:

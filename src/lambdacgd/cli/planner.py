@@ -16,6 +16,7 @@ from rich.table import Table
 
 from lambdacgd import cache, footprint
 from lambdacgd.cli import size as sizes
+from lambdacgd.cli.options import place_for
 from lambdacgd.footprint import Machine
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
@@ -74,6 +75,8 @@ def show_plan(
     machine: Machine | None = None,
     **request: Any,
 ) -> None:
+    place_for("out", out)
+    _check_ending(plot)
     with _busy(as_json, "calibrating the noise"):
         plan = make_plan(request.pop("examples"), request.pop("batch_size"), **request)
         check = _cross_check(plan) if cross_check else None
@@ -110,6 +113,7 @@ def show_comparison(
     bins = request.pop("bins")
     if bins is not None and sampling != BallsInBins.name:
         raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
+    _check_ending(plot)
     plans = []
     for name, how, parameters in compared(sampling, bands, buffers, bins):
         with _busy(as_json, f"{name}, {how}"):
@@ -132,6 +136,14 @@ def show_comparison(
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
+
+
+def _check_ending(plot: Path | None) -> None:
+    """Before the work rather than after it."""
+    if plot:
+        from lambdacgd.cli import plots
+
+        plots.check_ending(plot)
 
 
 _TITLES = {

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.backend_bases import FigureCanvasBase
 
 from lambdacgd.accounting.balls_in_bins import exact_accountant
 from lambdacgd.accounting.base import SMALLEST_EPSILON
@@ -24,12 +25,16 @@ from lambdacgd.sampling import BallsInBins
 from lambdacgd.validation import InvalidInput
 
 
+def check_ending(path: Path) -> None:
+    """Refuse a kind of file that cannot be drawn."""
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix.lstrip(".").lower() not in known:
+        raise InvalidInput("plot", str(path), f"its ending must be one of {', '.join(sorted(known))}")
+
+
 @contextmanager
 def _figure(path: Path, **how: Any) -> Iterator[Any]:
-    known = plt.gcf().canvas.get_supported_filetypes()
-    plt.close()
-    if path.suffix.lstrip(".") not in known:
-        raise InvalidInput("plot", str(path), f"its ending must be one of {', '.join(sorted(known))}")
+    check_ending(path)
     figure, axes = plt.subplots(**how)
     try:
         yield axes

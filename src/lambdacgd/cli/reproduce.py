@@ -7,7 +7,9 @@ from typing import Annotated
 
 import typer
 
+from lambdacgd.cli.options import usable_device
 from lambdacgd.experiments import EXPERIMENTS
+from lambdacgd.validation import number
 
 
 def reproduce(
@@ -38,6 +40,10 @@ def reproduce(
     from lambdacgd.experiments import framework
 
     experiment = framework.load(name)
+    if device is not None:
+        device = usable_device(device)
+    if stop_after is not None:
+        number("stop_after", stop_after, above=0)
     settings = framework.Settings(quick=quick, data=data, device=device)
     folder = out / experiment.name
     framework.reproduce(experiment, folder, settings=settings, stop_after=stop_after, collect=collect)

@@ -72,6 +72,8 @@ def check_device(name: str) -> torch.device:
         raise InvalidInput("device", name, "it must be a torch device such as cpu, cuda or cuda:1") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InvalidInput("device", name, "this machine has no CUDA device; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
     return device
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import inspect
 import pkgutil
 import subprocess
 import sys
@@ -46,3 +47,13 @@ def test_docstring_examples(name):
         pytest.skip(f"needs {error.name}")
     failures, _ = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE)
     assert failures == 0
+
+
+@pytest.mark.parametrize("name", [name for name in lc.__all__ if name[0] != "_"])
+def test_public_names_are_described(name):
+    thing = getattr(lc, name)
+    assert inspect.getdoc(thing)
+    if inspect.isclass(thing):
+        own = {k: v for k, v in vars(thing).items() if k[0] != "_" and (callable(v) or isinstance(v, property))}
+        silent = [k for k, v in own.items() if not inspect.getdoc(getattr(thing, k) if callable(v) else v.fget)]
+        assert not silent, f"{name}.{', '.join(silent)} has no docstring"

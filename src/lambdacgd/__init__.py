@@ -13,7 +13,8 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import AccountingError, Calibration, Certificate
-    from lambdacgd.keys import Ledger, SecretKey
+    from lambdacgd.clipping import ClippingError
+    from lambdacgd.keys import KeyFileError, Ledger, LedgerError, SecretKey
     from lambdacgd.mechanisms import (
         BISR,
         BLT,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
     from lambdacgd.planning import Plan, plan
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
-    from lambdacgd.training import EMA, CheckpointError, Noiser, Private, TrainingError
+    from lambdacgd.training import EMA, CheckpointError, Noiser, NotPrivateWarning, Private, Spent, TrainingError
     from lambdacgd.training.export import export
     from lambdacgd.training.privatize import privatize
     from lambdacgd.tuning import choose_gamma, choose_lambda
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lambdacgd.accounting": ("AccountingError", "Calibration", "Certificate"),
-    "lambdacgd.keys": ("Ledger", "SecretKey"),
+    "lambdacgd.clipping": ("ClippingError",),
+    "lambdacgd.keys": ("KeyFileError", "Ledger", "LedgerError", "SecretKey"),
     "lambdacgd.mechanisms": (
         "BISR", "BLT", "BSR", "BandInvMF", "BandMF", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD",
         "Mechanism", "Workload", "maxse", "rmse", "sensitivity",
@@ -50,7 +52,10 @@ _HOMES = {
     "lambdacgd.noise": ("BufferedNoise", "Layout", "NoiseField", "NonFiniteSum", "RegeneratedNoise"),
     "lambdacgd.planning": ("Plan", "plan"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
-    "lambdacgd.training": ("EMA", "CheckpointError", "Noiser", "Private", "TrainingError", "export", "privatize"),
+    "lambdacgd.training": (
+        "EMA", "CheckpointError", "Noiser", "NotPrivateWarning", "Private", "Spent", "TrainingError", "export",
+        "privatize",
+    ),
     "lambdacgd.tuning": ("choose_gamma", "choose_lambda"),
     "lambdacgd.validation": ("InvalidInput",),
 }  # fmt: skip
@@ -69,25 +74,30 @@ __all__ = [
     "Calibration",
     "Certificate",
     "CheckpointError",
+    "ClippingError",
     "Cyclic",
     "Diagonal",
     "GammaBIFR",
     "Horizon",
     "Identity",
     "InvalidInput",
+    "KeyFileError",
     "LambdaCGD",
     "Layout",
     "Ledger",
+    "LedgerError",
     "Mechanism",
     "NoiseField",
     "Noiser",
     "NonFiniteSum",
+    "NotPrivateWarning",
     "Plan",
     "Poisson",
     "Private",
     "RegeneratedNoise",
     "Sampling",
     "SecretKey",
+    "Spent",
     "TrainingError",
     "Workload",
     "__version__",

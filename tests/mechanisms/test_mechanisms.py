@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.mechanisms import reference
 
+import lambdacgd as lc
 from lambdacgd.mechanisms import (
     BISR,
     BLT,
@@ -196,3 +197,11 @@ def test_maxse_is_at_least_rmse():
     horizon = Horizon(20, 3)
     for mechanism in (Identity(), LambdaCGD(0.8), LambdaCGD(0.8, normalized=True), BISR(4), Diagonal()):
         assert maxse(mechanism, horizon) >= rmse(mechanism, horizon)
+
+
+@pytest.mark.parametrize("ask", [lc.rmse, lc.maxse, lc.sensitivity])
+def test_questions_take_a_mechanism_and_a_horizon(ask):
+    with pytest.raises(lc.InvalidInput, match="it must be a Mechanism such as"):
+        ask("lambda-cgd", lc.Horizon(10, 2))
+    with pytest.raises(lc.InvalidInput, match="it must be a Horizon"):
+        ask(lc.LambdaCGD(0.5), 20)

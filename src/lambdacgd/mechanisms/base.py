@@ -39,6 +39,7 @@ class Horizon:
 
     @property
     def steps(self) -> int:
+        """n = k·b."""
         return self.steps_per_epoch * self.epochs
 
 
@@ -154,10 +155,12 @@ class Mechanism:
         return self.recurrence(n).past_vectors
 
     def to_dict(self) -> dict[str, Any]:
+        """The name and the parameters, as plan files hold them."""
         return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
 
     @classmethod
     def from_fields(cls, data: dict[str, Any]) -> Self:
+        """A mechanism of this class from the parameters of ``to_dict``; unknown ones are refused."""
         known = {f.name for f in fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(

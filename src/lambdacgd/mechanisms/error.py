@@ -11,7 +11,7 @@ from scipy.signal import fftconvolve
 
 from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
 from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_errors
-from lambdacgd.mechanisms.sensitivity import sensitivity
+from lambdacgd.mechanisms.sensitivity import check_question, sensitivity
 from lambdacgd.mechanisms.toeplitz import multiply
 from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
 from lambdacgd.validation import InvalidInput, integer
@@ -111,7 +111,12 @@ def error_norms(
 def rmse(
     mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
 ) -> float:
-    """(1/√n)‖AC⁻¹‖_F · sens(C): the RMSE without amplification, at unit Gaussian noise."""
+    """(1/√n)‖AC⁻¹‖_F · sens(C): the RMSE without amplification, at unit Gaussian noise.
+
+    Times the Gaussian mechanism's σ at (ε, δ) it is the RMSE of the running sum of gradients, in units of the clipping
+    norm. ``Plan.rmse`` is (1/√n)‖AC⁻¹‖_F times the plan's own σ, amplification included.
+    """
+    check_question(mechanism, horizon)
     norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
     return norms[0] * sensitivity(mechanism, horizon, restart_every=restart_every).value
 
@@ -119,6 +124,7 @@ def rmse(
 def maxse(
     mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
 ) -> float:
-    """‖AC⁻¹‖_{2→∞} · sens(C): the MaxSE without amplification, at unit Gaussian noise."""
+    """‖AC⁻¹‖_{2→∞} · sens(C): the MaxSE without amplification, at unit Gaussian noise; units as those of ``rmse``."""
+    check_question(mechanism, horizon)
     norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
     return norms[1] * sensitivity(mechanism, horizon, restart_every=restart_every).value

@@ -37,6 +37,14 @@ def participation_sum(column: Array, horizon: Horizon) -> Array:
     return np.cumsum(column.reshape(k, b), axis=0).reshape(-1)
 
 
+def check_question(mechanism: object, horizon: object) -> None:
+    """Refuse a name where a mechanism is meant, or a number of steps where a horizon is."""
+    if not isinstance(mechanism, Mechanism):
+        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as LambdaCGD(0.9)")
+    if not isinstance(horizon, Horizon):
+        raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
+
+
 def sensitivity(
     mechanism: Mechanism,
     horizon: Horizon,
@@ -57,6 +65,7 @@ def sensitivity(
     are orthogonal: the value is √k times the largest column norm of a block, for *any* place in each epoch and for
     C of any sign. It is exact, and ``participation`` makes no difference.
     """
+    check_question(mechanism, horizon)
     if participation not in ("cyclic", "min-separation"):
         raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
     if restart_every is not None and restart_every != horizon.steps_per_epoch:

@@ -57,6 +57,7 @@ class BallsInBins(Sampling):
 
     @property
     def kind(self) -> str:
+        """The name and the kind of bins, which a certificate must have been made for."""
         return f"{self.name}, {self.bins} bins"
 
     @property

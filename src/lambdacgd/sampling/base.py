@@ -37,10 +37,12 @@ class Sampling:
 
     @property
     def horizon(self) -> Horizon:
+        """k epochs of b steps."""
         return Horizon(self.steps_per_epoch, self.epochs)
 
     @property
     def steps(self) -> int:
+        """n = k·b."""
         return self.steps_per_epoch * self.epochs
 
     @property
@@ -69,10 +71,12 @@ class Sampling:
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
+        """The name and the fields: public numbers, as plan files hold them."""
         return {"name": self.name} | asdict(self)
 
     @classmethod
     def from_fields(cls, data: dict[str, Any]) -> Self:
+        """A sampling of this class from the fields of ``to_dict``; unknown ones are refused."""
         known = {field.name for field in fields(cls)}
         if unknown := set(data) - known:
             raise InvalidInput("sampling", ", ".join(sorted(unknown)), f"{cls.name} takes {sorted(known)}")

@@ -67,9 +67,11 @@ class EMA:
         reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
+        """Decay, number of updates and the averages by parameter name; checkpoints hold it."""
         return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved average of the same decay."""
         if state["decay"] != self.decay:
             raise TrainingError(f"the saved average has decay {state['decay']} and this one {self.decay}")
         self._updates = state["updates"]

@@ -111,6 +111,7 @@ class Private(Resuming):
 
     @property
     def finished(self) -> bool:
+        """Whether all steps of the plan are done."""
         return self.cycle.done >= self.plan.steps
 
     def epochs(self) -> Iterator[Epoch]:
@@ -184,6 +185,7 @@ class Private(Resuming):
     # --- for the loader ----------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
+        """Raise where this run has ended in this process: detached, or weights that are not those of a step."""
         if not self._attached:
             raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
         self.check_whole()
@@ -196,6 +198,7 @@ class Private(Resuming):
             raise TrainingError(self._broken)
 
     def check_dataset(self) -> None:
+        """Raise where the dataset is no longer the plan's."""
         if len(self.dataset) != self.plan.examples:
             raise TrainingError(
                 f"the dataset now has {len(self.dataset)} examples and the plan {self.plan.examples}; it must not "
@@ -209,6 +212,7 @@ class Private(Resuming):
             schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
 
     def hand_out(self, chunk: Chunk) -> None:
+        """The loader gives this physical batch to the loop next."""
         self.gradients.drop_zeroed()
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lambdacgd import cache
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate, device
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.validation import InvalidInput
+
+if TYPE_CHECKING:
+    from lambdacgd.accounting.fresh_bins.accountant import FreshBins
 
 
 def balls_in_bins(
@@ -33,7 +36,7 @@ def balls_in_bins(
     refusal = None
     if exact is not None:
         try:
-            return _exact(exact, epsilon, delta)
+            return exact_calibration(exact, epsilon, delta)
         except AccountingError as error:
             refusal = str(error)
     sampled = MonteCarlo(mechanism, horizon)
@@ -61,7 +64,8 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix |
         return None
 
 
-def _exact(accountant: TransferMatrix, epsilon: float, delta: float) -> Calibration:
+def exact_calibration(accountant: TransferMatrix | FreshBins, epsilon: float, delta: float) -> Calibration:
+    """σ and its certificate from an exact accountant, kept on disk."""
     question = {
         "lam": accountant.lam,
         "normalized": accountant.normalized,
@@ -69,12 +73,12 @@ def _exact(accountant: TransferMatrix, epsilon: float, delta: float) -> Calibrat
         "k": accountant.epochs,
         "epsilon": epsilon,
         "delta": delta,
-        "device": accountant.device_asked_for(),
+        "device": device(),
     }
 
     def compute() -> dict[str, Any]:
         sigma, bound = accountant.sigma(epsilon, delta)
         return {"sigma": sigma, "certificate": bound.certificate(delta).to_dict()}
 
-    found = cache.cached("transfer-matrix", question, compute)
+    found = cache.cached(accountant.method, question, compute)
     return Calibration(found["sigma"], Certificate(**found["certificate"]))

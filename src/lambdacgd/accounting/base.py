@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from scipy.optimize import toms748
 
@@ -36,7 +36,41 @@ class Certificate:
     details: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as plan files hold them."""
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class TwoWayBound:
+    """δ(ε) ≤ ``delta`` at noise multiplier ``sigma``; ``budget`` says what each inequality can have added to it."""
+
+    sigma: float
+    epsilon: float
+    delta_remove: float
+    delta_add: float
+    budget: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+
+    method: ClassVar[str]
+
+    @property
+    def delta(self) -> float:
+        return max(self.delta_remove, self.delta_add)
+
+    @property
+    def direction(self) -> Direction:
+        """The direction that governs."""
+        return "remove" if self.delta_remove >= self.delta_add else "add"
+
+    def certificate(self, delta: float | None = None) -> Certificate:
+        """This bound as a certificate, of ``delta`` if that is asked for and not smaller than the bound."""
+        claimed = self.delta if delta is None else delta
+        if not self.delta <= claimed < 1:
+            raise AccountingError(
+                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
+            )
+        details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
+        return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lambdacgd import cache
-from lambdacgd.accounting.balls_in_bins import balls_in_bins
+from lambdacgd.accounting.balls_in_bins import balls_in_bins, exact_calibration
 from lambdacgd.accounting.balls_in_bins import exact_accountant as exact_single_epoch
 from lambdacgd.accounting.base import SMALLEST_EPSILON, Calibration, Certificate
 from lambdacgd.accounting.fresh_bins.accountant import FreshBins
@@ -39,7 +39,7 @@ def fresh_bins(
         return balls_in_bins(mechanism, horizon, epsilon=epsilon, delta=delta, estimate=estimate)
     exact = exact_accountant(mechanism, horizon)
     if exact is not None:
-        return _exact(exact, epsilon, delta)
+        return exact_calibration(exact, epsilon, delta)
     simulated = _estimate(mechanism, horizon, epsilon, delta)
     return simulated if estimate else _dominated(mechanism, horizon, epsilon, delta, simulated)
 
@@ -67,7 +67,7 @@ def _dominated(
     mechanism: Mechanism, horizon: Horizon, epsilon: float, delta: float, simulated: Calibration
 ) -> Calibration:
     chain = dominating(mechanism, horizon, epsilon=epsilon, delta=delta)
-    found = _exact(chain.accountant, epsilon, delta)
+    found = exact_calibration(chain.accountant, epsilon, delta)
     sigma = found.sigma * chain.norm
     more = {
         "dominated_by": {"lam": chain.accountant.lam, "norm": chain.norm},
@@ -75,25 +75,6 @@ def _dominated(
         "estimate_standard_error": simulated.certificate.details["sigma_standard_error"],
     }
     return Calibration(sigma, replace(found.certificate, details=found.certificate.details | more))
-
-
-def _exact(accountant: FreshBins, epsilon: float, delta: float) -> Calibration:
-    question = {
-        "lam": accountant.lam,
-        "normalized": accountant.normalized,
-        "b": accountant.steps_per_epoch,
-        "k": accountant.epochs,
-        "epsilon": epsilon,
-        "delta": delta,
-        "device": accountant.one_epoch.device_asked_for(),
-    }
-
-    def compute() -> dict[str, Any]:
-        sigma, bound = accountant.sigma(epsilon, delta)
-        return {"sigma": sigma, "certificate": bound.certificate(delta).to_dict()}
-
-    found = cache.cached("transfer-matrix-composed", question, compute)
-    return Calibration(found["sigma"], Certificate(**found["certificate"]))
 
 
 def epsilon_after_epochs(

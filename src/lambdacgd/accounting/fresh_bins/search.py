@@ -6,6 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.search import Bracket, walk_to
 
 if TYPE_CHECKING:
     from lambdacgd.accounting.fresh_bins.accountant import ComposedBound, FreshBins
@@ -17,12 +18,8 @@ QUICK_EXCESS = 0.12
 """about the logarithm of a quick δ over a fine one"""
 
 
-class _Bracket:
-    """The points of log(δ(x)/target) seen so far, x = log σ, and where to look next."""
-
-    def __init__(self, slope: float) -> None:
-        self.points: list[tuple[float, float]] = []
-        self.slope = slope
+class _Secant(Bracket):
+    """Looks next where the secant through the nearest points says."""
 
     def add(self, x: float, value: float) -> None:
         near = [p for p in self.points if p[0] != x and abs(p[1]) < 2 * FAR]
@@ -35,20 +32,9 @@ class _Bracket:
     def next(self, aim: float) -> float:
         """Where the value should be −aim."""
         x, value = min(self.points, key=lambda p: abs(p[1] + aim))
-        failed = max((p[0] for p in self.points if p[1] > 0), default=-math.inf)
-        passed = min((p[0] for p in self.points if p[1] <= 0), default=math.inf)
-        bracketed = math.isfinite(failed) and math.isfinite(passed)
-        if bracketed and abs(value) > FAR:
-            return 0.5 * (failed + passed)
-        guess = x - min(max(value + aim, -FAR), FAR) / self.slope
-        if bracketed:
-            guess = min(max(guess, failed + 0.05 * (passed - failed)), passed - 0.05 * (passed - failed))
-        return guess
-
-    def width(self) -> float:
-        failed = max((p[0] for p in self.points if p[1] > 0), default=-math.inf)
-        passed = min((p[0] for p in self.points if p[1] <= 0), default=math.inf)
-        return passed - failed
+        if math.isfinite(self.width) and abs(value) > FAR:
+            return 0.5 * (self.failed + self.passed)
+        return self.inside(x - min(max(value + aim, -FAR), FAR) / self.slope, 0.05)
 
 
 def calibrate_sigma(
@@ -56,6 +42,7 @@ def calibrate_sigma(
 ) -> tuple[float, ComposedBound]:
     """Quick steps until δ is near where a fine one meets its target, then fine ones until one passes closely."""
     smallest = math.log(accountant.one_epoch.smallest_sigma * 1.001)
+    secant = _Secant(-12.0)
     best: ComposedBound | None = None
 
     def value_at(x: float, *, quick: bool) -> float:
@@ -63,33 +50,33 @@ def calibrate_sigma(
         found = accountant.evaluate(math.exp(x), epsilon, delta, quick=quick)
         if found.delta <= delta and (best is None or found.sigma < best.sigma):
             best = found
-        return math.log(found.delta / delta)
+        value = math.log(found.delta / delta)
+        secant.add(x, value)
+        return value
 
-    only_quick = rtol >= QUICK_RTOL
-    bracket, x = _Bracket(-12.0), max(math.log(start), smallest)
-    for _ in range(40):
-        value = value_at(x, quick=True)
-        bracket.add(x, value)
-        tolerance = rtol * abs(bracket.slope)
-        if only_quick and (-tolerance <= value <= 0 or bracket.width() <= rtol):
-            break
-        if not only_quick and abs(value - QUICK_EXCESS) < 0.2:
-            break
-        before, x = x, max(bracket.next(0.4 * tolerance if only_quick else -QUICK_EXCESS), smallest)
-        if x == before:
-            break
-    if not only_quick:
-        best = None
-        x, bracket = max(bracket.next(-QUICK_EXCESS), smallest), _Bracket(bracket.slope)
-        for _ in range(12):
-            value = value_at(x, quick=False)
-            bracket.add(x, value)
-            tolerance = rtol * abs(bracket.slope)
-            if -tolerance <= value <= 0 or bracket.width() <= rtol:
-                break
-            before, x = x, max(bracket.next(0.4 * tolerance), smallest)
-            if x == before:
-                break
+    def pass_closely(x: float, *, quick: bool) -> None:
+        walk_to(
+            x,
+            lambda at: value_at(at, quick=quick),
+            lambda: max(secant.next(0.4 * rtol * abs(secant.slope)), smallest),
+            lambda value: -rtol * abs(secant.slope) <= value <= 0 or secant.width <= rtol,
+            most=40 if quick else 12,
+        )
+
+    x = max(math.log(start), smallest)
+    if rtol >= QUICK_RTOL:
+        pass_closely(x, quick=True)
+    else:
+
+        def following() -> float:
+            return max(secant.next(-QUICK_EXCESS), smallest)
+
+        walk_to(
+            x, lambda at: value_at(at, quick=True), following, lambda value: abs(value - QUICK_EXCESS) < 0.2, most=40
+        )
+        x, best = following(), None
+        secant.restart()
+        pass_closely(x, quick=False)
     if best is None:
         raise AccountingError(f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ")
     return best.sigma, accountant.checked(best)
@@ -100,13 +87,18 @@ def estimate_sigma(
 ) -> tuple[float, float]:
     """σ and −d log δ/d log σ: quick steps until δ is within a third of its target, then the secant's word for it."""
     smallest = math.log(accountant.one_epoch.smallest_sigma * 1.001)
-    bracket, x = _Bracket(-slope), max(math.log(start), smallest)
-    for _ in range(30):
+    secant = _Secant(-slope)
+
+    def value_at(x: float) -> float:
         value = math.log(accountant.evaluate(math.exp(x), epsilon, delta, quick=True).delta / delta)
-        bracket.add(x, value)
-        if abs(value) < 0.3:
-            break
-        before, x = x, max(bracket.next(0.0), smallest)
-        if x == before:
-            break
-    return math.exp(x - value / bracket.slope), -bracket.slope
+        secant.add(x, value)
+        return value
+
+    x, value = walk_to(
+        max(math.log(start), smallest),
+        value_at,
+        lambda: max(secant.next(0.0), smallest),
+        lambda value: abs(value) < 0.3,
+        most=30,
+    )
+    return math.exp(x - value / secant.slope), -secant.slope

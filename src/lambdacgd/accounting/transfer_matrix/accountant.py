@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Certificate, Direction, device
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, device
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
 from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
 from lambdacgd.accounting.transfer_matrix.measure import (
@@ -32,35 +33,13 @@ ROUNDING_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Bound:
-    """δ(ε) ≤ ``delta`` at noise multiplier ``sigma``; ``budget`` says what each inequality can have added to it."""
+class Bound(TwoWayBound):
+    """A bound of this accountant."""
 
-    sigma: float
-    epsilon: float
-    delta_remove: float
-    delta_add: float
-    slope: float
-    budget: dict[str, float] = field(default_factory=dict)
-    details: dict[str, str | float] = field(default_factory=dict)
+    slope: float = math.nan
+    """−d log δ/dε, about"""
 
-    @property
-    def delta(self) -> float:
-        return max(self.delta_remove, self.delta_add)
-
-    @property
-    def direction(self) -> Direction:
-        """The direction that governs."""
-        return "remove" if self.delta_remove >= self.delta_add else "add"
-
-    def certificate(self, delta: float | None = None) -> Certificate:
-        """This bound as a Certificate, of ``delta`` if that is asked for and not smaller than the bound."""
-        claimed = self.delta if delta is None else delta
-        if not self.delta <= claimed < 1:
-            raise AccountingError(
-                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
-            )
-        details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
-        return Certificate(METHOD, "both", 1.0, self.epsilon, claimed, "bound", details)
+    method: ClassVar[str] = METHOD
 
 
 @dataclass(frozen=True)
@@ -80,6 +59,8 @@ class TransferMatrix:
     epochs: int
     normalized: bool = False
     device: str = "auto"
+
+    method: ClassVar[str] = METHOD
 
     def __post_init__(self) -> None:
         if not 0 <= self.lam <= LARGEST_LAMBDA:
@@ -128,7 +109,7 @@ class TransferMatrix:
         if self.steps_per_epoch == 1:
             exact = self.chain(sigma)
             value = gaussian_delta(math.sqrt(exact.gain * exact.peak_variance), epsilon) * (1 + 1e-9)
-            return Bound(sigma, epsilon, value, value, scale.slope, {}, {"remove": "gaussian", "add": "gaussian"})
+            return Bound(sigma, epsilon, value, value, {}, {"remove": "gaussian", "add": "gaussian"}, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
         law = measure(chain, scale, precision, direction="remove", device=self.device_asked_for())
         remove = evaluate_remove(law, scale, precision)
@@ -141,7 +122,7 @@ class TransferMatrix:
             "dominating_chain_sigma_loss": expected_loss,
         }
         governing = remove if remove.delta >= add.delta else add
-        return Bound(sigma, epsilon, remove.delta, add.delta, remove.slope, governing.budget, details)
+        return Bound(sigma, epsilon, remove.delta, add.delta, governing.budget, details, remove.slope)
 
     def _add(self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision) -> Evaluation:
         """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""

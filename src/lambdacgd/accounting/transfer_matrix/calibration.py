@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, calibrate
+from lambdacgd.accounting.search import Bracket, walk_to
 from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
 from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Precision, Scale
 
@@ -35,8 +36,8 @@ def allowed_slack(rtol: float) -> float:
     return SLACK_SHARE * min(max(rtol / 2e-4, 1.0), 8.0)
 
 
-class _Search:
-    """Root of f(x) = log(δ(x)/target), which decreases in x, by a secant kept inside its bracket."""
+class _Search(Bracket):
+    """Looks next where a secant says that is kept inside its bracket, and evaluates there."""
 
     def __init__(
         self,
@@ -47,9 +48,9 @@ class _Search:
         slope: float,
         limits: tuple[float, float],
     ) -> None:
-        self.evaluate, self.target, self.scale, self.slope, self.limits = evaluate, target, scale, slope, limits
-        self.points: list[tuple[float, float]] = []
-        self.passed: tuple[float, Bound] | None = None
+        super().__init__(slope)
+        self.evaluate, self.target, self.scale, self.limits = evaluate, target, scale, limits
+        self.best: tuple[float, Bound] | None = None
 
     def at(self, x: float, precision: Precision) -> float:
         bound = self.evaluate(x, self.scale, precision)
@@ -57,62 +58,56 @@ class _Search:
         if abs(value) < 4:
             self.scale = replace(self.scale, slope=min(max(bound.slope, 0.3), 3 * self.scale.slope))
         self.points.append((x, value))
-        if value <= 0 and (self.passed is None or x < self.passed[0]):
-            self.passed = (x, bound)
+        if value <= 0 and (self.best is None or x < self.best[0]):
+            self.best = (x, bound)
         return value
 
     def restart(self) -> None:
-        """Forget the points of the coarse search, keep its slope and scale."""
-        self.points, self.passed = [], None
+        super().restart()
+        self.best = None
 
     def next(self, aim: float, largest: float) -> float:
         """Where f should be close to −aim, from the two points nearest to the root; at most ``largest`` further out."""
-        above = max((p for p in self.points if p[1] > 0), default=None)
-        below = min((p for p in self.points if p[1] <= 0), default=None)
         nearest = sorted(self.points, key=lambda p: abs(p[1]))[:2]
         x, value = nearest[0]
         if abs(value) > 3:
-            # Far away a bound says little more than its sign (it is tuned to the target): move by a fixed step.
-            x += largest if value > 0 else -largest
+            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a fixed step.
+            if math.isfinite(self.width):
+                x = self.failed + 0.5 * self.width
+            else:
+                x += largest if value > 0 else -largest
         else:
             if len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < 3:
                 slope = (value - nearest[1][1]) / (x - nearest[1][0])
                 self.slope = slope if slope < 0 else self.slope
-            x += min(max(-(value + aim) / self.slope, -largest), largest)
-        if above and below:
-            width = below[0] - above[0]
-            x = min(max(x, above[0] + 0.02 * width), below[0] - 0.02 * width)
-            if abs(value) > 3:
-                x = above[0] + 0.5 * width
+            x = self.inside(x + min(max(-(value + aim) / self.slope, -largest), largest), 0.02)
         return min(max(x, self.limits[0]), self.limits[1])
-
-    def bracketed(self, width: float) -> bool:
-        above = max((p[0] for p in self.points if p[1] > 0), default=-math.inf)
-        return self.passed is not None and self.passed[0] - above <= width
 
 
 def _solve(search: _Search, x: float, rtol: float, largest: float) -> tuple[float, Bound]:
     """Coarse evaluations until f is near zero, then fine ones until the answer is certified and close."""
-    for _ in range(40):
-        value = search.at(x, COARSE)
-        before, x = x, search.next(0.0, largest)
-        if abs(value) < 0.25 or x == before:
-            break
+    walk_to(
+        x,
+        lambda at: search.at(at, COARSE),
+        lambda: search.next(0.0, largest),
+        lambda value: abs(value) < 0.25,
+        most=40,
+    )
+    x = search.next(0.0, largest)
     search.restart()
     precision = final_precision(rtol)
-    for _ in range(25):
-        value = search.at(x, precision)
-        tolerance = rtol * abs(search.slope)
-        if -tolerance <= value <= 0 or search.bracketed(rtol):
-            break
-        before, x = x, search.next(0.4 * tolerance, largest)
-        if x == before:
-            break
-    if search.passed is None:
+    _, value = walk_to(
+        x,
+        lambda at: search.at(at, precision),
+        lambda: search.next(0.4 * rtol * abs(search.slope), largest),
+        lambda value: -rtol * abs(search.slope) <= value <= 0 or search.width <= rtol,
+        most=25,
+    )
+    if search.best is None:
         raise AccountingError(
             f"δ = {search.target:g} is out of reach: the last bound was {math.exp(value) * search.target:.3g}"
         )
-    return search.passed
+    return search.best
 
 
 def calibrate_sigma(

@@ -58,7 +58,7 @@ def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[floa
         one, other = remove[epsilon], add[epsilon]
         governing = one if one.delta >= other.delta else other
         details: dict[str, str | float] = {"remove": one.method, "add": other.method}
-        bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, one.slope, governing.budget, details)
+        bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, governing.budget, details, one.slope)
     return [bounds[epsilon] for epsilon in epsilons]
 
 

@@ -62,3 +62,25 @@ def test_accumulation_by_accelerate_is_refused():
     """It leaves steps out, and with them logical batches."""
     with pytest.raises(lc.TrainingError, match=r"optimizer\.step\(\) was not called"):
         train("privatize first", gradient_accumulation_steps=2)
+
+
+def test_resuming_by_accelerate_is_refused(tmp_path):
+    """It knows nothing of the run: all of the plan's steps would come again, at their own cost."""
+
+    def begin():
+        model = oracle.model()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        private = privatize(model, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, key=oracle.key())
+        accelerator = accelerate.Accelerator(cpu=True)
+        return accelerator, private, *accelerator.prepare(model, optimizer)
+
+    accelerator, private, model, optimizer = begin()
+    x, y = next(iter(private.loader))
+    accelerator.backward(F.cross_entropy(model(x), y))
+    optimizer.step()
+    accelerator.save_state(tmp_path)
+    private.detach()
+    accelerator, private, _, _ = begin()
+    with pytest.raises(lc.TrainingError, match=r"private\.resume"):
+        accelerator.load_state(tmp_path)
+    private.detach()

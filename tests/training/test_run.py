@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from tests.training import oracle
@@ -9,7 +11,7 @@ from tests.training.saved import start, steps
 
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
-from lambdacgd.training import CheckpointError, export, privatize
+from lambdacgd.training import CheckpointError, TrainingError, export, privatize
 
 
 def test_going_back_is_refused_until_declared(tmp_path):
@@ -156,3 +158,17 @@ def test_a_prepared_run_does_not_start_again_behind_weights_that_were_handed_bac
     private.detach()
     with pytest.raises(LedgerError, match="released weights after step 2"):
         steps(start(tmp_path, run_id=run_id), 1)
+
+
+def test_an_optimizers_state_loaded_by_hand_is_no_way_to_resume(tmp_path):
+    private = start(tmp_path)
+    steps(private, 2)
+    kept = copy.deepcopy(private.optimizer.state_dict())
+    private.optimizer.load_state_dict(private.optimizer.state_dict())  # its own: as accelerate does
+    private.detach()
+    again = start(tmp_path)
+    with pytest.raises(TrainingError, match=r"private\.resume"):
+        again.optimizer.load_state_dict(kept)
+    assert not again.optimizer.state
+    again.detach()
+    again.optimizer.load_state_dict(kept)

@@ -72,6 +72,7 @@ class Private(Resuming):
     ) -> None:
         self.world = world
         self._broken: str | None = None  # why this run must not go on in this process
+        self._loading = False
         self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
         self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
         self.data_fingerprint = data_fingerprint
@@ -100,6 +101,7 @@ class Private(Resuming):
         self._undo = [*undo, run.close]
         self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
+        self._undo.append(optimizer.register_load_state_dict_pre_hook(self._before_load).remove)
         self._attached = True
 
     # --- where the run stands ----------------------------------------------------------------------------------------

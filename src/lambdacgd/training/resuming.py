@@ -13,11 +13,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
 from lambdacgd.training import checkpoint
 from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.distributed.sharded import ShardedTotals
+from lambdacgd.training.distributed.shards import local
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError
+from lambdacgd.training.errors import CheckpointError, TrainingError
 from lambdacgd.training.gradients import Gradients
 from lambdacgd.training.identity import content_digest
 from lambdacgd.training.loader import Loader
@@ -28,6 +33,12 @@ from lambdacgd.training.trained import Trained
 if TYPE_CHECKING:
     from lambdacgd.training.private import Private
 
+_LOADED_BY_HAND = (
+    "optimizer.load_state_dict() was called on the optimizer of a private run, with the state of another moment. A run "
+    "is resumed by private.load(path) or private.resume(path), which go on with its noise and batches and ask its "
+    "ledger. State loaded by hand (or by accelerator.load_state) would be a new run behind the old one's weights, which "
+    "costs its own (ε, δ). If that is meant, load before privatize"
+)
 _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
     "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
@@ -46,6 +57,7 @@ class Resuming:
     shards: ShardedTotals | None
     _stage: NoiseStage | None
     _broken: str | None
+    _loading: bool
 
     def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
         """Write a checkpoint, whole or not at all, and enter it in the ledger.
@@ -99,8 +111,24 @@ class Resuming:
         """
         self.stand_at(step)
         self._broken = _HALF_LOADED
-        yield
+        with self.loading():
+            yield
         self._broken = None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The optimizer's state may be loaded in this block: the ledger has been asked."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+
+    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loading its own state again is nobody's harm: accelerate does so to move it to a device."""
+        own = optimizer.state_dict()["state"]
+        if not self._loading and state.get("state") and not _same(state["state"], own):
+            raise TrainingError(_LOADED_BY_HAND)
 
     def stand_at(self, step: int) -> None:
         """Set the position of a resumed run."""
@@ -115,3 +143,11 @@ class Resuming:
     def _whole(self) -> Private:
         """This run as what it is: `checkpoint` reads and writes all of it."""
         return cast("Private", self)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(local(a).to(local(b).device), local(b)))
+    return type(a) is type(b) and bool(a == b)

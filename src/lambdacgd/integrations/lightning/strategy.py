@@ -176,6 +176,11 @@ class Privatising(_Base):
             checkpoints.resume(private, self._randomness, found, os.fspath(checkpoint_path))
         return found
 
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        """Of a checkpoint that `load_checkpoint` has asked the ledger about."""
+        with contextlib.nullcontext() if self.private is None else self.private.loading():
+            super().load_optimizer_state_dict(checkpoint)
+
 
 class LambdaCGDStrategy(Privatising, _SingleDevice):
     """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _LOADED_BY_HAND = (
     "optimizer.load_state_dict() was called on the optimizer of a private run, with the state of another moment. A run "
     "is resumed by private.load(path) or private.resume(path), which go on with its noise and batches and ask its "
-    "ledger. State loaded by hand (or by accelerator.load_state) would be a new run behind the old one's weights, which "
-    "costs its own (ε, δ). If that is meant, load before privatize"
+    "ledger. State loaded by hand (or by accelerator.load_state) would be a new run behind the old one's weights, "
+    "which costs its own (ε, δ). If that is meant, load before privatize"
 )
 _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "

@@ -89,9 +89,10 @@ class Composition:
         """
         index, masses, _ = self._one_way(way)
         others = self._sum(epsilon, index, masses, self.copies - 1)
-        at = epsilon - others.losses
-        counted = at < index[-1] * self.pair.quantum  # beyond the last node there are infinite losses only
-        at, weights = at[counted], others.weights()[counted] * np.maximum(others.masses[counted], 0.0)
+        # Asked for so far below that it lies beyond the last node, h is infinite losses only.
+        start = max(math.floor(epsilon / self.pair.quantum) + 1 - int(index[-1]) - others.first, 0)
+        at = epsilon - others.losses(start)
+        weights = others.weights(start) * np.maximum(others.masses[start:], 0.0)
         x = np.exp(at if way == "remove" else -at)
         weights = weights if way == "remove" else weights / x
         nodes = np.concatenate([[0.0], np.exp(self.pair.losses)])
@@ -127,7 +128,7 @@ class Composition:
             return Tail(lost * (1 + _RELATIVE), lost, 0.0)
         total = self._sum(epsilon, index, masses, k)
         beyond = max(math.floor(epsilon / self.pair.quantum) + 1 - total.first, 0)
-        weights = np.maximum(-np.expm1(epsilon - total.losses[beyond:]), 0.0) * total.weights()[beyond:]
+        weights = np.maximum(-np.expm1(epsilon - total.losses(beyond)), 0.0) * total.weights(beyond)
         value = float(weights @ total.masses[beyond:])
         units = 8 * math.log2(self.length) * (1.01 * k + 1) + 4 * k
         margin = _UNIT * units * total.norm * float(np.linalg.norm(weights))
@@ -171,13 +172,13 @@ class _Sum:
     norm: float
     """Euclidean, of one copy's tilted masses: what rounding is proportional to"""
 
-    @property
-    def losses(self) -> Array:
-        return np.asarray((self.first + np.arange(len(self.masses))) * self.quantum, dtype=np.float64)
+    def losses(self, start: int) -> Array:
+        """From number ``start`` on."""
+        return np.asarray(np.arange(self.first + start, self.first + len(self.masses)) * self.quantum, dtype=np.float64)
 
-    def weights(self) -> Array:
-        """What takes the tilt back; nobody asks for those so far below ε that they overflow."""
-        return np.asarray(np.exp(np.minimum(self.log_mgf - self.tilt * self.losses, 700.0)))
+    def weights(self, start: int) -> Array:
+        """What takes the tilt back, from number ``start`` on."""
+        return np.asarray(np.exp(self.log_mgf - self.tilt * self.losses(start)))
 
 
 def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:

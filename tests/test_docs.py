@@ -36,3 +36,27 @@ def test_names_in_docs_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_docs_do_not_mention_private_places(page):
     assert "../shared" not in page.read_text()
+
+
+def test_the_migration_page_runs():
+    import torch
+    from torch import nn
+    from torch.utils.data import TensorDataset
+
+    torch.manual_seed(0)
+    x = torch.randn(2000, 1, 8, 8)
+    layers = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 36, 2)
+    model = nn.Sequential(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    known = {"model": model, "optimizer": optimizer, "dataset": TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())}
+    first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), flags=re.S)
+    exec(first.replace("delta=1e-5)", "delta=1e-5, lam=0.6)"), known)  # a λ searched for takes seconds
+    known["old"] = {f"_module.{name}": value for name, value in model.state_dict().items()}
+    planned = []
+    for code in others:
+        exec(code, known)
+        planned.append(known["plan"].sigma)
+    assert known["private"].finished
+    assert known["epsilon"] == pytest.approx(2.29, abs=0.005)
+    assert planned[1] == pytest.approx(1.0, abs=5e-5)
+    assert planned[2] == pytest.approx(1.672, abs=5e-4)

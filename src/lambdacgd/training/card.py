@@ -13,6 +13,7 @@ from typing import Any
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
+from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.trained import Trained
 from lambdacgd.version import __version__
 
@@ -37,23 +38,43 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
         return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
         return gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta), plan.delta, "twice the sensitivity"
-    delta = min(1.0, (1 + math.exp(min(plan.epsilon, 700.0))) * plan.delta)
-    return 2 * plan.epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
+    return _in_and_out(plan.epsilon, plan.delta)
+
+
+def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
+    delta = min(1.0, (1 + math.exp(min(epsilon, 700.0))) * delta)
+    return 2 * epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
 def card(trained: Trained) -> dict[str, Any]:
-    """The card of a model trained by ``privatize``."""
+    """The card of a model trained by ``privatize``.
+
+    Where other runs took steps on the same weights before, ε and δ are sums over all of them (basic composition), as if
+    all had read the same examples. Weights that an optimizer outside of the run has changed since have no card.
+    """
+    if trained.otherwise:
+        raise TrainingError(
+            "after its private run this model was trained by an optimizer outside of it, so the run's (ε, δ) is not "
+            "that of these weights. Export before training on. If the further data was public, save the weights "
+            "yourself and keep the card of that export with them"
+        )
     plan = trained.plan
-    epsilon, delta, why = replace_one(plan)
+    spent = [*trained.earlier, (plan.epsilon, plan.delta)]
+    epsilon, delta = sum(e for e, _ in spent), min(1.0, sum(d for _, d in spent))
+    if not trained.earlier:
+        swapped = replace_one(plan)
+    else:
+        swapped = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
     certificate = plan.certificate.to_dict()
     return {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
-        "claim": _claim(plan),
-        "epsilon": _finite(plan.epsilon),
-        "delta": plan.delta,
+        "claim": _claim(plan, trained.earlier),
+        "epsilon": _finite(epsilon),
+        "delta": delta,
+        "earlier_runs": [{"epsilon": _finite(e), "delta": d} for e, d in trained.earlier],
         "adjacency": "zero-out of one example; the number of examples, of bins and the example ids are public",
-        "replace_one": {"epsilon": _finite(epsilon), "delta": delta, "reading": why},
+        "replace_one": {"epsilon": _finite(swapped[0]), "delta": swapped[1], "reading": swapped[2]},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
         "correlation": _correlation(plan),
@@ -81,17 +102,24 @@ def _correlation(plan: Plan) -> str:
     return f"over all {plan.steps} steps{dealt}"
 
 
-def _claim(plan: Plan) -> str:
+def _claim(plan: Plan, earlier: tuple[tuple[float, float], ...]) -> str:
     if not math.isfinite(plan.epsilon):
         return "none: trained without noise and clipping, for debugging"
     if plan.certificate.kind != "bound":
         return "none: the noise was a point estimate, not certified"
+    if any(not math.isfinite(epsilon) for epsilon, _ in earlier):
+        return "none: an earlier run on these weights claimed nothing (ε = inf, or an estimate)"
     sure = (
         ""
         if plan.certificate.confidence == 1
         else f", with confidence {plan.certificate.confidence} in the certificate"
     )
-    return f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}"
+    own = f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}"
+    if not earlier:
+        return own
+    epsilon, delta = (sum(parts) for parts in zip(*earlier, (plan.epsilon, plan.delta), strict=True))
+    before = f"{len(earlier)} earlier run" + ("s" if len(earlier) > 1 else "")
+    return f"({epsilon:g}, {delta:g})-differentially private together with {before} on these weights; the last: {own}"
 
 
 def _finite(value: Any) -> Any:

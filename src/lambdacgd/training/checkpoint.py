@@ -48,6 +48,7 @@ def identity(private: Private) -> dict[str, Any]:
         "data_fingerprint": private.data_fingerprint,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
+        "earlier": [list(claim) for claim in private.trained.earlier],
     }
 
 
@@ -55,6 +56,12 @@ def check_belongs(private: Private, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint whose ``identity`` is not that of this run."""
     check_identity(saved, identity(private))
     private.sample.check(saved.get("sample"), private.run.key)
+
+
+def adopt(private: Private, saved: dict[str, Any]) -> None:
+    """The weights are the checkpoint's now: what they went through before is what it says."""
+    private.trained.earlier = tuple((epsilon, delta) for epsilon, delta in saved.get("earlier", ()))
+    private.trained.otherwise = False
 
 
 def check_savable(private: Private) -> None:
@@ -119,6 +126,7 @@ def apply(private: Private, state: dict[str, Any]) -> None:
                 average.load_state_dict(saved)
             set_generators(state["generators"])
         compare_weights(private)
+    adopt(private, state["identity"])
 
 
 def _check(private: Private, state: dict[str, Any]) -> None:

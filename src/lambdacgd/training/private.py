@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -91,7 +92,9 @@ class Private(Resuming):
         self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
-        self.trained = Trained(plan, run, max_grad_norm, clipper.mode, views, world=world)
+        self.trained = Trained(
+            plan, run, max_grad_norm, clipper.mode, views, world=world, optimizer=weakref.ref(optimizer)
+        )
         remember(model, self.trained)
         ATTACHED.add(model)
         self.gradients = Gradients(clipper.parameters, optimizer)
@@ -175,6 +178,7 @@ class Private(Resuming):
         if not self._attached:
             return
         self._attached = False
+        self.trained.optimizer = None
         ATTACHED.discard(self.model)
         self.loader.restart()
         for undo in reversed(self._undo):

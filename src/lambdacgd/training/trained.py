@@ -1,11 +1,16 @@
-"""Which run trained a model: what `export` looks up, without hanging anything on the model."""
+"""Which runs trained a model, and whether anything else did: what `export` looks up. Nothing is hung on the model."""
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lambdacgd.planning import Plan
 from lambdacgd.training.distributed.world import World
@@ -24,6 +29,15 @@ class Trained:
     augmentations: int
     steps_taken: int = 0
     world: World = field(default_factory=lambda: World(None))  # the processes that hold the weights
+    optimizer: weakref.ref[Optimizer] | None = None  # the run's own, while it is attached
+    earlier: tuple[tuple[float, float], ...] = ()  # (ε, δ) of other runs that these weights went through; inf: no claim
+    otherwise: bool = False  # an optimizer outside of the run has changed the weights since
+
+    @property
+    def claim(self) -> tuple[float, float]:
+        """(ε, δ) of this run; ε = inf where nothing is claimed."""
+        certified = self.plan.certificate.kind == "bound"
+        return (self.plan.epsilon if certified else math.inf), self.plan.delta
 
 
 # The record holds no reference to its model, so that the entry goes when the model goes.
@@ -34,8 +48,43 @@ _RUNS: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary
 ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
+_OWNERS: Any = WeakIdKeyDictionary()  # a parameter's last run
+
+
 def remember(model: nn.Module, trained: Trained) -> None:
+    """``trained`` is the run of this model now. If another has taken steps on it in this process, both count."""
+    before = _RUNS.get(model)
+    if before is not None and before is not trained:
+        trained.earlier = (*before.earlier, before.claim) if before.steps_taken else before.earlier
     _RUNS[model] = trained
+    for p in model.parameters():
+        _OWNERS[p] = trained
+    _STRANGERS.clear()
+
+
+# Optimizers that hold no parameter of any model here, so that their steps need not be looked at again.
+_STRANGERS: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def _after_any_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Ordinary training after a private run, with whatever optimizer: the run's claim is no longer the weights'."""
+    if optimizer in _STRANGERS:
+        return
+    strange = True
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            owner = _OWNERS.get(p)
+            if owner is None:
+                continue
+            if owner.optimizer is not None and owner.optimizer() is optimizer:
+                return
+            strange = False
+            owner.otherwise = owner.otherwise or p.grad is not None
+    if strange:
+        _STRANGERS.add(optimizer)
+
+
+register_optimizer_step_post_hook(_after_any_step)
 
 
 def trained_by(model: nn.Module) -> Trained:

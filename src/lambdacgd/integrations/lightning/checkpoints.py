@@ -17,7 +17,7 @@ import torch
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, Private
-from lambdacgd.training.checkpoint import check_belongs, check_savable, generators, identity
+from lambdacgd.training.checkpoint import adopt, check_belongs, check_savable, generators, identity
 from lambdacgd.training.identity import content_digest
 
 ENTRY = "lambdacgd"
@@ -90,6 +90,7 @@ def resume(private: Private, randomness: TrainingRandomness, checkpoint: dict[st
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
     private.stand_at(entry["step"])
+    adopt(private, entry["identity"])
     if len(entry["generators"]) == private.world.size:  # other worlds give ranks other examples, so other dropout
         randomness.state = entry["generators"][private.world.rank]
 

@@ -104,6 +104,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             if len(facts["generators"]) == world.size:  # other worlds give ranks other examples, so other dropout
                 checkpoint.set_generators(facts["generators"][world.rank])
         compare_weights(private)
+    checkpoint.adopt(private, facts["identity"])
     return dict(facts["extra"])
 
 

@@ -1,0 +1,123 @@
+"""What a card says of weights that went through more than one run, or through ordinary training afterwards."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from tests.training import oracle
+from tests.training.saved import start, steps
+from torch import nn
+from torch.nn import functional as F
+
+import lambdacgd as lc
+from lambdacgd.training import TrainingError, export, privatize
+from lambdacgd.training.card import card
+
+
+def run(module, p=None, **options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), p or oracle.plan(), max_grad_norm=1.0, **options)
+    oracle.loop(private, module, optimizer)
+    private.detach()
+    return private
+
+
+def ordinary(module, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(module.parameters(), lr=0.1)
+    x, y = oracle.data().tensors
+    F.cross_entropy(module(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_runs_on_one_model_add_up(tmp_path):
+    module, first, second = oracle.model(), oracle.plan(epsilon=2.0), oracle.plan(epsilon=3.0)
+    run(module, first)
+    private = run(module, second)
+    facts = json.loads((export(module, tmp_path / "release") / "privacy-card.json").read_text())
+    assert facts["epsilon"] == 5.0
+    assert facts["delta"] == pytest.approx(first.delta + second.delta)
+    assert facts["earlier_runs"] == [{"epsilon": 2.0, "delta": first.delta}]
+    assert facts["replace_one"]["epsilon"] == 10.0
+    assert facts["claim"].startswith("(5, ")
+    assert "1 earlier run on these weights" in (tmp_path / "release" / "PRIVACY.md").read_text()
+    assert "earlier" not in card(run(oracle.model(), second).trained)["claim"]
+    assert private.trained.plan is second
+
+
+def test_a_run_for_debugging_leaves_no_claim_to_the_next(tmp_path):
+    """Trained without noise first, and then privately from these weights on."""
+    module = oracle.model()
+    with pytest.warns(lc.NotPrivateWarning):
+        run(module, oracle.plan(epsilon=math.inf))
+    facts = card(run(module).trained)
+    assert facts["claim"].startswith("none: an earlier run")
+    assert facts["epsilon"] == "inf"
+
+
+def test_a_run_without_steps_and_a_refused_one_cost_nothing():
+    module = oracle.model()
+    run(module, oracle.plan(epsilon=2.0))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    privatize(module, optimizer, oracle.data(), oracle.plan(epsilon=7.0), max_grad_norm=1.0).detach()
+    with pytest.raises(lc.InvalidInput):
+        privatize(module, optimizer, oracle.data(30), oracle.plan(), max_grad_norm=1.0)
+    assert card(run(module, oracle.plan(epsilon=3.0)).trained)["epsilon"] == 5.0
+
+
+def test_a_resumed_run_is_one_run(tmp_path):
+    """Also in the same process; and what the weights went through before goes along with the checkpoint."""
+    module = oracle.model()
+    first = run(module, oracle.plan(epsilon=2.0))
+    private = start(tmp_path, module=module)
+    steps(private, 2)
+    private.save(tmp_path / "c.pt")
+    private.detach()
+    for again in (module, oracle.model()):
+        resumed = start(tmp_path, module=again)
+        resumed.load(tmp_path / "c.pt")
+        assert card(resumed.trained)["earlier_runs"] == [{"epsilon": 2.0, "delta": first.plan.delta}]
+        resumed.detach()
+
+
+@pytest.mark.parametrize("how", ["another optimizer", "the run's own"])
+def test_ordinary_training_afterwards_takes_the_card_away(how, tmp_path):
+    module = oracle.model()
+    private = run(module)
+    export(module, tmp_path / "before")
+    ordinary(module, private.optimizer if how == "the run's own" else None)
+    with pytest.raises(TrainingError, match="by an optimizer outside of it"):
+        export(module, tmp_path / "after")
+    assert not (tmp_path / "after").exists()
+
+
+def test_what_is_no_training_changes_nothing(tmp_path):
+    module, other = oracle.model(), oracle.model()
+    run(module)
+    ordinary(other)
+    x, y = oracle.data().tensors
+    F.cross_entropy(module(x), y).backward()  # to look at gradients
+    module.zero_grad()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()  # without any
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(0.5)  # pruning, merging, averaging
+    head = nn.Linear(3, 3)  # on frozen features
+    optimizer = torch.optim.SGD([*head.parameters(), *module.parameters()], lr=0.1)
+    head(module(x).detach()).sum().backward()
+    optimizer.step()
+    export(module, tmp_path / "release")
+
+
+def test_a_checkpoint_loaded_afterwards_is_itself_again(tmp_path):
+    private = start(tmp_path)
+    steps(private, 2)
+    private.save(tmp_path / "c.pt")
+    private.detach()
+    ordinary(private.model)
+    resumed = start(tmp_path, module=private.model)
+    resumed.load(tmp_path / "c.pt")
+    export(resumed.model, tmp_path / "release")

@@ -152,3 +152,12 @@ def test_chords_are_charged_what_they_add(gap: float, copies: int) -> None:
                 charged = composed.slack(way, epsilon)["chords"]
                 assert added <= charged + 1e-8 * truth
                 assert added >= 0.3 * charged * (copies - 1) / copies - 1e-12
+
+
+@pytest.mark.parametrize("way", ["remove", "add"])
+def test_slack_of_very_many_copies_is_finite(way: OneWay) -> None:
+    composed = Composition(gaussian_pair(0.1, 0.02), 3000)
+    with np.errstate(all="raise", under="ignore"):
+        found = composed.slack(way, 30.0)["chords"]
+    added = getattr(composed, way)(30.0).delta - gaussian_delta(30.0, 10 / math.sqrt(3000))
+    assert 0 < added <= found <= 2 * added

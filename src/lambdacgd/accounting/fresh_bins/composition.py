@@ -93,9 +93,9 @@ class Composition:
         start = max(math.floor(epsilon / self.pair.quantum) + 1 - int(index[-1]) - others.first, 0)
         at = epsilon - others.losses(start)
         weights = others.weights(start) * np.maximum(others.masses[start:], 0.0)
-        x = np.exp(at if way == "remove" else -at)
-        weights = weights if way == "remove" else weights / x
         nodes = np.concatenate([[0.0], np.exp(self.pair.losses)])
+        x = np.minimum(np.exp(np.minimum(at if way == "remove" else -at, 700.0)), nodes[-1])
+        weights = weights if way == "remove" else weights * np.exp(at)
         cell = np.minimum(np.searchsorted(nodes, x, side="right"), len(nodes) - 1) - 1
         right = weights * (x - nodes[cell]) / np.diff(nodes)[cell]
 

@@ -1,4 +1,4 @@
-"""jax_privacy and Opaque (``opake`` on PyPI) on the accountants' own question, beside ours, in one run.
+"""jax_privacy and Opake (``opake`` on PyPI) on the accountants' own question, beside ours, in one run.
 
     python benchmarks/peers.py [--cap 120] [--memory-gb 12] [--out results/accountants-cpu.json]
 
@@ -223,7 +223,7 @@ def _opake(question: Question, sigma: float, memory_gb: float) -> dict[str, Any]
     return facts | {"epsilon_at_our_sigma": process(sigma).epsilon_at(question.delta)}
 
 
-# Of ε, relative. Opaque's default is 1e-6: a looser one is another favour, as it takes fewer bisections.
+# Of ε, relative. Opake's default is 1e-6: a looser one is another favour, as it takes fewer bisections.
 TOLERANCE = 1e-3
 ROUTINES: dict[str, Callable[[Question, float, float], dict[str, Any]]] = {"jax_privacy": _jax_privacy, "opake": _opake}
 

@@ -154,9 +154,10 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
             raise
         except Exception as error:
             raise ClippingError(
-                f"the model failed on {other} examples instead of {batch} ({type(error).__name__}: {error}). It is run "
-                "so once, to learn which dimensions are the batch. Start with a batch whose size no other dimension of "
-                "the inputs has, or pass probe=False to attach and see to that yourself."
+                f"the model's forward pass failed ({type(error).__name__}: {error}). It was run on {other} examples of "
+                f"a batch of {batch}, once, to learn which dimensions are the batch. If it fails on all {batch} too, "
+                "mend that; if not, start with a batch whose size no other dimension of the inputs has, or pass "
+                "probe=False to clipping.attach and see to that yourself."
             ) from error
         finally:
             buffers.take_back()

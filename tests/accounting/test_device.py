@@ -7,14 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.base import device
+from lambdacgd.accounting.base import DeviceError, device
 from lambdacgd.accounting.monte_carlo import MonteCarlo, engine
 from lambdacgd.accounting.monte_carlo.build import gram_of
 from lambdacgd.accounting.monte_carlo.engine import Pilot
 from lambdacgd.accounting.monte_carlo.proposal import levels_of
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
-from lambdacgd.validation import InvalidInput
 
 
 def test_the_environment_and_then_the_accountant_decide(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +27,7 @@ def test_the_environment_and_then_the_accountant_decide(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "mps", "cpu "])
 def test_an_unknown_device_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", name)
-    with pytest.raises(InvalidInput, match=r"^LAMBDACGD_ACCOUNTING_DEVICE is .* cpu, cuda"):
+    with pytest.raises(DeviceError, match=r"^LAMBDACGD_ACCOUNTING_DEVICE is .* cpu, cuda"):
         device()
 
 

@@ -11,8 +11,6 @@ from typing import Any, ClassVar, Literal
 
 from scipy.optimize import toms748
 
-from lambdacgd.validation import InvalidInput
-
 Direction = Literal["both", "remove", "add"]
 
 SMALLEST_EPSILON = 1e-3
@@ -90,8 +88,12 @@ def device() -> str:
     """
     asked = os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE") or "auto"
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise InvalidInput("LAMBDACGD_ACCOUNTING_DEVICE", asked, "it must be auto, cpu, cuda or cuda:0, cuda:1, …")
+        raise DeviceError(f"LAMBDACGD_ACCOUNTING_DEVICE is {asked!r}; it must be auto, cpu, cuda or cuda:0, cuda:1, …")
     return asked
+
+
+class DeviceError(ValueError):
+    """A device that was asked for cannot be used. No other accountant is asked instead: that would hide it."""
 
 
 class AccountingError(ValueError):

@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.fresh_bins import FreshBins
+from lambdacgd.accounting.balls_in_bins import balls_in_bins
+from lambdacgd.accounting.base import DeviceError
+from lambdacgd.accounting.fresh_bins import FreshBins, fresh_bins
 from lambdacgd.accounting.transfer_matrix import TransferMatrix, devices
 from lambdacgd.accounting.transfer_matrix.chain import plain_chain
 from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE, extended_transform
 from lambdacgd.accounting.transfer_matrix.measure import FINE, Scale, measure
 from lambdacgd.accounting.transfer_matrix.product import TransferProduct, rounding_unit
-from lambdacgd.validation import InvalidInput
+from lambdacgd.mechanisms import Horizon, LambdaCGD
 
 torch = pytest.importorskip("torch")
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -137,7 +139,7 @@ def test_a_bad_device_is_refused_once_and_the_cpu_answers(stand_in: Any, fault: 
 def test_a_bad_device_that_was_asked_for_is_an_error(stand_in: Any, fault: Fault) -> None:
     asked = stand_in(fault)
     for _ in range(2):
-        with pytest.raises(InvalidInput, match=r"^device is 'cuda', but it (strayed|failed).*set it to cpu"):
+        with pytest.raises(DeviceError, match=r"on 'cuda', but it (strayed|failed).* to auto or cpu"):
             a_bound("cuda")
     assert asked.count("cuda") == 1
 
@@ -160,8 +162,16 @@ def test_an_overflow_is_not_the_fault_of_a_device(stand_in: Any) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_a_device_that_is_not_there_is_an_error_not_a_fallback() -> None:
-    with pytest.raises(InvalidInput, match="there is none here"):
+    with pytest.raises(DeviceError, match="no CUDA device is here"):
         a_bound("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+@pytest.mark.parametrize("how", [balls_in_bins, fresh_bins])
+def test_nor_is_another_accountant_asked_instead(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", "cuda")
+    with pytest.raises(DeviceError):
+        how(LambdaCGD(0.5), Horizon(9, 3), epsilon=1.0, delta=1e-3)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:

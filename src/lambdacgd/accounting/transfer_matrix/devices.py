@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.accounting.base import DeviceError
 
 SPOTS = 3
 """values of a transform that are computed twice"""
@@ -74,13 +74,14 @@ def _resolve(asked: str) -> str:
     if asked == "auto":
         return "cuda" if present and "cuda" not in _refused else "cpu"
     if not present:
-        raise _unusable(asked, "there is none here")
+        raise _unusable(asked, "no CUDA device is here")
     if asked in _refused:
         raise _unusable(asked, _refused[asked])
     return asked
 
 
-def _unusable(asked: str, fault: str) -> InvalidInput:
-    return InvalidInput(
-        "device", asked, f"{fault}; unset LAMBDACGD_ACCOUNTING_DEVICE, or set it to cpu, to compute there"
+def _unusable(asked: str, fault: str) -> DeviceError:
+    return DeviceError(
+        f"the exact accountant was asked to compute on {asked!r}, but {fault}; set LAMBDACGD_ACCOUNTING_DEVICE to auto "
+        "or cpu to go without"
     )

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from lambdacgd.cli.bench import bench
-from lambdacgd.cli.options import number_or_auto
+from lambdacgd.cli.options import flag, number_or_auto
 from lambdacgd.cli.reproduce import reproduce
 from lambdacgd.cli.train import train
 from lambdacgd.version import __version__
@@ -35,9 +35,7 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: Annotated[bool, flag("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
     """Differentially private training whose noise cancels itself."""
 
@@ -59,11 +57,11 @@ BinsKind = Annotated[
     ),
 ]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute everything anew, keep nothing on disk.")]
+AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
+NoCache = Annotated[bool, flag("--no-cache", help="Compute everything anew, keep nothing on disk.")]
 Estimate = Annotated[
     bool,
-    typer.Option("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
+    flag("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
 ]
 
 
@@ -83,14 +81,14 @@ def plan(
     lam: Annotated[
         str | None, typer.Option("--lambda", help="λ of λCGD: a number in [0, 1) or auto (default).")
     ] = None,
-    normalized: Annotated[bool, typer.Option("--normalized", help="Column-normalised λCGD.")] = False,
+    normalized: Annotated[bool, flag("--normalized", help="Column-normalised λCGD.")] = False,
     bands: Bands = None,
     buffers: Buffers = None,
     gamma: Annotated[
         str | None, typer.Option("--gamma", help="γ of γ-BIFR: a number in [0, 1) or auto (default).")
     ] = None,
     amplified: Annotated[
-        bool, typer.Option("--amplified", help="Optimise BandInvMF for the amplified RMSE, the accountant in the loop.")
+        bool, flag("--amplified", help="Optimise BandInvMF for the amplified RMSE, the accountant in the loop.")
     ] = False,
     objective: Annotated[
         str | None,
@@ -101,7 +99,7 @@ def plan(
     steps_per_epoch: StepsPerEpoch = None,
     estimate: Estimate = False,
     cross_check: Annotated[
-        bool, typer.Option("--cross-check", help="Check the certified σ of λCGD against independent Monte Carlo.")
+        bool, flag("--cross-check", help="Check the certified σ of λCGD against independent Monte Carlo.")
     ] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, for train --plan.")] = None,
@@ -166,7 +164,7 @@ def compare(
     bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
     certify: Annotated[
-        bool, typer.Option("--certify", help="Certify every σ, not only the exact ones (minutes instead of seconds).")
+        bool, flag("--certify", help="Certify every σ, not only the exact ones (minutes instead of seconds).")
     ] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from lambdacgd.validation import InvalidInput
+
+
+def flag(name: str, *, help: str, **how: Any) -> Any:
+    """An option without a value: help must not say <bool> behind it, as if one were to follow."""
+    return typer.Option(name, help=help, metavar="", **how)
 
 
 def usable_device(name: str | None) -> str:

@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from lambdacgd.cli.options import usable_device
+from lambdacgd.cli.options import flag, usable_device
 from lambdacgd.experiments import EXPERIMENTS
 from lambdacgd.validation import number
 
 
 def reproduce(
     name: Annotated[str | None, typer.Argument(help="Which one; --list names them.")] = None,
-    show: Annotated[bool, typer.Option("--list", help="Name what can be reproduced.")] = False,
+    show: Annotated[bool, flag("--list", help="Name what can be reproduced.")] = False,
     out: Annotated[
         Path, typer.Option("--out", help="Folder; CSV, JSON, Markdown and plots go to a folder NAME in it.")
     ] = Path("out"),
-    quick: Annotated[bool, typer.Option("--quick", help="A small version that ends in a minute or two.")] = False,
+    quick: Annotated[bool, flag("--quick", help="A small version that ends in a minute or two.")] = False,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with the data set, where the experiment trains on one.")
     ] = None,
@@ -29,7 +29,7 @@ def reproduce(
         float | None, typer.Option("--stop-after", help="Begin no new cell after this many seconds.")
     ] = None,
     collect: Annotated[
-        bool, typer.Option("--collect", help="Compute nothing: write tables and plots from the finished cells.")
+        bool, flag("--collect", help="Compute nothing: write tables and plots from the finished cells.")
     ] = False,
 ) -> None:
     """Regenerate one of the paper's tables or figures. Interrupted runs go on where they stopped."""

@@ -222,3 +222,17 @@ def test_help_of_the_benchmarks_names_their_models_and_modes():
     assert described("step", "model").startswith(", ".join(CASES) + ";")
     assert described("pair", "model").startswith(", ".join(CASES) + ";")
     assert described("step", "mode").startswith(", ".join(MODES) + ";")
+
+
+@pytest.mark.parametrize(("package", "advice"), [("opacus", "lambdacgd[bench]"), ("matplotlib", "all it depends on")])
+def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
+    from lambdacgd.cli import planner
+
+    def show(**_):
+        raise ModuleNotFoundError(f"No module named '{package}.parts'", name=f"{package}.parts")
+
+    monkeypatch.setattr(planner, "show_plan", show)
+    assert main(["plan", *CYCLIC]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"lambdacgd: {package}.parts is not installed here")
+    assert advice in told

@@ -10,6 +10,8 @@ from lambdacgd.validation import InvalidInput
 
 # Parameters whose flag is not simply their name with dashes.
 _FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK"}
+# What optional packages come with.
+_EXTRAS = {"sklearn": "train", "PIL": "train", "tensorboard": "train", "opacus": "bench", "transformers": "hf"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,6 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except OSError as error:
         return _complain(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+    except ModuleNotFoundError as error:
+        if (error.name or "lambdacgd").partition(".")[0] == "lambdacgd":
+            raise
+        extra = _EXTRAS.get(str(error.name).partition(".")[0])
+        what = f"pip install 'lambdacgd[{extra}]'" if extra else "install lambdacgd with all it depends on"
+        return _complain(f"{error.name} is not installed here: {what}")
     except MemoryError as error:
         return _complain(f"this does not fit into memory ({error})")
     except Exception as error:

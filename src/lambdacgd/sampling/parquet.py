@@ -35,8 +35,10 @@ class BinSortedParquet:
     def __init__(
         self, path: str | Path, sampling: BallsInBins, *, bin_column: str = "bin", id_column: str = "id"
     ) -> None:
-        import pyarrow.parquet
-
+        try:
+            import pyarrow.parquet
+        except ModuleNotFoundError as error:
+            raise ImportError("reading Parquet files needs pyarrow: pip install pyarrow") from error
         if sampling.bins != "fixed":
             raise InvalidInput(
                 "sampling",

@@ -308,3 +308,12 @@ def test_random_three_bin_cases_are_never_below_quadrature() -> None:
         assert truth[0] * (1 - 1e-6) <= bound.delta_remove <= 1.05 * truth[0]
         assert truth[1] * (1 - 1e-6) <= bound.delta_add
         done += 1
+
+
+def test_a_first_slope_that_misleads_does_not_make_the_search_creep(monkeypatch):
+    """One epoch of many bins: the second point lies far beyond, where δ says little; 36 evaluations once."""
+    evaluate, seen = TransferMatrix.evaluate, []
+    monkeypatch.setattr(TransferMatrix, "evaluate", lambda self, *a, **k: seen.append(a[0]) or evaluate(self, *a, **k))
+    sigma, _ = TransferMatrix(0.9, steps_per_epoch=9765, epochs=1).sigma(4.0, 1e-7)
+    assert sigma == pytest.approx(1.1256, rel=3e-4)
+    assert len(seen) <= 12

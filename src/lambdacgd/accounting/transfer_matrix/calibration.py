@@ -77,10 +77,15 @@ class _Search(Bracket):
             else:
                 x += largest if value > 0 else -largest
         else:
-            if len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < 3:
+            measured = len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < 3
+            if measured:
                 slope = (value - nearest[1][1]) / (x - nearest[1][0])
                 self.slope = slope if slope < 0 else self.slope
-            x = self.inside(x + min(max(-(value + aim) / self.slope, -largest), largest), 0.02)
+            ahead = x + min(max(-(value + aim) / self.slope, -largest), largest)
+            if not measured and math.isfinite(self.width) and not self.failed < ahead < self.passed:
+                x = self.failed + 0.5 * self.width  # the first guess of a slope is refuted: its steps would creep
+            else:
+                x = self.inside(ahead, 0.02)
         return min(max(x, self.limits[0]), self.limits[1])
 
 

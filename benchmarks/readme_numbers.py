@@ -134,7 +134,8 @@ def runtime_summary() -> str:
     known = [value for value in buffer if value is not None]
     extra = [peaks[LAMBDA_CGD] - peaks["DP-SGD"] for peaks in _runtime("peaks_mib").values()]
     text = f"{_range(ours, '.4f')} of DP-SGD's time an epoch over {len(models)} models"
-    text += f", at most {max(0.0, *extra):.1f} MiB more memory" if extra else ""
+    more = max(0.0, *extra) if extra else 0.0
+    text += (f", at most {more:.1f} MiB more memory" if more >= 0.05 else ", no more memory") if extra else ""
     return text + (f"; a noise buffer on the CPU takes {_range(known, '.2f')}" if known else "")
 
 
@@ -177,11 +178,11 @@ def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
         if base and (fixed or fresh):
             ours = " and ".join(f"{t} ({w} bins)" for t, w in ((fresh, "fresh"), (fixed, "fixed")) if t)
             said.append(f"ε = {epsilon:g}: {ours}, DP-SGD {base}")
-    return (
-        [f"- **Accuracy** (CIFAR-10, a CNN of 0.3M parameters, five runs of search each): {'; '.join(said)}."]
-        if said
-        else []
+    about = (
+        "CIFAR-10, a CNN of 0.3M parameters, each method's settings chosen by five runs on validation data; mean ± "
+        "standard error of three tests"
     )
+    return [f"- **Accuracy** ({about}): {'; '.join(said)}."] if said else []
 
 
 def experiments() -> str:

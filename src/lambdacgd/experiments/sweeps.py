@@ -126,8 +126,9 @@ def _page(rows: list[Row]) -> str:
     return "\n\n".join(
         [
             "Validation accuracy in percent (a fifth of the training set held out), mean ± standard error over seeds; "
-            "learning rate tuned per point among three; λ = 0 is DP-SGD. The paper shows these as figures without "
-            "numbers: compare shapes. It finds the best λ smaller than theory's, and smaller for larger batches.",
+            "learning rate tuned per point (three, on reviews up to six); λ = 0 is DP-SGD. The paper shows these as "
+            "figures without numbers: compare shapes. It finds the best λ smaller than theory's, and smaller for "
+            "larger batches.",
             table(["setting", *(f"λ = {lam:g}" for lam in lambdas), "λ by theory"], lines),
         ]
     )

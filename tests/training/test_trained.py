@@ -94,6 +94,40 @@ def test_ordinary_training_afterwards_takes_the_card_away(how, tmp_path):
     assert not (tmp_path / "after").exists()
 
 
+@pytest.mark.parametrize("steps_after", [0, 2])
+def test_ordinary_training_is_not_forgotten_by_the_next_run(steps_after, tmp_path):
+    """Neither by a run that takes no step, nor by a checkpoint of it in a new model."""
+    module = oracle.model()
+    run(module)
+    ordinary(module)
+    private = start(tmp_path, module=module)
+    steps(private, steps_after)
+    assert card(private.trained)["claim"].startswith("none: an earlier run")
+    assert card(private.trained)["epsilon"] == "inf"
+    private.save(tmp_path / "c.pt")
+    private.detach()
+    resumed = start(tmp_path, module=oracle.model())
+    resumed.load(tmp_path / "c.pt")
+    assert card(resumed.trained)["epsilon"] == "inf"
+    resumed.detach()
+
+
+def test_ordinary_training_within_a_run_goes_along_with_its_checkpoint(tmp_path):
+    private = start(tmp_path)
+    steps(private, 1)
+    ordinary_step = torch.optim.SGD(private.model.parameters(), lr=0.1)
+    for p in private.model.parameters():
+        p.grad = torch.ones_like(p)
+    ordinary_step.step()
+    ordinary_step.zero_grad()
+    private.save(tmp_path / "c.pt")
+    private.detach()
+    resumed = start(tmp_path, module=oracle.model())
+    resumed.load(tmp_path / "c.pt")
+    assert card(resumed.trained)["epsilon"] == "inf"
+    resumed.detach()
+
+
 def test_what_is_no_training_changes_nothing(tmp_path):
     module, other = oracle.model(), oracle.model()
     run(module)

@@ -108,7 +108,7 @@ def _claim(plan: Plan, earlier: tuple[tuple[float, float], ...]) -> str:
     if plan.certificate.kind != "bound":
         return "none: the noise was a point estimate, not certified"
     if any(not math.isfinite(epsilon) for epsilon, _ in earlier):
-        return "none: an earlier run on these weights claimed nothing (ε = inf, or an estimate)"
+        return "none: an earlier run on these weights claimed nothing (ε = inf, an estimate, or not private at all)"
     sure = (
         ""
         if plan.certificate.confidence == 1

@@ -48,7 +48,7 @@ def identity(private: Private) -> dict[str, Any]:
         "data_fingerprint": private.data_fingerprint,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
-        "earlier": [list(claim) for claim in private.trained.earlier],
+        "earlier": [list(claim) for claim in private.trained.history],
     }
 
 

@@ -39,6 +39,11 @@ class Trained:
         certified = self.plan.certificate.kind == "bound"
         return (self.plan.epsilon if certified else math.inf), self.plan.delta
 
+    @property
+    def history(self) -> tuple[tuple[float, float], ...]:
+        """``earlier``, and training outside of any run as one that claims nothing: for whoever goes on from here."""
+        return (*self.earlier, (math.inf, 0.0)) if self.otherwise else self.earlier
+
 
 # The record holds no reference to its model, so that the entry goes when the model goes.
 _RUNS: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
@@ -55,7 +60,7 @@ def remember(model: nn.Module, trained: Trained) -> None:
     """``trained`` is the run of this model now. If another has taken steps on it in this process, both count."""
     before = _RUNS.get(model)
     if before is not None and before is not trained:
-        trained.earlier = (*before.earlier, before.claim) if before.steps_taken else before.earlier
+        trained.earlier = (*before.history, before.claim) if before.steps_taken else before.history
     _RUNS[model] = trained
     for p in model.parameters():
         _OWNERS[p] = trained

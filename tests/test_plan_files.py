@@ -1,0 +1,146 @@
+"""Plan files: what is written is read back the same, and what was changed since is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from tests.test_planning import PAPER, cyclic
+
+import lambdacgd as lc
+from lambdacgd.planning import _digest
+
+KEYS = {
+    "mechanism", "sampling", "epsilon", "delta", "steps", "steps_per_epoch", "epochs", "batch_size", "examples",
+    "sensitivity", "sigma", "rmse", "maxse", "certificate",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        {"mechanism": "lambda-cgd", "lam": 0.9, "normalized": True},
+        {"mechanism": "bisr", "bands": 16},
+        {"mechanism": "bandinvmf", "bands": 3},
+        {"mechanism": "blt", "buffers": 2},
+        {"mechanism": "bandmf"},
+        {"mechanism": "diagonal"},
+        {"mechanism": lc.BSR(5, momentum=0.9)},
+        {"epsilon": math.inf, "lam": 0.5},
+    ],
+)
+def test_file_round_trip(request_, tmp_path):
+    plan = cyclic(examples=2000, batch_size=100, epochs=3, **request_)
+    plan.save(tmp_path / "plan.json")
+    assert lc.Plan.load(tmp_path / "plan.json") == plan
+    data = json.loads((tmp_path / "plan.json").read_text(), parse_constant=lambda name: pytest.fail(f"{name} in JSON"))
+    assert set(data) >= KEYS
+    assert data["mechanism"]["name"] == plan.mechanism.name
+    assert {"method", "direction", "confidence"} <= set(data["certificate"])
+
+
+def test_an_edited_plan_is_refused(tmp_path):
+    """Contract 1: nobody trains with a σ computed for something else."""
+    path = tmp_path / "plan.json"
+    for key, value in {"sigma": 0.1, "examples": 10, "delta": 0.5}.items():
+        cyclic(lam=0.9).save(path)
+        data = json.loads(path.read_text())
+        data[key] = value
+        path.write_text(json.dumps(data))
+        with pytest.raises(ValueError, match="changed after it was made"):
+            lc.Plan.load(path)
+    for text in ("{}", "[]", "not json"):
+        path.write_text(text)
+        with pytest.raises(ValueError, match="plan is"):
+            lc.Plan.load(path)
+
+
+@pytest.mark.parametrize("number", [int, np.float32, np.float64, Fraction], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("sampling", ["cyclic", "balls-in-bins"])
+def test_a_plan_is_its_file_whatever_numbers_it_was_asked_with(number, sampling):
+    small = {"examples": np.int32(400), "batch_size": np.int64(100), "epochs": np.int64(2), "delta": np.float32(1e-4)}
+    plan = lc.plan(**small, epsilon=number(4), lam=number(0), sampling=sampling)
+    assert plan == lc.Plan.from_json(plan.to_json())
+    assert plan.digest == lc.Plan.from_json(plan.to_json()).digest
+
+
+@pytest.mark.parametrize(
+    "mechanism",
+    [
+        lc.LambdaCGD(np.float32(0.5)),
+        lc.BISR(np.int64(2), momentum=np.float32(0.9), decay=1),
+        lc.GammaBIFR(np.int64(2), np.float32(0.25)),
+        lc.BandInvMF(np.int64(2), np.array([1.0, -0.5])),
+        lc.BandMF(2, [1, 0.5]),
+        lc.BLT(np.int64(1), [0.5], np.array([0.25])),
+    ],
+    ids=lambda mechanism: mechanism.name,
+)
+def test_mechanisms_of_numpy_numbers_are_plain_ones(mechanism):
+    plan = cyclic(mechanism=mechanism)
+    again = lc.Plan.from_json(plan.to_json())
+    assert (again, again.digest) == (plan, plan.digest)
+
+
+def test_a_plan_of_an_earlier_release_is_still_that_plan():
+    plan = replace(cyclic(lam=0.95), version="0.0.9")
+    assert plan.digest != cyclic(lam=0.95).digest
+    again = lc.Plan.from_json(plan.to_json())
+    assert (again, again.digest) == (plan, plan.digest)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sigma": -1.0},
+        {"sigma": math.nan},
+        {"sigma": "much"},
+        {"batch_size": 10**9},
+        {"epsilon": 0.1},
+        {"delta": 1e-9},
+        {"certificate": None},
+        {"certificate": {"method": "analytic"}},
+        {"mechanism": {"name": "lambda-cgd"}},
+        {"mechanism": "lambda-cgd"},
+        {"sampling": {"name": "cyclic"}},
+        {"steps": 7},
+    ],
+    ids=str,
+)
+def test_a_file_that_is_no_plan_is_refused_even_with_a_digest_of_its_own(changes):
+    content = cyclic(lam=0.95).to_dict() | changes
+    content.pop("digest")
+    with pytest.raises(lc.InvalidInput):
+        lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    for key in content:
+        part = {name: value for name, value in cyclic(lam=0.95).to_dict().items() if name not in (key, "digest")}
+        with pytest.raises(lc.InvalidInput):
+            lc.Plan.from_json(json.dumps(part | {"digest": _digest(part)}))
+
+
+def test_a_file_without_bins_means_fixed_ones(tmp_path):
+    """Files made before there was a choice; the digest is that of what was written."""
+    content = lc.plan(**PAPER, lam=0.9, bins="fixed").to_dict()
+    content.pop("digest")
+    assert content["sampling"].pop("bins") == "fixed"
+    assert content["certificate"]["details"].pop("sampling") == "balls-in-bins, fixed bins"
+    old = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    assert old.sampling.bins == "fixed"
+    old.check()
+
+
+@pytest.mark.parametrize("sampling", ["balls-in-bins", "cyclic", "poisson"])
+def test_noise_of_fresh_bins_is_refused_elsewhere_even_where_the_file_forgets_the_kind(sampling):
+    """DP-SGD's sensitivity and errors are the same with any bins: the certificate's method still tells."""
+    content = lc.plan(40, 10, epochs=3, epsilon=4.0, delta=1e-3, mechanism="dp-sgd", bins="fresh").to_dict()
+    content.pop("digest")
+    content["certificate"]["details"].pop("sampling")
+    content["sampling"] = {"name": sampling, "examples": 40, "steps_per_epoch": 4, "epochs": 3}
+    content["sampling"] |= {"batch_size": 10} if sampling == "cyclic" else {}
+    edited = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        edited.check()

@@ -175,8 +175,9 @@ def test_nor_is_another_accountant_asked_instead(how: Any, monkeypatch: pytest.M
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets everything large enough go to CUDA; returns the devices that were asked."""
+    """Lets everything go to CUDA; returns the devices that were asked."""
     monkeypatch.setattr(devices, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(devices, "FEWEST", 1)
     monkeypatch.setattr(devices, "_refused", {})
     asked: list[str] = []
     honest = TransferProduct.on

@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd.training import Private, privatize
+from lambdacgd.training.distributed.shards import gathered
 
 RUN = "ab" * 16
 
@@ -77,7 +78,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     model = getattr(model, "module", model)
     found = {}
     for name, value in model.state_dict().items():
-        found[name] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        found[name] = gathered(value).detach().clone()
     return found
 
 

@@ -50,10 +50,23 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         if not isinstance(value, Tensor) or id(value) in seen:
             continue
         seen.add(id(value))
-        whole = value.full_tensor() if is_sharded(value) else value  # type: ignore[attr-defined]
+        whole = gathered(value)
         if keep:
             found[name] = whole.detach().cpu().contiguous()
     return found
+
+
+def gathered(p: Any) -> Tensor:
+    """The whole of a tensor, wherever its shards are kept. All ranks must call it."""
+    if not is_sharded(p):
+        whole: Tensor = p
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    # from_local moves shards kept in host memory to the mesh's device, where its process group can send them.
+    shape = {"shape": p.shape, "stride": p.stride()}
+    moved = DTensor.from_local(local(p).detach(), p.device_mesh, p.placements, run_check=False, **shape)
+    return moved.full_tensor()
 
 
 def gradient_like(p: Any, value: Tensor) -> Tensor:
@@ -63,8 +76,7 @@ def gradient_like(p: Any, value: Tensor) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor
 
-    whole = {"shape": p.shape, "stride": p.stride()}
-    return DTensor.from_local(value, p.device_mesh, p.placements, run_check=False, **whole)
+    return DTensor(value, p._spec, requires_grad=False)  # from_local would move it back to the mesh's device
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ TITLES = {
     "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large",
 }  # fmt: skip
 LAMBDA_CGD = "regenerated, 2 bands"
+_PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}
 
 
 def result(path: str) -> dict[str, Any] | None:
@@ -162,19 +163,21 @@ def readme_results() -> str:
     return _block("\n".join(lines) if lines else "Nothing computed yet.")
 
 
+def _tested(rows: list[dict[str, Any]]) -> dict[tuple[str, float], str]:
+    """(method, ε) -> test accuracy in percent, with its standard error."""
+    found = {}
+    for row in rows:
+        if "test" in row:
+            error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
+            found[row["method"], row["epsilon"]] = f"{100 * row['test']:.1f}{error}"
+    return found
+
+
 def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
-    found = {(row["method"], row["epsilon"]): row for row in rows if "test" in row}
-
-    def text(name: str, epsilon: float) -> str | None:
-        row = found.get((name, epsilon))
-        if row is None:
-            return None
-        error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
-        return f"{100 * row['test']:.1f}{error}%"
-
+    found = {place: f"{text}%" for place, text in _tested(rows).items()}
     said = []
     for epsilon in (8.0, 2.0, 0.5):
-        base, fixed, fresh = (text(name, epsilon) for name in ("dp-sgd", "lambda-cgd", "lambda-cgd-fresh"))
+        base, fixed, fresh = (found.get((name, epsilon)) for name in ("dp-sgd", "lambda-cgd", "lambda-cgd-fresh"))
         if base and (fixed or fresh):
             ours = " and ".join(f"{t} ({w} bins)" for t, w in ((fresh, "fresh"), (fixed, "fixed")) if t)
             said.append(f"ε = {epsilon:g}: {ours}, DP-SGD {base}")
@@ -183,6 +186,60 @@ def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
         "standard error of three tests"
     )
     return [f"- **Accuracy** ({about}): {'; '.join(said)}."] if said else []
+
+
+def fresh_accuracy() -> str:
+    """Fresh beside fixed bins on CIFAR-10, with and without correlation."""
+    found = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
+    names = {
+        "lambda-cgd-fresh": "λCGD, fresh bins", "lambda-cgd": "λCGD, fixed bins", "dp-sgd-fresh": "DP-SGD, fresh bins",
+        "dp-sgd": "DP-SGD, Poisson",
+    }  # fmt: skip
+    epsilons = sorted({epsilon for _, epsilon in found}, reverse=True)
+    lines = [[title, *(found.get((name, e), "") for e in epsilons)] for name, title in names.items()]
+    return _table(["", *(f"ε = {e:g}" for e in epsilons)], lines)
+
+
+def step_table() -> str:
+    """One step of ViT-B and BERT-base on the H200: non-private, ours, Opacus."""
+    modes: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for cell in _measured("step-h200-all-modes.json")["cells"]:
+        modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
+    lines = []
+    for (model, precision, batch), found in sorted(modes.items(), key=lambda item: (item[0][0], item[0][1] == "bf16")):
+        plain, ours = found["non-private"], found["lambda-cgd"]
+        peers = [found[name]["median_ms"] for name in ("opacus-hooks", "opacus-ghost")]
+        times = [f"{t:.1f}" for t in (plain["median_ms"], ours["median_ms"])]
+        ratios = [f"{ours[field] / plain[field]:.2f}" for field in ("median_ms", "peak_mib")]
+        faster = f"{min(peers) / ours['median_ms']:.2f}"
+        lines.append([
+            TITLES[model], str(batch), _PRECISIONS[precision], *times, *ratios, *(f"{t:.1f}" for t in peers), faster,
+        ])  # fmt: skip
+    head = ["model", "batch", "precision", "non-private", "λCGD", "ratio", "memory", "Opacus hooks", "Opacus ghost"]
+    return _table([*head, "faster by"], lines)
+
+
+def pair_table() -> str:
+    """λCGD's step over DP-SGD's, the longest run of each model, precision and batch."""
+    longest: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for cell in _measured("pair-h200.json")["cells"]:
+        place = cell["model"], cell["precision"], cell["batch"]
+        if place not in longest or cell["rounds"] > longest[place]["rounds"]:
+            longest[place] = cell
+    names = [*TITLES, "lstm"]
+    lines = [
+        [TITLES.get(model, "LSTM"), str(batch), _PRECISIONS[precision],
+         f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})", str(cell["rounds"])]
+        for (model, precision, batch), cell in sorted(
+            longest.items(), key=lambda item: (names.index(item[0][0]), item[0][1] == "bf16", -item[0][2])
+        )
+    ]  # fmt: skip
+    return _table(["model", "batch", "precision", "λCGD's step over DP-SGD's", "rounds"], lines)
+
+
+def _table(head: list[str], lines: list[list[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return _block("\n".join(f"| {' | '.join(row)} |" for row in rows))
 
 
 def experiments() -> str:
@@ -211,6 +268,9 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,
     "readme-results": readme_results,
+    "fresh-accuracy": fresh_accuracy,
+    "step-table": step_table,
+    "pair-table": pair_table,
     "experiments": experiments,
 }
 

@@ -266,3 +266,41 @@ def test_an_epsilon_that_no_accountant_takes_is_refused_before_lambda_is_searche
 def test_refusals_name_every_alternative(given, match):
     with pytest.raises(lc.InvalidInput, match=match):
         lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, **given)
+
+
+SIGMA = {"examples": 50_000, "batch_size": 128, "epochs": 10, "delta": 1e-5}
+
+
+def test_a_plan_from_a_noise_multiplier(tmp_path):
+    plan = lc.plan(**SIGMA, noise_multiplier=2.9289, lam=0.9, bins="fixed")
+    assert plan.sigma == 2.9289
+    assert plan.epsilon == pytest.approx(8.0, rel=1e-3)
+    assert (plan.certificate.epsilon, plan.certificate.delta) == (plan.epsilon, 1e-5)
+    assert plan.certificate.method == "transfer-matrix"
+    plan.check()
+    plan.save(tmp_path / "plan.json")
+    assert lc.Plan.load(tmp_path / "plan.json").digest == plan.digest
+
+
+def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
+    assert lc.plan(**SIGMA, noise_multiplier=5.0, sampling="cyclic").mechanism == cyclic().mechanism
+    chosen = lc.plan(1000, 100, epochs=2, noise_multiplier=5.0, delta=1e-3, objective="rmse")
+    assert chosen.choice["objective"] == "rmse"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({}, "epsilon is None, but give either epsilon or noise_multiplier"),
+        ({"epsilon": 1.0, "noise_multiplier": 1.0}, "give either epsilon or noise_multiplier"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier is 0.0"),
+        ({"noise_multiplier": math.nan}, "noise_multiplier"),
+        ({"noise_multiplier": 1.0}, "lam is 'auto', but amplified-rmse chooses it for an ε"),
+        ({"noise_multiplier": 1.0, "bins": "fixed", "mechanism": "gamma-bifr"}, "gamma is 'auto', but guideline"),
+        ({"noise_multiplier": 1.0, "mechanism": "bandinvmf", "amplified": True}, "finite epsilon"),
+        ({"noise_multiplier": 1.0, "lam": 0.5, "estimate": True}, "always certified"),
+    ],
+)
+def test_noise_multipliers_refused(changes, match):
+    with pytest.raises(lc.InvalidInput, match=match):
+        lc.plan(**SIGMA, **changes)

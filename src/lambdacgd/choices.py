@@ -88,11 +88,14 @@ def make_mechanism(
     mechanism: str | Mechanism,
     sampling: Sampling,
     *,
-    epsilon: float,
+    epsilon: float | None,
     delta: float,
     parameters: dict[str, Any],
 ) -> tuple[Mechanism, dict[str, Any] | None]:
-    """The mechanism, resolved over the sampling's block, and how its automatic parameters were chosen."""
+    """The mechanism, resolved over the sampling's block, and how its automatic parameters were chosen.
+
+    Without an ε (a plan from a noise multiplier) those that are chosen for an ε are refused.
+    """
     horizon = sampling.block
     if isinstance(mechanism, Mechanism):
         if parameters:
@@ -128,7 +131,7 @@ def make_mechanism(
 
 
 def _lambda_cgd(
-    sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
+    sampling: Sampling, parameters: dict[str, Any], epsilon: float | None, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     normalized = parameters.get("normalized", False)
     lam = parameters.get("lam", "auto")
@@ -138,12 +141,14 @@ def _lambda_cgd(
         return LambdaCGD(lam, normalized), None
     from lambdacgd.tuning import choose_lambda
 
-    choice = choose_lambda(sampling.horizon, normalized=normalized, **_objective(sampling, parameters, epsilon, delta))
+    choice = choose_lambda(
+        sampling.horizon, normalized=normalized, **_objective("lam", sampling, parameters, epsilon, delta)
+    )
     return LambdaCGD(choice.value, normalized), {"parameter": "lambda"} | choice.to_dict()
 
 
 def _gamma_bifr(
-    bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float
+    bands: int, sampling: Sampling, parameters: dict[str, Any], epsilon: float | None, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     gamma = parameters.get("gamma", "auto")
     if gamma != "auto":
@@ -154,14 +159,14 @@ def _gamma_bifr(
         return GammaBIFR(bands, 0.0), None
     from lambdacgd.tuning import choose_gamma
 
-    choice = choose_gamma(bands, sampling.horizon, **_objective(sampling, parameters, epsilon, delta))
+    choice = choose_gamma(bands, sampling.horizon, **_objective("gamma", sampling, parameters, epsilon, delta))
     return GammaBIFR(bands, choice.value).resolve(sampling.block), {"parameter": "gamma"} | choice.to_dict()
 
 
 def _amplified_band_inv_mf(
-    bands: int, sampling: Sampling, epsilon: float, delta: float
+    bands: int, sampling: Sampling, epsilon: float | None, delta: float
 ) -> tuple[Mechanism, dict[str, Any] | None]:
-    if not isinstance(sampling, BallsInBins) or math.isinf(epsilon):
+    if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
         raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
     from lambdacgd.tuning import amplified_band_inv_mf
 
@@ -182,17 +187,23 @@ def _refuse_objective(parameters: dict[str, Any], given: str) -> None:
         )
 
 
-def _objective(sampling: Sampling, parameters: dict[str, Any], epsilon: float, delta: float) -> dict[str, Any]:
+def _objective(
+    chosen: str, sampling: Sampling, parameters: dict[str, Any], epsilon: float | None, delta: float
+) -> dict[str, Any]:
     """What an automatic parameter is chosen by: RMSE, amplified with fresh bins, the paper's guideline with fixed ones.
 
     The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
     fresh bins is three times lower already, on the scale 1/(1−λ).
     """
-    amplified = isinstance(sampling, BallsInBins) and math.isfinite(epsilon)
+    amplified = isinstance(sampling, BallsInBins) and (epsilon is None or math.isfinite(epsilon))
     fresh = sampling.restart_every is not None
     default = ("amplified-rmse" if fresh else "guideline") if amplified else "rmse"
     objective = parameters.get("objective", default)
     if not amplified and objective in ("amplified-rmse", "guideline"):
         raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
-    found = {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified else {})
+    if epsilon is None and objective in ("amplified-rmse", "guideline"):
+        raise InvalidInput(
+            chosen, "auto", f"{objective} chooses it for an ε; with a noise_multiplier give a number, or objective rmse"
+        )
+    found = {"objective": objective} | ({"epsilon": epsilon, "delta": delta} if amplified and epsilon else {})
     return found | ({"bins": "fresh"} if fresh else {})

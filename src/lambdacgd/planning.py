@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lambdacgd.accounting.base import Certificate
+from lambdacgd.accounting.base import Calibration, Certificate
 from lambdacgd.accounting.calibration import calibrate_noise, check_epsilon, methods
+from lambdacgd.accounting.spending import certify_noise
 from lambdacgd.choices import default_bins, make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
 from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
@@ -229,8 +230,9 @@ def plan(
     batch_size: int,
     *,
     epochs: int,
-    epsilon: float,
+    epsilon: float | None = None,
     delta: float,
+    noise_multiplier: float | None = None,
     mechanism: str | Mechanism = "lambda-cgd",
     sampling: str = "balls-in-bins",
     bins: Bins | None = None,
@@ -245,6 +247,9 @@ def plan(
     estimate: bool = False,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
+
+    Give ``epsilon``, or the other way round ``noise_multiplier`` (σ, relative to the clipping norm): then ε is the
+    smallest that is certified for it, and λ or γ must be given, because what they are best at is an ε.
 
     ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
     further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
@@ -263,13 +268,21 @@ def plan(
         examples = len(examples)
     examples = integer("examples", examples)
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
-    epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
+    if (epsilon is None) == (noise_multiplier is None):
+        raise InvalidInput("epsilon", epsilon, "give either epsilon or noise_multiplier: one follows from the other")
+    if epsilon is not None:
+        epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
+    elif estimate:
+        raise InvalidInput("estimate", True, "with a noise_multiplier ε is always certified; leave it out")
+    else:
+        noise_multiplier = number("noise_multiplier", noise_multiplier, above=0)
     delta = number("delta", delta, above=0, below=1)
     if bins is None and sampling == BallsInBins.name:
         bins = default_bins(mechanism)
     chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, bins=bins, steps_per_epoch=steps_per_epoch)
-    check_epsilon(chosen, epsilon)
-    given = {
+    if epsilon is not None:
+        check_epsilon(chosen, epsilon)
+    parameters = {
         "lam": lam,
         "normalized": normalized,
         "bands": bands,
@@ -279,14 +292,23 @@ def plan(
         "objective": objective,
     }
     described, choice = make_mechanism(
-        mechanism, chosen, epsilon=epsilon, delta=delta, parameters={k: v for k, v in given.items() if v is not None}
+        mechanism,
+        chosen,
+        epsilon=epsilon,
+        delta=delta,
+        parameters={k: v for k, v in parameters.items() if v is not None},
     )
-    calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
+    if noise_multiplier is None:
+        assert epsilon is not None
+        calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
+    else:
+        certificate = certify_noise(described, chosen, sigma=noise_multiplier, delta=delta)
+        calibration = Calibration(noise_multiplier, certificate)
     mean_error, max_error = error_norms(described, chosen.steps, restart_every=chosen.restart_every)
     return Plan(
         mechanism=described,
         sampling=chosen,
-        epsilon=epsilon,
+        epsilon=calibration.certificate.epsilon,
         delta=delta,
         batch_size=batch_size,
         sensitivity=sensitivity(described, chosen.horizon, restart_every=chosen.restart_every).value,

@@ -24,6 +24,15 @@ def test_plan_as_json_is_the_plan_file(capsys, tmp_path):
     assert printed["sampling"]["name"] == "cyclic"
 
 
+def test_plan_from_a_noise_multiplier(capsys):
+    asked = [a for a in CYCLIC if a not in ("--epsilon", "8")]
+    assert main(["plan", *asked, "--noise-multiplier", "6", "--lambda", "0.9", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["sigma"], found["epsilon"]) == (6.0, 5.46186)
+    assert main(["plan", *asked]) == 2
+    assert "--epsilon is None, but give either" in capsys.readouterr().err
+
+
 def test_plan_for_people(capsys, tmp_path):
     figure = tmp_path / "new" / "curves.png"
     assert main(["plan", *CYCLIC, "--plot", str(figure)]) == 0

@@ -20,6 +20,17 @@ def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
     return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
 
 
+def require_independent_noise(mechanism: Mechanism, sampling: Poisson) -> None:
+    """Poisson sampling is accounted for DP-SGD alone."""
+    if not adds_independent_noise(mechanism, sampling.horizon):
+        raise InvalidInput(
+            "sampling",
+            sampling.name,
+            f"{mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; use "
+            "balls-in-bins or cyclic, or the mechanism dp-sgd",
+        )
+
+
 def calibrate_noise(
     mechanism: Mechanism,
     sampling: Sampling,
@@ -58,13 +69,7 @@ def _calibrate_noise(
     if isinstance(sampling, Cyclic):
         return without_amplification(mechanism, horizon, epsilon=epsilon, delta=delta)
     if isinstance(sampling, Poisson):
-        if not adds_independent_noise(mechanism, horizon):
-            raise InvalidInput(
-                "sampling",
-                sampling.name,
-                f"{mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; use "
-                "balls-in-bins or cyclic, or the mechanism dp-sgd",
-            )
+        require_independent_noise(mechanism, sampling)
         return poisson_dp_sgd(horizon, epsilon=epsilon, delta=delta)
     if isinstance(sampling, BallsInBins) and sampling.bins == "fresh":
         from lambdacgd.accounting.fresh_bins import fresh_bins

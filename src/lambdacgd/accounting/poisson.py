@@ -16,6 +16,14 @@ def poisson_delta(epsilon: float, sigma: float, horizon: Horizon) -> float:
     return max(float(_composed(sigma, horizon, _interval(epsilon)).get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
 
 
+def check_delta(delta: float) -> None:
+    """Refuse a δ that round-off could reach."""
+    if delta < 100 * ROUND_OFF:
+        raise AccountingError(
+            f"δ = {delta:g} is too close to floating-point error for PLD accounting; use δ ≥ {100 * ROUND_OFF:g}"
+        )
+
+
 def poisson_epsilon(sigma: float, delta: float, horizon: Horizon) -> float:
     """Upper bound on ε(δ)."""
     coarse = float(_composed(sigma, horizon, _interval(1.0)).get_epsilon_for_delta(delta - ROUND_OFF))
@@ -49,9 +57,6 @@ def poisson_dp_sgd(horizon: Horizon, *, epsilon: float, delta: float) -> Calibra
     (ε, δ)-DP under zero-out (equivalently add-or-remove) of one example, both directions. The privacy loss
     distribution is rounded pessimistically ("connect the dots"), so the bound is deterministic up to floating point.
     """
-    if delta < 100 * ROUND_OFF:
-        raise AccountingError(
-            f"δ = {delta:g} is too close to floating-point error for PLD accounting; use δ ≥ {100 * ROUND_OFF:g}"
-        )
+    check_delta(delta)
     sigma = calibrate(lambda s: poisson_delta(epsilon, s, horizon), delta, rtol=2e-5, limits=(0.05, 1e7))
     return Calibration(sigma, Certificate("pld", "both", 1.0, epsilon, delta))

@@ -70,8 +70,14 @@ def plan(
     examples: Examples,
     batch_size: BatchSize,
     epochs: Epochs,
-    epsilon: Epsilon,
     delta: Delta,
+    epsilon: Annotated[
+        float | None, typer.Option("--epsilon", help="Privacy budget ε; inf means no noise at all.")
+    ] = None,
+    noise_multiplier: Annotated[
+        float | None,
+        typer.Option("--noise-multiplier", help="σ, instead of ε: which ε it gives is computed. λ must be given."),
+    ] = None,
     mechanism: Annotated[
         str,
         typer.Option(
@@ -131,6 +137,7 @@ def plan(
             batch_size=batch_size,
             epochs=epochs,
             epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
             delta=delta,
             mechanism=mechanism,
             lam=number_or_auto("lam", lam),

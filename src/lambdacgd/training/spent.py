@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from lambdacgd.accounting.base import Certificate, calibrate
-from lambdacgd.accounting.calibration import calibrate_noise
+from lambdacgd.accounting.base import Certificate
+from lambdacgd.accounting.spending import certify_noise
 from lambdacgd.planning import Plan
 
 
@@ -57,9 +57,4 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
 
 def _epsilon(plan: Plan, epochs: int) -> float:
     sampling = replace(plan.sampling, epochs=epochs)
-
-    def excess_noise(epsilon: float) -> float:
-        """σ(ε) decreases in ε: the answer is where it passes below the plan's."""
-        return calibrate_noise(plan.mechanism, sampling, epsilon=epsilon, delta=plan.delta).sigma
-
-    return calibrate(excess_noise, plan.sigma, start=plan.epsilon, rtol=1e-3, limits=(1e-3, 1e3))
+    return certify_noise(plan.mechanism, sampling, sigma=plan.sigma, delta=plan.delta).epsilon

@@ -102,12 +102,20 @@ class FreshBins:
 
     def epsilon(self, sigma: float, delta: float, *, epochs: int | None = None) -> float:
         """The smallest ε certified for ``delta`` after all epochs, or after the first ``epochs``."""
+        return self.spent(sigma, delta, epochs=epochs).epsilon
+
+    def spent(self, sigma: float, delta: float, *, epochs: int | None = None) -> ComposedBound:
+        """The bound at the smallest ε, from 0.001 on, that is certified for ``delta``."""
         k = self._check(sigma=sigma, delta=delta, epochs=epochs)
         if self.steps_per_epoch == 1:
             from lambdacgd.accounting.gaussian import gaussian_epsilon
 
-            return gaussian_epsilon(sigma / math.sqrt(k), delta) * (1 + 1e-9)
-        return self.composed(sigma, delta, epochs=k).epsilon(delta)
+            alone = gaussian_epsilon(sigma / math.sqrt(k), delta * (1 - 1e-8)) * (1 + 1e-9)
+            return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
+        composed = self.composed(sigma, delta, epochs=k)
+        found = max(composed.epsilon(delta), SMALLEST_EPSILON)
+        self._check(epsilon=found)
+        return self.bound(composed, sigma, found)
 
     def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
         """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""

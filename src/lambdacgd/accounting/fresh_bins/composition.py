@@ -79,7 +79,10 @@ class Composition:
 
     def epsilon(self, delta: float, *, rtol: float = 1e-5) -> float:
         """The smallest ε > 0 with δ(ε) ≤ ``delta``, from above."""
-        return calibrate(self.delta, delta, rtol=rtol, limits=(1e-6, 1e4))
+        try:
+            return calibrate(self.delta, delta, rtol=rtol, limits=(1e-6, 1e4))
+        except AccountingError:
+            raise AccountingError(f"so little noise has no ε at δ = {delta:g}; use more, or a larger δ") from None
 
     def exposure(self, way: OneWay, epsilon: float) -> Exposure:
         """How far δ(ε) hangs on each value of one copy's h, from the sum of the other k − 1 losses.

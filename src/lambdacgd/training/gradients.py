@@ -42,7 +42,8 @@ class Gradients:
             if p.grad is None:
                 continue
             tensor, version = self._written.get(name, (None, 0))
-            if p.grad is tensor and p.grad._version == version:
+            # Several DTensors zeroed at once (foreach) count no change: then only their values tell.
+            if p.grad is tensor and p.grad._version == version and bool(local(p.grad).any()):
                 self.clear()
                 raise TrainingError(
                     f"{name}.grad still holds the gradient of step {done}: call optimizer.zero_grad() after every step"

@@ -134,6 +134,39 @@ def layers_in_another_order(rank: int) -> None:
 
 
 @mistake
+def other_learning_rate(rank: int) -> None:
+    """Shards that nobody else holds: no comparison of weights would ever notice."""
+    model = jobs.wrap(jobs.net(), "fsdp")
+    bind(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank)))
+
+
+@mistake
+def other_optimizer(rank: int) -> None:
+    """Also where a rank has settings that the first one lacks."""
+    model = jobs.wrap(jobs.net(), "fsdp")
+    bind(model=model, optimizer=(torch.optim.AdamW if rank else torch.optim.SGD)(model.parameters(), lr=0.1))
+
+
+@mistake
+def schedules_that_part(rank: int) -> None:
+    """As one that follows each rank's own training loss."""
+    model = jobs.wrap(jobs.net(), "fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9 - 0.1 * rank)
+    private, _, _ = bind(model=model, optimizer=optimizer)
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+@mistake
+def replicas_that_begin_apart(rank: int) -> None:
+    bind(model=jobs.wrap(jobs.net(seed=1 + rank), "hsdp"))
+
+
+@mistake
 def other_kind_of_device(rank: int) -> None:
     found = start.facts
     with mock.patch.object(start, "facts", lambda p: found(p) | ({"device": "cuda"} if rank == 1 else {})):
@@ -174,6 +207,13 @@ def sharding_columns(rank: int) -> None:
 @mistake
 def static_graph(rank: int) -> None:
     bind("ddp", model=jobs.wrap(jobs.net(), "ddp", static_graph=True))
+
+
+@mistake
+def static_graph_after_privatize(rank: int) -> None:
+    private, model, _ = bind()
+    x, _ = next(iter(private.loader))
+    jobs.wrap(model, "ddp", static_graph=True)(x)
 
 
 @mistake

@@ -78,6 +78,26 @@ def test_a_key_that_nobody_gave():
     assert not torch.equal(again[1]["last.weight"], weights["last.weight"])
 
 
+def zeroed(kind: str) -> Any:
+    """zero_grad(set_to_none=False), of all gradients at once: DTensors do not count that as a change."""
+    model = jobs.wrap(jobs.net(), kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=True)
+    private = privatize(model, optimizer, jobs.data(), jobs.plan(), max_grad_norm=1.0, key=oracle.key())
+    private.run._id = jobs.RUN
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return jobs.weights(model)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_gradients_zeroed_in_place(kind):
+    wanted = plain()
+    for found in launch.run(2, zeroed, kind):
+        same(found, wanted)
+
+
 class Checkpointed(jobs.Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.tanh(self.first(x * self.scale))

@@ -1,4 +1,4 @@
-"""Do all ranks hold the same weights? A few numbers each, compared now and then."""
+"""Do all ranks hold the same weights, and change them alike? A few numbers each, compared now and then."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lambdacgd.training.distributed.shards import is_sharded, local
+from lambdacgd.training.distributed.state import groups_by_name
 from lambdacgd.training.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -16,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def compare_weights(private: Private) -> None:
-    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it."""
+    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it.
+
+    Shards that nobody else holds cannot be compared: that the optimizers' settings agree is what keeps them together.
+    """
     world = private.world
     if not world.many:
         return
+    world.agree(f"after step {private.steps_taken}", optimizer_settings(private), {})
     parameters: list[Any] = list(private.clipper.parameters.values())
     plain = (private.steps_taken, *fingerprint(p for p in parameters if not is_sharded(p)))
     shards = [p for p in parameters if is_sharded(p) and p.device_mesh.ndim == 2]
@@ -30,9 +35,27 @@ def compare_weights(private: Private) -> None:
     if odd:
         raise TrainingError(
             f"after step {private.steps_taken} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
-            "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
-            "on some. Resume all from the newest checkpoint, on equal machines"
+            f"of the ranks before. {_DRIFTED if private.steps_taken else _BEGIN_ALIKE}"
         )
+
+
+_DRIFTED = (
+    "They have drifted apart: different hardware or libraries, or weights changed by hand on some. Resume all from the "
+    "newest checkpoint, on equal machines"
+)
+_BEGIN_ALIKE = "They must begin alike: build the model from one seed on every rank, or load the same weights on all"
+
+
+def optimizer_settings(private: Private) -> dict[str, Any]:
+    """What the optimizer does to the weights: its class and, a fact each, the settings of its parameter groups."""
+    found: dict[str, Any] = {"optimizer": type(private.optimizer).__name__}
+    for k, group in enumerate(groups_by_name(private)):
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                value = value.tolist()
+            if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
+                found[f"{name} of the optimizer's group {k}"] = value
+    return found
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from lambdacgd.training.distributed.compare import compare_weights, optimizer_settings
 from lambdacgd.training.distributed.run import SharedRun
 from lambdacgd.training.distributed.shards import fsdp_modules
 from lambdacgd.training.distributed.wrapping import broadcast_
@@ -49,11 +50,15 @@ def facts(private: Private) -> dict[str, Any]:
         "sharded modules": [path for path, _ in fsdp_modules(private.model)],
         "reduce_every_batch": private.shards is not None and private.shards.reduce_every_batch,
         "version": __version__,
+        **optimizer_settings(private),
     }
 
 
 def start_together(private: Private) -> None:
-    """Compare, then take rank 0's key and weights. All ranks must call it; a difference is an error on each."""
+    """Compare, then take rank 0's key and weights. All ranks must call it; a difference is an error on each.
+
+    Shards are nobody's copy but where a mesh replicates them: these are not sent, so they are compared.
+    """
     world, run = private.world, private.run
     if not isinstance(run, SharedRun):
         return
@@ -64,6 +69,7 @@ def start_together(private: Private) -> None:
     _check_run_ids(world.gather(run.given_id))
     run.share(private.clipper.anchor.device)
     broadcast_(private.model, world)
+    compare_weights(private)
 
 
 def _check_keys(fingerprints: list[str | None]) -> None:

@@ -31,7 +31,7 @@ def of(private: Private, *, frozen: bool) -> tuple[Tensors, dict[str, Any]]:
         "frozen": frozen,
         "plain": plain,
         "optimizer": kept,
-        "groups": _groups(private),
+        "groups": groups_by_name(private),
         "averages": [{"decay": a.decay, "updates": a.state_dict()["updates"]} for a in private.averages],
     }
     return weights | moments | averages, facts
@@ -39,7 +39,7 @@ def of(private: Private, *, frozen: bool) -> tuple[Tensors, dict[str, Any]]:
 
 def places(private: Private, facts: dict[str, Any]) -> Tensors:
     """The tensors to read a checkpoint into: the run's own where it has them. Everything is checked first."""
-    names = [group["names"] for group in _groups(private)]
+    names = [group["names"] for group in groups_by_name(private)]
     if [group["names"] for group in facts["groups"]] != names:
         raise CheckpointError(
             "the optimizer's parameter groups are not those of the checkpoint: make the same groups, in the same order"
@@ -98,7 +98,7 @@ def _names(private: Private) -> dict[int, str]:
     return {id(p): name for name, p in private.clipper.parameters.items()}
 
 
-def _groups(private: Private) -> list[dict[str, Any]]:
+def groups_by_name(private: Private) -> list[dict[str, Any]]:
     """Parameter groups with names in place of parameters (frozen parameters have no state)."""
     names = _names(private)
     return [

@@ -117,7 +117,7 @@ class World:
         """An error on every rank, naming what differs and where, unless all ranks have the same facts."""
         found = self.gather(facts)
         lines = []
-        for name in facts:
+        for name in dict.fromkeys(name for other in found for name in other):  # a rank may have facts of its own
             values = [other.get(name) for other in found]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:

@@ -46,6 +46,10 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
             f"{world.size} process(es), where the model is wrapped over {dist.get_world_size(model.process_group)}",
             "pass the group that DistributedDataParallel was given",
         )
+    _check_ddp_options(model)
+
+
+def _check_ddp_options(model: DistributedDataParallel) -> None:
     for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
         if asked:
             raise InvalidInput(
@@ -95,6 +99,7 @@ def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
                 f"processes after privatize, which knew of {world.size}: each would train by itself. Call "
                 "torch.distributed.init_process_group() first, then wrap, then privatize"
             )
+        _check_ddp_options(wrapper)
         known[id(wrapper)] = quiet(wrapper)
 
     def undo() -> None:

@@ -39,6 +39,18 @@ def test_a_file_under_the_wrong_name_is_not_believed(tmp_path: Path, monkeypatch
         assert ask({"x": 1}, "kept") == "computed"
 
 
+def test_a_damaged_answer_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A σ that lost a digit would be a noise multiplier that nobody certified."""
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
+    ask({"x": 1}, {"sigma": 2.5, "certificate": {"delta": 1e-5}})
+    (path,) = tmp_path.iterdir()
+    for damaged in ({"sigma": 0.5, "certificate": {"delta": 1e-5}}, None, {}):
+        stored = json.loads(path.read_text())
+        path.write_text(json.dumps(stored | {"answer": damaged}))
+        assert ask({"x": 1}, {"sigma": 2.5}) == {"sigma": 2.5}
+        assert ask({"x": 1}, "kept") == {"sigma": 2.5}
+
+
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError("no space left on device")

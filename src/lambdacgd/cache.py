@@ -1,8 +1,8 @@
 """Results that take seconds to compute, kept on disk by the content of the question.
 
 A key is a hash of the question and of the code that answers it, so a changed accountant never answers with an old
-result. Only public values are cached: no key, no data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or
-``off``.
+result; an answer carries its own hash, so a damaged one is computed again. Only public values are cached: no key, no
+data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or ``off``.
 """
 
 from __future__ import annotations
@@ -59,6 +59,10 @@ def _code() -> str:
     return digest.hexdigest()[:16]
 
 
+def _digest(answer: Any) -> str:
+    return hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()
+
+
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
     """The JSON-serialisable answer of ``compute()``, from disk if this question was asked before."""
     where = folder()
@@ -68,14 +72,14 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
     path = where / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     try:
         stored = json.loads(path.read_text())
-        if stored["asked"] == json.loads(text):
+        if stored["asked"] == json.loads(text) and stored["digest"] == _digest(stored["answer"]):
             return stored["answer"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # absent or damaged: compute it (again)
     answer = compute()
     with contextlib.suppress(OSError):  # a read-only or full disk costs time, not correctness
         where.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"asked": json.loads(text), "answer": answer})
+        content = json.dumps({"asked": json.loads(text), "answer": answer, "digest": _digest(answer)})
         with tempfile.NamedTemporaryFile("w", dir=where, suffix=".tmp", delete=False) as file:
             try:
                 file.write(content)

@@ -1,5 +1,8 @@
 """Choosing λ and γ: closed-form cases, orderings the paper proves or reports, and the guideline's arithmetic."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 
 from lambdacgd import cache
@@ -118,6 +121,11 @@ def test_the_normalised_variant_is_searched_too() -> None:
 def test_choices_are_serialisable(choice: object) -> None:
     data = choice.to_dict()  # type: ignore[attr-defined]
     assert [c["objective"] for c in data["candidates"]] == ["rmse", "maxse", "amplified-rmse", "guideline"]
+
+
+def test_numbers_of_any_kind_are_taken() -> None:
+    plain = choose_lambda(Horizon(3, 2), objective="rmse", epsilon=2.0, delta=0.125)
+    assert choose_lambda(Horizon(3, 2), objective="rmse", epsilon=np.float32(2), delta=Fraction(1, 8)) == plain  # type: ignore[arg-type]
 
 
 def test_bad_input() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Literal
 
 from scipy.optimize import toms748
@@ -98,6 +99,13 @@ class DeviceError(ValueError):
 
 class AccountingError(ValueError):
     """A request no accountant here can answer; the message says why and what can be asked instead."""
+
+
+def real(name: str, value: Any) -> float:
+    """``value`` as a Python float: with a NumPy float32 everything would be computed, and rounded, in its precision."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise AccountingError(f"{name} is {value!r}; it must be a number")
 
 
 def calibrate(

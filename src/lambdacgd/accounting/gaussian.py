@@ -36,15 +36,15 @@ def gaussian_sigma(epsilon: float, delta: float) -> float:
     >>> round(gaussian_sigma(8.0, 1e-5), 5)
     0.60023
     """
-    number("epsilon", epsilon, above=0)
-    number("delta", delta, above=0, below=1)
+    epsilon = number("epsilon", epsilon, above=0)
+    delta = number("delta", delta, above=0, below=1)
     return calibrate(lambda sigma: gaussian_delta(epsilon, sigma), delta, rtol=1e-13)
 
 
 def gaussian_epsilon(sigma: float, delta: float) -> float:
     """Smallest ε ≥ 0 at sensitivity 1."""
-    number("sigma", sigma, above=0)
-    number("delta", delta, above=0, below=1)
+    sigma = number("sigma", sigma, above=0)
+    delta = number("delta", delta, above=0, below=1)
     if gaussian_delta(0.0, sigma) <= delta:
         return 0.0
     return calibrate(lambda epsilon: gaussian_delta(epsilon, sigma), delta, rtol=1e-13)

@@ -35,8 +35,8 @@ def amplified_band_inv_mf(
         raise InvalidInput("bins", bins, f"it must be one of {', '.join(get_args(Bins))}")
     block = Horizon(horizon.steps_per_epoch, 1) if bins == "fresh" else horizon
     integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, block.steps))
-    number("epsilon", epsilon, above=0)
-    number("delta", delta, above=0, below=1)
+    epsilon = number("epsilon", epsilon, above=0)
+    delta = number("delta", delta, above=0, below=1)
     question = {
         "bands": int(bands),
         "steps_per_epoch": int(horizon.steps_per_epoch),

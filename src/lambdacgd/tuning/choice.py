@@ -120,8 +120,8 @@ def _choose(
         raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
     amplified = objective in ("amplified-rmse", "guideline")
     if amplified or epsilon is not None or delta is not None:
-        number("epsilon", epsilon, above=0)
-        number("delta", delta, above=0, below=1)
+        epsilon = number("epsilon", epsilon, above=0)
+        delta = number("delta", delta, above=0, below=1)
     question = family | {
         "steps_per_epoch": int(horizon.steps_per_epoch),
         "epochs": int(horizon.epochs),

@@ -82,6 +82,24 @@ def test_out_of_range_says_what_is_in_it() -> None:
         accountant.delta(math.nan, 1.0)
     with pytest.raises(InvalidInput):
         fresh_bins(LambdaCGD(0.5), Horizon(40, 6), epsilon=1e-5, delta=1e-5)
+    for epochs in (2.5, "2", True, None, 0):
+        with pytest.raises(AccountingError, match="epochs"):
+            FreshBins(0.5, 40, epochs)  # type: ignore[arg-type]
+    for wrong in ("1", None, True):
+        with pytest.raises(AccountingError, match="must be a number"):
+            accountant.sigma(wrong, 1e-5)  # type: ignore[arg-type]
+        with pytest.raises(AccountingError, match="must be a number"):
+            accountant.delta(wrong, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(AccountingError, match="integer between 1 and 6"):
+        accountant.delta(3.0, 1.0, epochs=1.5)  # type: ignore[arg-type]
+    with pytest.raises(AccountingError, match="δ is 0"):
+        accountant.delta(3.0, 1.0, like=0.0)
+
+
+def test_numbers_of_another_precision_are_computed_with_in_float64() -> None:
+    small = FreshBins(np.float32(0.5), np.int32(3), np.int64(2))  # type: ignore[arg-type]
+    assert small == FreshBins(0.5, 3, 2)
+    assert small.delta(np.float32(2.0), np.float32(1.0)) == FreshBins(0.5, 3, 2).delta(2.0, 1.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("lam", "bins", "sigma"), [(0.7, 4, 1.5), (0.0, 3, 0.8), (0.9, 4, 4.0), (0.5, 2, 1.0)])

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, real
 from lambdacgd.accounting.fresh_bins.composition import Composition
 from lambdacgd.accounting.fresh_bins.profile import FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
@@ -60,9 +60,11 @@ class FreshBins:
     method: ClassVar[str] = METHOD
 
     def __post_init__(self) -> None:
-        self.one_epoch  # noqa: B018  (validates)
-        if not 1 <= self.epochs <= MOST_EPOCHS:
-            raise AccountingError(f"{self.epochs} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
+        one = self.one_epoch  # validates
+        if not 1 <= real("epochs", self.epochs) <= MOST_EPOCHS or self.epochs != int(self.epochs):
+            raise AccountingError(f"{self.epochs!r} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
+        for name, value in (("lam", one.lam), ("steps_per_epoch", one.steps_per_epoch), ("epochs", int(self.epochs))):
+            object.__setattr__(self, name, value)
 
     @property
     def one_epoch(self) -> TransferMatrix:
@@ -91,7 +93,8 @@ class FreshBins:
 
     def delta(self, sigma: float, epsilon: float, *, epochs: int | None = None, like: float = 1e-6) -> ComposedBound:
         """An upper bound on δ(ε) after all epochs, or after the first ``epochs``; ``like`` is the size expected."""
-        k = self._check(sigma=sigma, epsilon=epsilon, epochs=epochs)
+        sigma, epsilon, like = real("σ", sigma), real("ε", epsilon), real("like", like)
+        k = self._check(sigma=sigma, epsilon=epsilon, delta=like, epochs=epochs)
         if self.steps_per_epoch == 1:
             return self._one_bin(sigma, epsilon, k)
         found = self.bound(self.composed(sigma, like, epochs=k), sigma, epsilon)
@@ -106,6 +109,7 @@ class FreshBins:
 
     def spent(self, sigma: float, delta: float, *, epochs: int | None = None) -> ComposedBound:
         """The bound at the smallest ε, from 0.001 on, that is certified for ``delta``."""
+        sigma, delta = real("σ", sigma), real("δ", delta)
         k = self._check(sigma=sigma, delta=delta, epochs=epochs)
         if self.steps_per_epoch == 1:
             from lambdacgd.accounting.gaussian import gaussian_epsilon
@@ -119,6 +123,7 @@ class FreshBins:
 
     def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
         """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""
+        sigma, delta = real("σ", sigma), real("δ", delta)
         self._check(sigma=sigma, delta=delta)
         if self.steps_per_epoch == 1:
             return tuple(self.epsilon(sigma, delta, epochs=epochs) for epochs in range(1, self.epochs + 1))
@@ -127,12 +132,13 @@ class FreshBins:
 
     def curve(self, sigma: float, epsilons: Sequence[float], *, delta: float = 1e-6) -> list[ComposedBound]:
         """Bounds at many ε from one composition; relative accuracy is kept down to about ``delta``."""
-        for epsilon in epsilons:
-            self._check(sigma=sigma, epsilon=epsilon)
-        if self.steps_per_epoch == 1:
-            return [self._one_bin(sigma, epsilon, self.epochs) for epsilon in epsilons]
+        sigma, delta, asked = real("σ", sigma), real("δ", delta), [real("ε", epsilon) for epsilon in epsilons]
+        for epsilon in asked:
+            self._check(sigma=sigma, epsilon=epsilon, delta=delta)
+        if self.steps_per_epoch == 1 or not asked:
+            return [self._one_bin(sigma, epsilon, self.epochs) for epsilon in asked]
         composed = self.composed(sigma, delta)
-        return [self.bound(composed, sigma, epsilon) for epsilon in epsilons]
+        return [self.bound(composed, sigma, epsilon) for epsilon in asked]
 
     def sigma(
         self, epsilon: float, delta: float, *, rtol: float = 5e-4, start: float | None = None
@@ -144,6 +150,7 @@ class FreshBins:
         """
         from lambdacgd.accounting.fresh_bins.search import calibrate_sigma
 
+        epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
             sigma = math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
@@ -156,6 +163,7 @@ class FreshBins:
         """About the smallest σ and −d log δ/d log σ there, from quick evaluations only: for comparing λ, no claim."""
         from lambdacgd.accounting.fresh_bins.search import estimate_sigma
 
+        epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
             return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta), slope
@@ -217,6 +225,8 @@ class FreshBins:
             )
         if delta is not None and not SMALLEST_DELTA <= delta < 1:
             raise AccountingError(f"δ is {delta!r}; fresh bins are accounted for from {SMALLEST_DELTA:g} to 1")
-        if epochs is not None and not 1 <= epochs <= self.epochs:
-            raise AccountingError(f"epochs is {epochs!r}; it must lie between 1 and {self.epochs}")
-        return self.epochs if epochs is None else epochs
+        if epochs is None:
+            return self.epochs
+        if not 1 <= real("epochs", epochs) <= self.epochs or epochs != int(epochs):
+            raise AccountingError(f"epochs is {epochs!r}; it must be an integer between 1 and {self.epochs}")
+        return int(epochs)

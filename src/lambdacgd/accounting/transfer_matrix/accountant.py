@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, device
+from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, device, real
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
 from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
 from lambdacgd.accounting.transfer_matrix.measure import (
@@ -63,14 +63,16 @@ class TransferMatrix:
     method: ClassVar[str] = METHOD
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "lam", real("λ", self.lam))
         if not 0 <= self.lam <= LARGEST_LAMBDA:
             raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
         for name in ("steps_per_epoch", "epochs"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not math.isfinite(value) or value != int(value) or value < 1:
+            if not real(name, value).is_integer() or value < 1:
                 raise AccountingError(f"{name} is {value!r}; it must be an integer of at least 1")
             if value > MOST_STEPS:
                 raise AccountingError(f"{name} is {value!r}; this accountant takes at most {MOST_STEPS:,}")
+            object.__setattr__(self, name, int(value))
 
     # What to compute with
 
@@ -144,6 +146,7 @@ class TransferMatrix:
 
     def delta(self, sigma: float, epsilon: float) -> Bound:
         """Upper bounds on δ_remove(ε) and δ_add(ε) at noise multiplier σ, refined until their slack is small."""
+        sigma, epsilon = real("σ", sigma), real("ε", epsilon)
         self._validate(sigma=sigma, epsilon=epsilon)
         scale = self.settle(sigma, epsilon)
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
@@ -196,18 +199,20 @@ class TransferMatrix:
         """
         from lambdacgd.accounting.transfer_matrix.calibration import calibrate_sigma
 
+        epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._validate(epsilon=epsilon, delta=delta)
         for name, value in (("rtol", rtol), ("start", start)):
-            if value is not None and not (math.isfinite(value) and value > 0):
+            if value is not None and not (math.isfinite(real(name, value)) and value > 0):
                 raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
-        return calibrate_sigma(self, epsilon, delta, rtol=rtol, start=start)
+        return calibrate_sigma(self, epsilon, delta, rtol=float(rtol), start=None if start is None else float(start))
 
     def epsilon(self, sigma: float, delta: float, *, rtol: float = 2e-4) -> tuple[float, Bound]:
         """The smallest ε (to relative accuracy about ``rtol``) whose certified δ(ε) at this σ is at most ``delta``."""
         from lambdacgd.accounting.transfer_matrix.calibration import calibrate_epsilon
 
+        sigma, delta = real("σ", sigma), real("δ", delta)
         self._validate(sigma=sigma, delta=delta)
-        return calibrate_epsilon(self, sigma, delta, rtol=rtol)
+        return calibrate_epsilon(self, sigma, delta, rtol=float(rtol))
 
     def curve(self, sigma: float, epsilons: Sequence[float], *, tight_add: bool = True) -> list[Bound]:
         """Bounds at many ε for one σ, in both directions.
@@ -217,9 +222,10 @@ class TransferMatrix:
         """
         from lambdacgd.accounting.transfer_matrix.curve import evaluate_curve
 
-        for epsilon in epsilons:
+        sigma, asked = real("σ", sigma), [real("ε", epsilon) for epsilon in epsilons]
+        for epsilon in asked:
             self._validate(sigma=sigma, epsilon=epsilon)
-        return evaluate_curve(self, sigma, list(epsilons), tight_add=tight_add)
+        return evaluate_curve(self, sigma, asked, tight_add=tight_add) if asked else []
 
     def _validate(
         self, *, sigma: float | None = None, epsilon: float | None = None, delta: float | None = None

@@ -50,6 +50,7 @@ class _Search(Bracket):
     ) -> None:
         super().__init__(slope)
         self.evaluate, self.target, self.scale, self.limits = evaluate, target, scale, limits
+        self.guess = scale.slope
         self.best: tuple[float, Bound] | None = None
 
     def at(self, x: float, precision: Precision) -> float:
@@ -57,6 +58,8 @@ class _Search(Bracket):
         value = math.log(bound.delta / self.target)
         if abs(value) < 4:
             self.scale = replace(self.scale, slope=min(max(bound.slope, 0.3), 3 * self.scale.slope))
+        elif value > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
+            self.scale = replace(self.scale, slope=max(self.scale.slope, self.guess))
         self.points.append((x, value))
         if value <= 0 and (self.best is None or x < self.best[0]):
             self.best = (x, bound)

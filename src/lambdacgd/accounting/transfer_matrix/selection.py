@@ -45,6 +45,11 @@ def loss(chain: Chain, exact: Chain, slope: float) -> float:
     )
 
 
+def collective_loss(chain: Chain, exact: Chain) -> float:
+    """The same where σ is large, few bins stand out, and the loss is about the Gaussian mean over all of them."""
+    return 0.5 * math.log(chain.mean_loss[1] / exact.mean_loss[1])
+
+
 def candidates(exact: Chain) -> list[Chain]:
     """The exact chain, its stationary continuation (Lemma 7), and lumped ones (Lemma 8), shortened if need be (9)."""
     chains = [exact] + ([replace(exact, tail=0.0)] if exact.tail else [])
@@ -62,8 +67,9 @@ def select(exact: Chain, slope: float) -> tuple[Chain, float]:
     if cost(exact, slope) <= AFFORDABLE:
         if exact.tail:
             longer = replace(exact, tail=0.0)
-            if loss(longer, exact, slope) <= 3e-5:
-                return longer, loss(longer, exact, slope)
+            alone, together = loss(longer, exact, slope), collective_loss(longer, exact)
+            if alone <= 3e-5 and together <= 1e-4:
+                return longer, max(alone, together)
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
     affordable = [item for item in rated if item[1] <= AFFORDABLE]

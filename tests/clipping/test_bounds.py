@@ -15,7 +15,7 @@ from lambdacgd.clipping import ClippingError, attach
 from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.factors import clip_factors
 from lambdacgd.clipping.layers.embedding import Rows, Tied
-from lambdacgd.clipping.records import outer
+from lambdacgd.clipping.records import Stored, outer
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -124,6 +124,22 @@ def test_non_finite_and_weightless_examples_contribute_exactly_zero(bad: float) 
     clipper = attach(model, 0.1, nonfinite="raise")
     with pytest.raises(ClippingError, match="non-finite"):
         step(model, spoiled)
+
+
+def test_long_gradients_are_normed_in_pieces() -> None:
+    """Millions of equal numbers, added one by one in float32, lose a percent."""
+    for length in (1 << 23, (1 << 23) + 7):
+        found = Stored("w", torch.full((2, length), 1.3)).norm().square
+        torch.testing.assert_close(found.double(), torch.full((2,), 1.3**2 * length).double(), rtol=2e-5, atol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_squares_that_underflow_do_not_hide_a_gradient(tokens: int) -> None:
+    """b² is zero in float32, a is huge: the norm from traces or Gram matrices would be zero, the gradient is not."""
+    model = nn.Linear(3, 3, bias=False)
+    clipper = attach(model, 1e-7)
+    (model(torch.full((1, tokens, 3), 1e18)) * 1e-23).sum().backward()
+    assert total_norm(clipper.take()) <= 1e-7 * (1 + clipper.sensitivity_tolerance)
 
 
 def test_infinite_norm_is_the_plain_gradient() -> None:

@@ -168,8 +168,11 @@ def test_a_parameter_unfrozen_mid_run():
     module[0].bias.requires_grad_(False)
     private, module, optimizer = start(module)
     x, y = next(iter(private.loader))
+    loss = F.cross_entropy(module(x), y)
     module[0].bias.requires_grad_(True)
-    F.cross_entropy(module(x), y).backward()
+    with pytest.raises(ClippingError, match="unfrozen"):
+        module(x)
+    loss.backward()
     with pytest.raises(TrainingError, match="unfrozen after privatize"):
         optimizer.step()
     assert private.steps_taken == 0

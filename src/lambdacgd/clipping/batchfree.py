@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Call, Recorder, Site, tap
+from lambdacgd.clipping.capture import Call, Recorder, Site, autocast_dtype, tap
 from lambdacgd.clipping.records import Record, Stored
 
 _ELEMENTWISE = {
@@ -63,9 +63,27 @@ def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
 
 
+def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
+    """Where the graph of batch-free operations begins. Only `_pull_back` may ask for its gradient: one that comes by
+    the backward pass went through something that `BatchFree` did not see, such as a ``torch.autograd.Function``.
+    """
+
+    def refuse(leaf: Tensor) -> None:
+        leaf.grad = None
+        raise site.refuse(
+            f"parameter '{name}' received a gradient that was not clipped: it took part in an operation that cannot "
+            "be followed (a torch.autograd.Function, a result written into another tensor). Use PyTorch's own "
+            "operations on it, or freeze it (requires_grad_(False))."
+        )
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)
+    return leaf
+
+
 def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
     """The stand-in for a parameter while its module's forward runs."""
-    leaf = parameter.detach().requires_grad_()
+    leaf = _leaf(site, name, parameter)
     dtype = precision.accumulator(parameter.dtype)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
@@ -76,7 +94,7 @@ def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
 
 def lookup(site: Site, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
     """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
-    leaf = value.detach().requires_grad_()
+    leaf = _leaf(site, site.names["weight"], value)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield from recorder(gradients, index.expand(gradients.shape[0], *index.shape))
@@ -91,12 +109,11 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     site, values = roots[0].site, [plain(x) for x in flat]
     batch = site.clipper.batch
     others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
-    if name.endswith("_") and not name.startswith("__") and isinstance(flat[0], BatchFree):
-        raise _refuse(roots, f"it is changed in place by {name}")
     if name in _CASTING:  # the other tensor only lends its type or device
         others = []
     places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
     batched = [x for place, x in zip(places, others, strict=True) if site.clipper.sizing.batch_first(place, x)]
+    _refuse_writing(name, flat, roots, batched)
     if not batched and any(x.requires_grad for x in others):
         shape = tuple(next(x.shape for x in others if x.requires_grad))
         raise _refuse(
@@ -112,7 +129,7 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
             if spread is not None:
                 return spread
         return _wrap(out, roots)
-    if name == "batch_norm" and tree_unflatten(values, tree)[1].get("training"):
+    if name == "batch_norm" and _trains(*tree_unflatten(values, tree)):
         raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if name in _ELEMENTWISE:
         depth = max(x.dim() for x in batched)
@@ -122,6 +139,21 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
     return _product(site, func, name, flat, tree, roots, batched)
+
+
+def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:
+    """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient."""
+    if name != "__setitem__" and (not name.endswith("_") or name.startswith("__")):
+        return
+    if isinstance(flat[0], BatchFree):
+        raise _refuse(roots, f"it is changed in place by {name}")
+    if not batched or name not in _ELEMENTWISE:
+        raise _refuse(roots, f"it is written into another tensor by {name} (torch.where and torch.cat are followed)")
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a batch_norm, of ``torch`` or of ``torch.nn.functional``, takes its statistics from the batch."""
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
@@ -231,7 +263,9 @@ def _product(
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
         ours = [t for t in (weight, bias) if isinstance(t, BatchFree)]
         plain_input = any(x is b for b in batched) and x.dim() > 1
-        if plain_input and weight.dim() == 2 and all(_is_parameter(t) for t in ours):
+        others = [t for t in (weight, bias) if isinstance(t, Tensor) and not isinstance(t, BatchFree)]
+        alone = all(_is_parameter(t) for t in ours) and not any(t.requires_grad for t in others)
+        if plain_input and weight.dim() == 2 and alone:
             names = (_parameter_name(weight), _parameter_name(bias))
             matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
             return tapped_linear(site, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
@@ -259,6 +293,7 @@ def _vmapped(
     """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from saved inputs."""
     ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]
     batched = [i for i, x in enumerate(flat) if id(x) in with_batch]
+    rest = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and id(x) not in with_batch]
     fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
@@ -266,11 +301,16 @@ def _vmapped(
     if not isinstance(out, Tensor) or not site.clipper.sizing.batch_first(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
+    dtype = autocast_dtype(out)
+    low = torch.autocast(out.device.type, dtype, enabled=dtype is not None, cache_enabled=False)  # as it is now
 
-    def recorder(gradient: Tensor, *inputs: Tensor) -> Iterator[Record]:
+    def recorder(gradient: Tensor, *saved: Tensor) -> Iterator[Record]:
+        row = list(fixed)
+        for i, x in zip(rest, saved[len(batched) :], strict=True):
+            row[i] = x
+
         def one(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
             def again(*own: Tensor) -> Tensor:
-                row = list(fixed)
                 for i, piece in zip(batched, pieces, strict=True):
                     row[i] = piece.unsqueeze(0)
                 for i, value in zip(ours, own, strict=True):
@@ -278,11 +318,17 @@ def _vmapped(
                 a, k = tree_unflatten(row, tree)
                 return func(*a, **k)
 
-            return torch.func.vjp(again, *(v.detach() for v in values))[1](g.unsqueeze(0))
+            return torch.func.vjp(again, *(row[i] for i in ours))[1](g.unsqueeze(0))
 
-        found = torch.func.vmap(one, randomness="error")(inputs, gradient)
+        try:
+            with low:
+                found = torch.func.vmap(one, randomness="error")(saved[: len(batched)], gradient)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _refuse(roots, f"{name} does not run on one example at a time ({error})") from error
         for i, value, gradients in zip(ours, values, found, strict=True):
             yield from _pull_back(value, flat[i]._roots, gradients)
 
     # A copy: the operation may have kept its output for its own backward pass, and the tap marks it as changed.
-    return tap(site, out.clone(), recorder, *(flat[i] for i in batched))
+    return tap(site, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))

@@ -11,7 +11,7 @@ error (see `clipper`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +37,7 @@ class Site:
     names: dict[str, str]
     original: Callable[..., Any]
     recorder: Any = None  # kept by rules whose recorder never changes
+    slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
@@ -68,13 +69,18 @@ class Call:
         self.spent = False
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        if self.clipper.expected_rows:
+            self._check_rows(gradient)
+            return
+        if torch.is_grad_enabled():
+            raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
+        if not self.clipper.gathers():
+            return
         if self.spent:
             raise self.site.refuse(
                 "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
                 "added once; add the losses up and call backward() once, or run the model again."
             )
-        if torch.is_grad_enabled():
-            raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
         if self.within_backward:
             raise self.site.refuse(
                 "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
@@ -83,6 +89,14 @@ class Call:
             )
         self.spent = True
         _without_autocast(self._deliver, gradient, *saved)
+
+    def _check_rows(self, gradient: Tensor) -> None:
+        """Only the first rows of the output are differentiated (`sizing.probe`): theirs are the first rows here."""
+        if gradient[self.clipper.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
+            raise self.site.refuse(
+                "the model mixes the examples of a batch, or changes their order (sorts them by length, say): row i of "
+                "every layer's input must be example i's alone. Sort when the batch is put together instead."
+            )
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         self.clipper._receive(self, self.recorder(gradient, *saved))

@@ -110,9 +110,13 @@ class Clipper:
         self.parameters = sites.trainable(model)
         if not self.parameters:
             raise ClippingError("the model has no trainable parameter: every requires_grad is False.")
-        self.shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.shapes = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
+        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         device = sites.compute_device(next(iter(self.parameters.values())))
         self.anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+        self.expected_rows = 0  # while the probe differentiates its first rows: how many
+        self._asked = (-1, False)  # of the last backward pass: its number, and whether it is for the parameters
         self._undo = sites.install(self)
         self._attached = True
 
@@ -202,6 +206,8 @@ class Clipper:
         if not torch.is_grad_enabled():
             return
         batch = self.count(args, kwargs)
+        if batch == 0:
+            raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
             self.generation += 1
             self._reset()  # what an interrupted backward pass left behind
@@ -244,6 +250,16 @@ class Clipper:
         return self.sizing.batch_first(site, x)
 
     # --- the backward pass -------------------------------------------------------------------------------------------
+
+    def gathers(self) -> bool:
+        """Whether the backward pass under way is for the parameters.
+
+        ``torch.autograd.grad(loss, x)`` is not, nor ``backward(inputs=[x])``: they leave ``p.grad`` alone, too.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._asked[0]:
+            self._asked = (task, torch._C._will_engine_execute_node(self._anchor_node))
+        return self._asked[1]
 
     def _receive(self, call: Call, records: Iterable[Record]) -> None:
         task = torch._C._current_graph_task_id()
@@ -303,15 +319,19 @@ class Clipper:
             else:
                 groups.setdefault("", []).append(norm)
         for pack in packs:
-            groups.setdefault("", []).append(Norm(torch.linalg.vector_norm(pack.flat, dim=1).square()))
+            groups.setdefault("", []).append(Norm(precision.squared_norms(pack.flat)))
         factors = self._factors(groups, weights)
         keep = self._keep(factors)
         order = {group: factor for group, factor in zip(groups, factors.weight.unbind(0), strict=True)}
-        for record in alone:
-            self._totals.add(record, self.parameters[record.name], order[self._group(record.name)], keep)
-        for pack in packs:
-            self._totals.add_pack(pack, order[""], keep)
-        self._totals.finish()
+        try:
+            for record in alone:
+                self._totals.add(record, self.parameters[record.name], order[self._group(record.name)], keep)
+            for pack in packs:
+                self._totals.add_pack(pack, order[""], keep)
+            self._totals.finish()
+        except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
+            self.zero()
+            raise
 
     def _group(self, name: str) -> str:
         return name.rpartition(".")[0] if self.mode == "per-layer" else ""

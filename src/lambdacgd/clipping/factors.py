@@ -62,6 +62,8 @@ def upper_squares(norms: list[Norm]) -> Tensor:
         for k in range(3)
     )
     error = gamma * (trace_a * gram_b + trace_b * gram_a + gram_a * gram_b)
+    # Squares too small for the type are lost from one Gram matrix, whatever the other holds: T·n of them, below 2²⁶.
+    error = error + torch.finfo(square.dtype).tiny * 2.0**26 * (trace_a + trace_b)
     fold = kappa_a * (trace_a * gram_b).sqrt() + kappa_b * (trace_b * gram_a).sqrt()
     bound = ((square + error).sqrt() + fold).square()
     return torch.cat([bound, *exact])

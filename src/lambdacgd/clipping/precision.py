@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 _LOW = (torch.bfloat16, torch.float16)
+_PIECE = 1 << 10
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -84,6 +85,16 @@ _WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >
 
 def _native_float32_out(x: Tensor) -> bool:
     return _WIDE_PRODUCTS and x.is_cuda
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """Σ_j x_ij² of each row, in pieces: on the CPU a norm adds one by one, and over 2²⁴ numbers loses percents."""
+    rows, length = x.shape
+    if x.is_cuda or length <= _PIECE:
+        return torch.linalg.vector_norm(x, dim=1).square()
+    whole = length // _PIECE * _PIECE
+    pieces = torch.linalg.vector_norm(x[:, :whole].reshape(rows, -1, _PIECE), dim=2).square().sum(1)
+    return pieces + torch.linalg.vector_norm(x[:, whole:], dim=1).square()
 
 
 def bmm(x: Tensor, y: Tensor) -> Tensor:

@@ -111,11 +111,10 @@ class Stored(Record):
     gradients: Tensor
 
     def flat(self) -> Tensor:
-        return self.gradients.reshape(self.gradients.shape[0], -1)
+        return self.gradients.reshape(self.gradients.shape[0], self.gradients[0].numel())  # -1 fails where it is zero
 
     def norm(self) -> Norm:
-        flat = self.flat()
-        return Norm(torch.linalg.vector_norm(flat, dim=1).square())
+        return Norm(precision.squared_norms(self.flat()))
 
     def materialise(self, rows: slice) -> Tensor:
         return self.gradients[rows]
@@ -259,7 +258,7 @@ class Outer(Record):
         if callable(self.a):
             precision.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
             return
-        a, b = a.reshape(-1, inner), b.reshape(-1, outer)
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
         first, second = (a, b) if self.transposed else (b, a)
         precision.mm_into(matrix, first.t(), second, fresh=fresh)
 

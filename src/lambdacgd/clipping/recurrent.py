@@ -140,7 +140,7 @@ def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Tensor) -> tuple[Tens
 @finds_batch
 def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
     m: Any = site.module
-    shapes = {name: p.shape for name, p in m.named_parameters()}
+    shapes = {name: p.shape for name, p in m._parameters.items()}
 
     def watch(suffix: str, part: str, projection: Tensor, inputs: Any) -> Tensor:
         x, before = inputs

@@ -29,7 +29,7 @@ def per_example_gradients(model: nn.Module, loss: Loss, batch: Any, examples: in
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         found.append(
             {
-                n: torch.zeros_like(p) if g is None else g
+                n: torch.zeros_like(p) if g is None else g.to_dense()  # Embedding(sparse=True)
                 for (n, p), g in zip(parameters.items(), gradients, strict=True)
             }
         )

@@ -2,7 +2,7 @@
 
 A rule is called in place of the module's forward as ``rule(site, *args, **kwargs)``, runs ``site.hidden(...)`` and
 returns the output through `capture.tap`. It applies to a class and to those subclasses that keep the class's
-``forward``.
+``forward`` and what it calls (``_conv_forward``, say).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import nn
 Rule = Callable[..., Any]
 _RULES: dict[type[nn.Module], Rule] = {}
 _NAMED: dict[str, Rule] = {}
+_BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its forward does not call
 
 
 def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
@@ -36,13 +37,23 @@ def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module, or None: then its parameters are followed one by one (`batchfree`)."""
     kind = type(module)
-    if hasattr(module, "weight") and "weight" not in module._parameters:
-        return None  # a weight that is computed (torch.nn.utils.parametrizations) is no parameter
+    if nn.utils.parametrize.is_parametrized(module) or (
+        hasattr(module, "weight") and "weight" not in module._parameters
+    ):
+        return None  # what is computed from parameters is no parameter
     for base in kind.__mro__:
         rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
-            return rule if kind.forward is getattr(base, "forward", None) else None
+            return rule if _computes_as(base, module) else None
     return None
+
+
+def _computes_as(base: type[nn.Module], module: nn.Module) -> bool:
+    """Whether no subclass, nor the module itself, has a ``forward`` of its own, or a method that ``forward`` calls."""
+    line = type(module).__mro__
+    changed = set(vars(module)).union(*(vars(c) for c in line[: line.index(base)]))
+    family = set().union(*(vars(c) for c in base.__mro__ if c not in (nn.Module, object)))
+    return not any(n for n in changed & family if not n.startswith("__") and n not in _BESIDES)
 
 
 def finds_batch(rule: Rule) -> Rule:

@@ -108,7 +108,10 @@ class Replaced:
 
 def _replace(clipper: Clipper, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
     before = module.__dict__.get("forward")
+    if isinstance(before, Replaced):
+        raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
     site = Site(clipper, module, path, own, module.forward)
+    site.slots = [(slots, local, slots[local]) for slots, local in _slots(site)]
     rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
     if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
         clipper.linear_sites.append(site)
@@ -129,6 +132,13 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         )
     if site.clipper.sharded:
         _watch(site)
+    else:
+        for slots, local, parameter in site.slots:
+            if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
+                raise site.refuse(
+                    f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, or a "
+                    "new parameter). Detach, change the model, attach again."
+                )
     if rule is not None:
         if getattr(rule, "finds_batch", False):
             return rule(site, *args, **kwargs)
@@ -138,14 +148,19 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
     return _followed(site, *args, **kwargs)
 
 
+def _slots(site: Site) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the parameters of ``site.names`` are kept."""
+    for local in site.names:
+        owner, _, last = local.rpartition(".")
+        yield site.module.get_submodule(owner)._parameters, last
+
+
 def _followed(site: Site, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
-    for local, name in site.names.items():
-        owner, _, last = local.rpartition(".")
-        slots = site.module.get_submodule(owner)._parameters
+    for (slots, last), name in zip(_slots(site), site.names.values(), strict=True):
         kept.append((slots, last, slots[last]))
-        slots[last] = parameter_stand_in(site, name, slots[last])  # type: ignore[arg-type, assignment]
+        slots[last] = parameter_stand_in(site, name, slots[last])
     try:
         return site.original(*args, **kwargs)
     finally:
@@ -166,9 +181,8 @@ def _stray(name: str, parameter: Tensor) -> None:
 
 def _watch(site: Site) -> None:
     """Under FSDP2 autograd sees the gathered parameter, not the shard that `install` watches."""
-    for local, name in site.names.items():
-        owner, _, last = local.rpartition(".")
-        gathered = site.module.get_submodule(owner)._parameters[last]
+    for (slots, last), name in zip(_slots(site), site.names.values(), strict=True):
+        gathered = slots[last]
         if gathered is not None:
             site.clipper.watch(gathered, partial(_stray, name))
 
@@ -237,11 +251,24 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 def check_unchanged(clipper: Clipper) -> None:
     for name, p in clipper.parameters.items():
-        if not p.requires_grad or p.shape != clipper.shapes[name]:
-            what = "was frozen" if not p.requires_grad else f"changed its shape to {tuple(p.shape)}"
+        if not p.requires_grad:
+            raise _changed(name, "was frozen")
+        if (p.shape, p.dtype) != clipper.shapes[name]:
+            raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
+        if p._backward_hooks:
             raise ClippingError(
-                f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again."
+                f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
+                "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."
             )
+    for name, p in clipper.frozen.items():
+        if p.requires_grad:
+            raise _changed(name, "was unfrozen")
+
+
+def _changed(name: str, what: str) -> ClippingError:
+    return ClippingError(
+        f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again."
+    )
 
 
 def check_output(clipper: Clipper, output: Any) -> None:

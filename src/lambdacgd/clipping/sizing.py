@@ -3,7 +3,8 @@
 A position table of 64 rows looks like a batch of 64 examples, and a [time, batch] tensor like a [batch, time] one,
 whenever the numbers agree. So each place in a model where the question arises keeps what it saw: a first dimension that
 once differed from the batch size is not the batch, however often it agrees later. To have two sizes from the start, the
-first forward pass is preceded by one on the same batch without its last example (`probe`).
+first forward pass is preceded by one on the same batch without its last example (`probe`). Whether row i of every such
+tensor is example i is looked at there, too: the gradient of some rows of the output must lie in the same rows.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lambdacgd.clipping.errors import ClippingError
 
@@ -127,7 +128,8 @@ def _far(now: Tensor, after: Tensor, before: Tensor) -> bool:
 
 
 def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> Buffers | None:
-    """One forward pass on all examples but the last, for its sizes; random numbers and buffers are put back.
+    """One forward pass on all examples but the last, for its sizes, and then one on all, to see that examples stay in
+    their rows; random numbers and buffers are put back.
 
     Of two examples the last is taken twice instead: a batch of one tells nothing.
     """
@@ -144,12 +146,11 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
         return None  # a container that cannot be cut: the sizes of later batches have to do
     device = clipper.anchor.device
     devices = [device] if device.type == "cuda" else []
-    clipper.batch = other
-    clipper.sizing.start(other)
     buffers = Buffers(clipper.model)
-    with torch.random.fork_rng(devices):
+    # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for.
+    with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         try:
-            clipper.check_output(clipper.model.forward(*new_args, **new_kwargs))
+            _run(clipper, new_args, new_kwargs, other)
         except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:
@@ -161,4 +162,36 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
             ) from error
         finally:
             buffers.take_back()
+        if not clipper.sharded:  # its gradients are gathered by hooks that expect a whole backward pass
+            again = Buffers(clipper.model)
+            try:
+                _check_rows(clipper, _run(clipper, args, kwargs, batch), batch)
+            finally:
+                again.take_back()
     return buffers
+
+
+def _run(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[Tensor]:
+    """One forward pass; its outputs that have the batch first."""
+    clipper.batch = batch
+    clipper.sizing.start(batch)
+    output = clipper.model.forward(*args, **kwargs)
+    clipper.check_output(output)
+    found = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
+    return [x for k, x in enumerate(found) if clipper.sizing.batch_first(f"output {k} of the model", x)]
+
+
+def _check_rows(clipper: Clipper, outputs: list[Tensor], batch: int) -> None:
+    """Examples stay apart and in their places: the outputs' first half has no gradient in other rows of any layer."""
+    clipper.expected_rows = batch // 2
+    parts = [x[: clipper.expected_rows].flatten() for x in outputs if x.requires_grad and x.numel()]
+    weights = [torch.linspace(0.5, 1.5, p.numel(), device=p.device).to(p.dtype) for p in parts]
+    try:
+        if parts:
+            torch.autograd.grad(parts, clipper.anchor, weights, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
+        pass
+    finally:
+        clipper.expected_rows = 0

@@ -72,8 +72,7 @@ class Rows(Record):
         summed = torch.zeros_like(b).scatter_add_(1, place.unsqueeze(2).expand_as(b), b)
         used = (index >= 0).to(b.dtype)
         counts = torch.zeros_like(used).scatter_add_(1, run, used)
-        trace_b = torch.linalg.vector_norm(b, dim=(1, 2)).square()
-        square = torch.linalg.vector_norm(summed, dim=(1, 2)).square()
+        trace_b, square = precision.squared_norms(b.flatten(1)), precision.squared_norms(summed.flatten(1))
         return square, used.sum(1), trace_b, torch.linalg.vector_norm(counts, dim=1), trace_b
 
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:

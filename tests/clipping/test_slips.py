@@ -1,0 +1,269 @@
+"""Ways past the rules: gradients that no record would hold, or that would count twice. Each is exact or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.clipping.small import mlp, step, total_norm
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lambdacgd.clipping import ClippingError, attach, check_model, convert
+
+pytestmark = pytest.mark.usefixtures("seeded")
+Oracle = Callable[..., None]
+
+
+class Net(nn.Module):
+    """A model whose forward is the given function of itself and its input."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor], **parts: Any) -> None:
+        super().__init__()
+        self.run = run
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(self, x)
+
+
+def parameter(*size: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*size))
+
+
+# --- parameters used where no rule sees them --------------------------------------------------------------------------
+
+
+def test_a_weight_of_another_module_beside_a_bias_of_its_own_is_refused() -> None:
+    """The bias alone has a rule here; the weight's share must not vanish."""
+    encoder = nn.Linear(4, 3)
+    tied = Net(lambda m, x: F.linear(m.encoder(x).tanh(), m.encoder.weight.t(), m.b), encoder=encoder, b=parameter(4))
+    attach(tied)
+    with pytest.raises(ClippingError, match=r"encoder\.weight.*not clipped"):
+        step(tied, torch.randn(3, 4))
+
+
+class Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor) -> Tensor:
+        return w.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _table(m: Any, x: Tensor) -> Tensor:
+    table = torch.zeros(2, 4)
+    table[:1] = m.w
+    return x + table
+
+
+def _copied(m: Any, x: Tensor) -> Tensor:
+    row = torch.zeros(len(x), 1, 4)
+    row.copy_(m.w)
+    return x + row
+
+
+def _filled(m: Any, x: Tensor) -> Tensor:
+    h = x.clone()
+    h.masked_fill_(x > 0, m.w.sum())
+    return h
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [
+        (lambda m, x: x * Rounded.apply(m.w), "autograd.Function"),
+        (_table, "__setitem__"),
+        (_copied, "copy_"),
+        (_filled, "masked_fill_"),
+        (lambda m, x: torch.cat([torch.stack([m.w[0]] * len(x)), x[:, 0]], 1), "one example at a time"),
+    ],
+    ids=["function", "setitem", "copy", "fill", "stack"],
+)
+def test_what_cannot_be_followed_is_refused(run: Any, why: str) -> None:
+    model = Net(run, w=parameter(1, 4))
+    attach(model)
+    with pytest.raises(ClippingError, match=why):
+        step(model, torch.randn(3, 2, 4))
+
+
+def test_tensors_changed_between_forward_and_backward_are_noticed() -> None:
+    """What an operation is run on again in the backward pass is what it was run on."""
+    scale = torch.ones(4)
+    model = Net(lambda m, x: torch.einsum("bi,ij,j->bj", x, m.w, scale), w=parameter(4, 4))
+    attach(model)
+    for changed in (scale, model.w):
+        loss = model(torch.randn(3, 4)).square().sum(1).mean()
+        with torch.no_grad():
+            changed.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+class Standardised(nn.Conv1d):
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super()._conv_forward(input, weight - weight.mean((1, 2), keepdim=True), bias)
+
+
+def test_a_layer_that_changes_what_its_forward_calls(oracle: Oracle) -> None:
+    oracle(nn.Sequential(Standardised(2, 3, 2), nn.Tanh()), torch.randn(4, 2, 5).double(), 4)
+    layer = nn.Conv1d(2, 3, 2)
+    plain = layer._conv_forward
+    layer._conv_forward = lambda x, w, b: plain(x, w.tanh(), b)  # type: ignore[method-assign]
+    oracle(nn.Sequential(layer, nn.Tanh()), torch.randn(4, 2, 5).double(), 4)
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LayerNorm(4), nn.Linear(4, 4), nn.GroupNorm(1, 3)], ids=lambda m: type(m).__name__
+)
+def test_computed_biases(oracle: Oracle, layer: nn.Module) -> None:
+    nn.utils.parametrize.register_parametrization(layer, "bias", nn.Softplus())
+    oracle(nn.Sequential(layer, nn.Tanh()), torch.randn(4, 3, 4).double(), 4)
+
+
+def test_recurrent_layers_that_share_weights(oracle: Oracle) -> None:
+    net = nn.LSTM(4, 4, batch_first=True)
+    net.weight_ih_l0 = net.weight_hh_l0
+    oracle(Net(lambda m, x: m.net(x)[0], net=convert(net)), torch.randn(3, 5, 4).double(), 3)
+
+
+def test_empty_parameters_and_sparse_gradients(oracle: Oracle) -> None:
+    model = Net(lambda m, x: m.embed(x) + m.none.sum(), embed=nn.Embedding(5, 3, sparse=True), none=parameter(0, 2))
+    oracle(model, torch.randint(0, 5, (3, 4)), 3)
+
+
+def test_operations_that_need_autocast_in_the_backward_pass_too() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.PReLU(4))
+    clipper = attach(model, math.inf)
+    x, totals = torch.randn(3, 4), []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = model(x).float().square().sum(1).mean()
+        loss.backward()
+        totals.append(clipper.take()["1.weight"].clone())
+    torch.testing.assert_close(totals[1], totals[0], rtol=0.05, atol=0.05)
+
+
+# --- examples that leave their place ----------------------------------------------------------------------------------
+
+
+def _sorted(m: Any, x: Tensor) -> Tensor:
+    order = x.sum((1, 2)).argsort()
+    return m.last(m.first(x[order])[order.argsort()])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        _sorted,
+        lambda m, x: m.last(m.first(x) - m.first(x).mean(0)),
+        lambda m, x: m.first(x[:, 0]) @ m.last(x[:, 0]).t(),
+    ],
+    ids=["sorted", "centred", "compared"],
+)
+def test_examples_that_are_sorted_or_mixed_are_refused(run: Any) -> None:
+    """Layers whose rows are different examples would clip the sum of their gradients: up to twice the norm each."""
+    model = Net(run, first=nn.Linear(4, 4), last=nn.Linear(4, 4))
+    clipper = attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="changes their order"):
+            step(model, torch.randn(8, 2, 4))
+    clipper.detach()
+    with pytest.raises(ClippingError):
+        check_model(model, torch.randn(8, 2, 4), loss=lambda m, x: m(x).square().flatten(1).sum(1).mean())
+
+
+def test_the_probe_under_checkpointing_of_the_whole_model(oracle: Oracle) -> None:
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(lambda t: model(t).square().flatten(1).sum(1).mean(), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    oracle(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.LayerNorm(6)), torch.randn(3, 2, 4).double(), 3, loss=loss)
+
+
+# --- backward passes --------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_inputs_alone_add_nothing() -> None:
+    """Adversarial training: torch.autograd.grad leaves p.grad alone, so it must leave the sums alone."""
+    model, x = mlp(), torch.randn(1, 4, requires_grad=True)
+    clipper = attach(model, 1e-3)
+    loss = model(x).square().sum(1).mean()
+    torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward(inputs=[x], retain_graph=True)
+    assert clipper.norms.numel() == 0
+    loss.backward()
+    assert clipper.norms.numel() == 1
+    assert total_norm(clipper.take()) <= 1e-3 * (1 + clipper.sensitivity_tolerance)
+    with pytest.raises(ClippingError, match="create_graph"):  # a penalty on gradients
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Out of memory after half of the layers: the second try would add these examples once more to that half."""
+    model, x = mlp(), torch.randn(1, 4)
+    clipper = attach(model, 1e-3)
+    with monkeypatch.context() as patched:
+
+        def fail(*_: Any) -> None:
+            raise torch.OutOfMemoryError("no memory")
+
+        patched.setattr(clipper._totals, "add_pack", fail)  # the biases, after the weights
+        with pytest.raises(torch.OutOfMemoryError):
+            step(model, x)
+    step(model, x)
+    assert clipper.norms.numel() == 1
+    assert total_norm(clipper.take()) <= 1e-3 * (1 + clipper.sensitivity_tolerance)
+
+
+# --- models that change while attached --------------------------------------------------------------------------------
+
+
+def _replace(model: nn.Sequential) -> None:
+    model[2].weight = nn.Parameter(torch.randn(3, 6))
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda m: m[0].requires_grad_(True), "unfrozen"),
+        (lambda m: m.double(), "type"),
+        (_replace, "another tensor"),
+        (lambda m: m[2].weight.register_hook(lambda g: 2 * g), "register_hook"),
+    ],
+    ids=["unfrozen", "double", "replaced", "hook"],
+)
+def test_changes_after_attaching_are_refused(change: Callable[[nn.Sequential], object], why: str) -> None:
+    model = mlp()
+    model[0].requires_grad_(False)
+    attach(model)
+    change(model)
+    with pytest.raises(ClippingError, match=why):
+        step(model, torch.randn(3, 4).to(model[0].weight.dtype))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_passed_in_from_outside_are_refused() -> None:
+    model = mlp()
+    attach(model)
+    with pytest.raises(ClippingError, match="functional_call"):
+        torch.func.functional_call(model, {n: 2 * p for n, p in model.named_parameters()}, (torch.randn(3, 4),))
+
+
+def test_attaching_twice_and_empty_batches_are_refused() -> None:
+    model = mlp()
+    clipper = attach(model)
+    with pytest.raises(ClippingError, match="attached already"):
+        attach(model)
+    with pytest.raises(ClippingError, match="empty"):
+        model(torch.randn(0, 4))
+    step(model, torch.randn(3, 4))
+    assert clipper.norms.numel() == 3
+    clipper.detach()
+    attach(model)

@@ -313,6 +313,36 @@ def test_choosing_the_best_checkpoint_is_said_not_to_be_covered(tmp_path):
     assert best["global_step"] == trainer.state.best_global_step
 
 
+def test_learning_rates_that_follow_an_evaluation_are_said_not_to_be_covered(tmp_path):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 2}
+    with pytest.warns(UserWarning, match="not covered"):
+        hf.make_trainer("bert", tmp_path / "out", eval_dataset=hf.Sentences(True, 8, seed=5), **plateau).train()
+    data = hf.Sentences(True)
+    with pytest.warns(UserWarning, match="not covered"):
+        trainer = hf.make_trainer("bert", tmp_path / "own", train_dataset=data, eval_dataset=data, **plateau)
+    with pytest.raises(InvalidInput, match="public data"):
+        trainer.train()
+    assert trainer.private is None
+
+
+@pytest.mark.parametrize(
+    ("given", "changed"),
+    [
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, {}),
+        ({}, {"gradient_accumulation_steps": 2}),
+        ({}, {"num_train_epochs": 5}),
+        ({}, {"max_steps": 3}),
+    ],
+)
+def test_arguments_changed_behind_the_check_are_refused_too(given, changed, tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out", **given)
+    for name, value in changed.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(InvalidInput, match=r"gradient_accumulation_steps|num_train_epochs|max_steps"):
+        trainer.train()
+    assert trainer.private is None
+
+
 def test_the_key_lies_beside_the_output_folder_and_never_in_it(tmp_path):
     trainer = hf.make_trainer("bert", tmp_path / "out")
     trainer.train()

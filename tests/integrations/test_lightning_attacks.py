@@ -17,8 +17,10 @@ pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     Callback,
+    EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    ModelCheckpoint,
 )
 from lightning.pytorch.tuner import Tuner
 from tests.integrations.lit import Module, fit, make
@@ -47,6 +49,7 @@ def test_a_loader_from_the_module_works_and_another_is_refused(tmp_path):
         ("max_epochs", 7),
         ("max_steps", 3),
         ("limit_train_batches", 2),
+        ("limit_train_batches", 1),
         ("fast_dev_run", True),
         ("overfit_batches", 1),
         ("reload_dataloaders_every_n_epochs", 1),
@@ -75,6 +78,57 @@ def test_callbacks_that_search_or_accumulate_are_refused(callback, says, tmp_pat
     with pytest.raises(InvalidInput, match=says):
         trainer.fit(module)
     assert strategy.private is None
+
+
+class Steered(Module):
+    """Its learning rate, or whatever the callbacks decide, follows the training loss."""
+
+    def __init__(self, interval=None, late=False):
+        super().__init__()
+        self.interval, self.late = interval, late
+
+    def on_train_epoch_end(self):
+        if self.late:
+            self.log("late", torch.ones(()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        if self.interval is None:
+            return optimizer
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        name = "late" if self.late else "train_loss_not_private"
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "monitor": name, "interval": self.interval},
+        }
+
+
+@pytest.mark.parametrize(
+    ("given", "callback", "steps"),
+    [
+        ({"interval": "step"}, None, 0),
+        ({"interval": "epoch"}, None, 0),
+        ({"interval": "epoch", "late": True}, None, 4),
+        ({}, lambda folder: EarlyStopping("train_loss_not_private_epoch", check_on_train_epoch_end=True), 0),
+        ({"late": True}, lambda folder: EarlyStopping("late", stopping_threshold=2.0), 4),
+        ({}, lambda folder: ModelCheckpoint(folder, monitor="train_loss_not_private"), 0),
+    ],
+    ids=["step", "epoch", "at its end", "stopping", "stopping at its end", "choosing"],
+)
+def test_steering_by_what_training_logs_is_refused(given, callback, steps, tmp_path):
+    """The losses are not noised: weights must not depend on them in any other way than through their gradients."""
+    callbacks = {} if callback is None else {"callbacks": [callback(tmp_path / "saved")]}
+    module, strategy, trainer = make(tmp_path, module=Steered(**given), **callbacks)
+    with pytest.raises(InvalidInput, match="without noise"):
+        trainer.fit(module, strategy.loader)
+    assert strategy.private.steps_taken == steps
+    assert not (tmp_path / "saved").exists()
+
+
+def test_steering_by_validation_works(tmp_path):
+    """Whether its data is public, nobody but the user knows."""
+    _, strategy, _ = fit(tmp_path, callbacks=[EarlyStopping("val_loss", patience=9)])
+    assert strategy.private.finished
 
 
 def test_a_tuner_is_refused(tmp_path):

@@ -87,6 +87,12 @@ def clipping_norm(args: TrainingArguments, given: float | None) -> float:
     return float(norm)
 
 
+def looks_at_evaluation(args: TrainingArguments) -> bool:
+    """Whether weights, or the learning rates that make them, are chosen by an evaluation."""
+    saves, schedule = (str(getattr(x, "value", x)) for x in (args.save_strategy, args.lr_scheduler_type))
+    return args.load_best_model_at_end or saves == "best" or schedule == "reduce_lr_on_plateau"
+
+
 def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
     if args.max_steps > 0 and args.max_steps != plan.steps:
         raise InvalidInput(

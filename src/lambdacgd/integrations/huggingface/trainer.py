@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lambdacgd.clipping.factors import Mode
 from lambdacgd.integrations.huggingface import checkpoints, losses
-from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm
+from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm, looks_at_evaluation
 from lambdacgd.integrations.huggingface.publishing import Publishing
 from lambdacgd.integrations.huggingface.resuming import Resuming
 from lambdacgd.integrations.independence import check_independent, check_losses
@@ -86,10 +86,11 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
             )
         if not self._has_own_loss():
             losses.kind_of(self.model)  # refused now, not at the first step
-        if args.load_best_model_at_end or str(getattr(args.save_strategy, "value", args.save_strategy)) == "best":
+        if looks_at_evaluation(args):
             warnings.warn(
-                "load_best_model_at_end and save_strategy='best' choose weights by looking at eval_dataset. If that is "
-                "private data, the choice is not covered by the plan's (ε, δ)",
+                "load_best_model_at_end, save_strategy='best' and lr_scheduler_type='reduce_lr_on_plateau' choose "
+                "weights or learning rates by looking at eval_dataset. If that is private data, the result is not "
+                "covered by the plan's (ε, δ)",
                 stacklevel=2,
             )
         self.callback_handler.callbacks.insert(0, _Position(self))
@@ -122,8 +123,16 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
             self.private.detach()
 
     def _check_first(self, resume_from: str | bool | None) -> None:
+        adapt(self.args, self.plan)  # they may have been changed since, by accelerator_config too
         if self.train_dataset is None:
             raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
+        if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
+            raise InvalidInput(
+                "eval_dataset",
+                "the training data",
+                "with load_best_model_at_end, save_strategy='best' or reduce_lr_on_plateau, weights follow losses of "
+                "private data that no noise protects. Evaluate on public data, or leave these out",
+            )
         if resume_from:
             return
         if self.private is not None and self.private.steps_taken:

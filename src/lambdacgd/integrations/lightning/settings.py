@@ -47,6 +47,17 @@ def _check_callbacks(callbacks: list[Any]) -> None:
             raise InvalidInput("callbacks", kind.__name__, advice)
 
 
+def check_monitors(trainer: Any) -> None:
+    """Refuse to steer by what training has logged: no noise protects it, so weights would depend on it unnoised."""
+    names = {result.meta.name for result in trainer.fit_loop._results.values()}
+    logged = names | {f"{name}_{when}" for name in names for when in ("step", "epoch")}
+    watched = [(getattr(callback, "monitor", None), type(callback).__name__) for callback in trainer.callbacks]
+    watched += [(c.monitor, "ReduceLROnPlateau") for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    for monitor, by in watched:
+        if monitor in logged:
+            raise InvalidInput("monitor", f"{monitor} ({by})", _STEERED)
+
+
 def check_module(module: Any, optimizers: list[Any]) -> None:
     """Refuse modules whose hooks would step, clip or move batches by themselves."""
     if not module.automatic_optimization:
@@ -70,7 +81,7 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
 
 def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
     given = getattr(trainer, name, allowed[0])
-    if given not in allowed:
+    if not any(type(given) is type(value) and given == value for value in allowed):  # 1 is a batch, 1.0 is all of them
         raise InvalidInput(name, given, advice)
 
 
@@ -81,6 +92,11 @@ _ACCUMULATE = (
 _SEARCH = (
     "it trains on the private data, looks at the losses and goes back to the weights before, so that the run's noise "
     "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
+)
+_STEERED = (
+    "training logged it, from private data and without noise: a learning rate, a stopping time or a choice of weights "
+    "that follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what "
+    "validation_step logs of public data"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

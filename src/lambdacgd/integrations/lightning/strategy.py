@@ -17,7 +17,7 @@ from lambdacgd.clipping.clipper import LossReduction
 from lambdacgd.clipping.factors import Mode
 from lambdacgd.integrations.keyfile import KeyLike, check_key, load_or_make
 from lambdacgd.integrations.lightning import checkpoints
-from lambdacgd.integrations.lightning.settings import check_module, check_trainer
+from lambdacgd.integrations.lightning.settings import check_module, check_monitors, check_trainer
 from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
@@ -129,7 +129,13 @@ class Privatising(_Base):
                 if not last:
                     self.backward(_loss(output), None)
         self._log_privacy()
+        check_monitors(self.lightning_module.trainer)  # before this step changes a weight
         return output
+
+    def on_train_end(self) -> None:
+        """What the last epoch's end has logged, a stopping time may have followed."""
+        super().on_train_end()
+        check_monitors(self.lightning_module.trainer)
 
     def _show_batch(self, part: Any) -> None:
         """Lightning weighs logged values by the size of the batch it knows of."""

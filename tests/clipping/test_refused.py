@@ -60,6 +60,7 @@ def test_a_penalty_on_weights_is_refused() -> None:
     ("module", "fix"),
     [
         (nn.BatchNorm1d(4), "GroupNorm"),
+        (nn.BatchNorm1d(4, affine=False, track_running_stats=False).eval(), "GroupNorm"),
         (nn.InstanceNorm1d(4, affine=True, track_running_stats=True), "track_running_stats=False"),
         (nn.LSTM(4, 4), "convert"),
         (nn.MultiheadAttention(4, 2), "convert"),

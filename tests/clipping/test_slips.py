@@ -205,6 +205,16 @@ def test_gradients_of_inputs_alone_add_nothing() -> None:
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
+def test_two_forward_passes_in_one_backward_pass_are_refused() -> None:
+    """Row i of two batches may be two examples, which would share one clipping norm: one alone then moves it by 2ζ."""
+    model, x = mlp(), torch.randn(4, 4)
+    clipper = attach(model)
+    with pytest.raises(ClippingError, match="two forward passes"):
+        (model(x[:2]).square().sum(1).mean() + model(x[2:]).square().sum(1).mean()).backward()
+    assert clipper.norms.numel() == 0
+    step(model, x)
+
+
 def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory after half of the layers: the second try would add these examples once more to that half."""
     model, x = mlp(), torch.randn(1, 4)

@@ -41,8 +41,8 @@ def attach(
     normalising instead of clipping ("automatic"); the sum's sensitivity is ζ in each. ``nonfinite="raise"`` turns
     a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args,
     kwargs)`` gives the number of examples where it is not the first dimension of the model's first tensor argument.
-    ``probe`` runs the first batch once more without its last example, to learn which dimensions are the batch (see
-    `sizing`).
+    ``probe`` runs the first batch twice more, once without its last example, to learn which dimensions are the batch
+    and whether examples stay in their rows (see `sizing`).
     """
     return Clipper(
         model,
@@ -279,12 +279,13 @@ class Clipper:
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
                 "up and call backward() once."
             )
-        if call.batch != self._batch:
-            raise call.site.refuse(
-                f"one backward pass covers forward passes of {self._batch} and {call.batch} examples; examples "
-                "cannot be matched."
-            )
         self._seen.add(call.generation)
+        if len(self._seen) > 1:
+            raise call.site.refuse(
+                "one backward pass covers two forward passes of the model. Where they saw different examples, call "
+                "backward() for each; where row i is one example in both (two views of it), let one module call the "
+                "model twice in its forward, and attach to that."
+            )
         for record in records:
             if record.examples != call.batch:
                 raise call.site.refuse(

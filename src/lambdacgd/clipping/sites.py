@@ -189,10 +189,15 @@ def _watch(site: Site) -> None:
 
 def _guard(module: nn.Module, path: str) -> Undo:
     def refuse(m: nn.Module, args: Any) -> None:
-        if m.training and torch.is_grad_enabled():
+        if _uses_the_batch(m) and torch.is_grad_enabled():
             raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
 
     return module.register_forward_pre_hook(refuse).remove
+
+
+def _uses_the_batch(batch_norm: nn.Module) -> bool:
+    """Its statistics are the batch's: in training, and without running statistics always."""
+    return batch_norm.training or batch_norm.running_mean is None
 
 
 def _batch_norm_message(path: str, module: nn.Module) -> str:
@@ -206,7 +211,7 @@ def refuse_modules(model: nn.Module) -> None:
     """Modules that no rule can make exact, each with what to do."""
     for path, m in model.named_modules():
         learns = any(p.requires_grad for p in m.parameters(recurse=False))
-        if isinstance(m, _BATCH_NORMS) and (m.training or learns):
+        if isinstance(m, _BATCH_NORMS) and (_uses_the_batch(m) or learns):
             raise ClippingError(_batch_norm_message(path, m))
         if isinstance(m, nn.modules.instancenorm._InstanceNorm) and m.track_running_stats:
             raise ClippingError(

@@ -73,6 +73,17 @@ def test_a_curve_comes_from_one_composition() -> None:
     assert curve[2].delta == pytest.approx(accountant.delta(0.8, 2.0).delta, rel=1e-2)
 
 
+@pytest.mark.parametrize(("lam", "steps"), [(0.999, 2), (0.9999, 3)])
+def test_few_bins_whose_noise_hardly_decays(lam: float, steps: int) -> None:
+    """A chain that never ends says nothing about theirs: guesses from it were far off, and the search refused."""
+    sigma, bound = FreshBins(lam, steps, 10).sigma(2.0, 1e-5)
+    drawn = simulate(LambdaCGD(lam), Horizon(steps, 10), sigma=sigma, epsilon=2.0, seed=3)
+    # At 5 standard errors: a false alarm in 1.7e6. One percent of δ is less than 0.1% of σ.
+    truth, error = float(drawn["delta"]), float(drawn["standard_error"])
+    assert truth - 5 * error <= bound.delta <= 1e-5
+    assert truth + 5 * error >= 0.95e-5
+
+
 def test_out_of_range_says_what_is_in_it() -> None:
     accountant = FreshBins(0.5, 40, 6)
     for epsilon, delta in ((1e-4, 1e-5), (1000.0, 1e-5), (1.0, 1e-13), (1.0, 1.0)):

@@ -189,7 +189,8 @@ class FreshBins:
         chain = self.one_epoch.chain(1.0)
         d = np.arange(1, self.steps_per_epoch)
         pairs = 2 * (self.steps_per_epoch - d) / self.steps_per_epoch**2
-        peak, covariances = chain.gain * chain.peak_variance, chain.gain * chain.covariance(d)
+        end = chain.tail * float(chain.end_effect(0.0)) ** 2
+        peak, covariances = chain.gain * chain.peak_variance, chain.gain * (chain.covariance(d) - end)
 
         def excess(log_sigma: float) -> float:
             scale = math.exp(-2 * log_sigma)

@@ -32,8 +32,10 @@ class _Secant(Bracket):
     def next(self, aim: float) -> float:
         """Where the value should be −aim."""
         x, value = min(self.points, key=lambda p: abs(p[1] + aim))
-        if math.isfinite(self.width) and abs(value) > FAR:
-            return 0.5 * (self.failed + self.passed)
+        if abs(value) > FAR:
+            if math.isfinite(self.width):
+                return 0.5 * (self.failed + self.passed)
+            x = self.failed if value > 0 else self.passed  # onwards from the last point, though all may look alike
         return self.inside(x - min(max(value + aim, -FAR), FAR) / self.slope, 0.05)
 
 

@@ -19,7 +19,7 @@ from lambdacgd.accounting.transfer_matrix.measure import (
     Scale,
     measure,
 )
-from lambdacgd.accounting.transfer_matrix.selection import select
+from lambdacgd.accounting.transfer_matrix.selection import collective_loss, select
 
 METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999
@@ -101,7 +101,9 @@ class TransferMatrix:
             return exact, 0.0
         chosen, expected_loss = select(exact, slope)
         if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
-            return replace(chosen, tail=0.0), expected_loss
+            longer = replace(chosen, tail=0.0)
+            if collective_loss(longer, chosen) < 0.25:  # else it says nothing about δ's size
+                return longer, expected_loss
         return chosen, expected_loss
 
     # One evaluation

@@ -77,8 +77,8 @@ class _Search(Bracket):
             # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a fixed step.
             if math.isfinite(self.width):
                 x = self.failed + 0.5 * self.width
-            else:
-                x += largest if value > 0 else -largest
+            else:  # onwards from the last point, though all may look alike
+                x = self.failed + largest if value > 0 else self.passed - largest
         else:
             measured = len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < 3
             if measured:

@@ -156,6 +156,8 @@ def test_other_settings_and_foreign_folders_are_refused(tmp_path):
     saving(tmp_path / "out", callbacks=[]).train()
     with pytest.raises(lc.CheckpointError, match="clipping norm"):
         saving(tmp_path / "out", max_grad_norm=2.0).train(resume_from_checkpoint=True)
+    with pytest.raises(lc.CheckpointError, match="the optimizer's class"):  # it would step with AdamW's settings
+        saving(tmp_path / "out", optim="sgd").train(resume_from_checkpoint=True)
     with pytest.raises(lc.CheckpointError, match="holds no checkpoint"):
         saving(tmp_path / "empty").train(resume_from_checkpoint=True)
     weights_only = saving(tmp_path / "weights", save_only_model=True)

@@ -46,6 +46,7 @@ def identity(private: Private) -> dict[str, Any]:
         "loss_reduction": private.clipper.loss_reduction,
         "examples": len(private.dataset),
         "data_fingerprint": private.data_fingerprint,
+        "optimizer": type(private.optimizer).__name__,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
         "earlier": [list(claim) for claim in private.trained.history],

@@ -21,6 +21,7 @@ _MEANING = {
     "loss_reduction": "the loss reduction: it is fixed for a run",
     "examples": "the length of the dataset",
     "data_fingerprint": "the data fingerprint: this is other data",
+    "optimizer": "the optimizer's class, whose state goes on: use the one that the run was started with",
     "key": "the key (by its fingerprint): use the key file that the run was started with",
 }
 
@@ -30,6 +31,8 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
     differs = [name for name in _MEANING if name in current and saved.get(name) != current[name]]
     if saved.get("data_fingerprint") is None and "data_fingerprint" in differs:
         differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
+    if "optimizer" not in saved and "optimizer" in differs:
+        differs.remove("optimizer")  # a checkpoint of versions that did not say
     if differs:
         lines = [
             f"- {_MEANING[name]} (saved {_short(saved.get(name))}, here {_short(current[name])})" for name in differs

@@ -78,6 +78,24 @@ def test_a_key_that_nobody_gave():
     assert not torch.equal(again[1]["last.weight"], weights["last.weight"])
 
 
+def unusual_buffers() -> Any:
+    """Types that process groups do not know, and one without memory of its own; other values on rank 1."""
+    model, rank = jobs.net(), dist.get_rank()
+    model.register_buffer("small", torch.full((3,), 7 + rank, dtype=torch.int16))
+    model.register_buffer("tiny", torch.full((3,), 1.0 + rank).to(torch.float8_e4m3fn))
+    model.register_buffer("turned", torch.arange(6.0).view(2, 3).t() + rank)
+    model.register_buffer("repeated", torch.arange(3).expand(4, 3))
+    bind(model)
+    return {name: value.float() for name, value in model.named_buffers()}
+
+
+def test_buffers_of_unusual_kinds_are_sent():
+    first, second = launch.run(2, unusual_buffers)
+    same(second, first, atol=0)
+    assert first["small"].tolist() == [7.0] * 3
+    assert torch.equal(first["turned"], torch.arange(6.0).view(2, 3).t())
+
+
 def zeroed(kind: str) -> Any:
     """zero_grad(set_to_none=False), of all gradients at once: DTensors do not count that as a change."""
     model = jobs.wrap(jobs.net(), kind)

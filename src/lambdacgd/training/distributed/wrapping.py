@@ -129,6 +129,9 @@ def broadcast_(model: nn.Module, world: World) -> None:
     for tensor in tensors:
         if id(tensor) not in seen and not is_sharded(tensor):
             seen.add(id(tensor))
-            value = tensor.detach().contiguous()
-            dist.broadcast(value, src=world.source, group=world.group)
-            tensor.detach().copy_(value)
+            held = tensor.detach()
+            value = held.contiguous()
+            # As bytes: process groups do not know every type (int16, float8).
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=world.source, group=world.group)
+            if value is not held and not torch.equal(value, held):  # one that was expanded cannot be written
+                held.copy_(value)

@@ -53,6 +53,38 @@ def test_a_size_that_equals_the_batch_by_chance_is_not_taken_for_it(oracle: Any,
     oracle(Positions(size), torch.randint(0, 9, (size, size)), size)
 
 
+class Held:
+    """A batch in a container that cannot be cut."""
+
+    def __init__(self, ids: Tensor) -> None:
+        self.ids = ids
+
+
+@pytest.mark.parametrize("second", [True, False])
+def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_cannot_be_cut(second: bool) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Positions(5)
+
+        def forward(self, x: Any) -> Tensor:
+            return self.net(x.t() if second else x.ids)  # type: ignore[no-any-return]
+
+    model, ids = Around(), torch.randint(0, 9, (5, 5))
+    expected = []
+    for i in range(5):
+        loss = model.net(ids[i : i + 1]).square().sum()
+        expected.append(torch.autograd.grad(loss, list(model.parameters())))
+    clipper = attach(model, math.inf, batch_of=lambda args, _: args[0].shape[1] if second else len(args[0].ids))
+    if not second:
+        with pytest.raises(ClippingError, match="size by chance"):
+            step(model, Held(ids))  # type: ignore[arg-type]
+        return
+    step(model, ids.t())
+    norms = [math.sqrt(sum(float(g.square().sum()) for g in e)) for e in expected]
+    torch.testing.assert_close(clipper.norms, torch.tensor(norms), rtol=1e-3, atol=1e-3)
+
+
 def test_the_probe_leaves_no_trace() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 2))
     x = torch.randn(6, 4)

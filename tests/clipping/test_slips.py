@@ -91,7 +91,7 @@ def test_what_cannot_be_followed_is_refused(run: Any, why: str) -> None:
     model = Net(run, w=parameter(1, 4))
     attach(model)
     with pytest.raises(ClippingError, match=why):
-        step(model, torch.randn(3, 2, 4))
+        step(model, torch.randn(5, 2, 4))
 
 
 def test_tensors_changed_between_forward_and_backward_are_noticed() -> None:

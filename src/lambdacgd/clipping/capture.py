@@ -95,7 +95,8 @@ class Call:
         if gradient[self.clipper.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
             raise self.site.refuse(
                 "the model mixes the examples of a batch, or changes their order (sorts them by length, say): row i of "
-                "every layer's input must be example i's alone. Sort when the batch is put together instead."
+                "every layer's input must be example i's alone. Sort when the batch is put together instead. If the "
+                "first dimension of its input is not the batch and has its size by chance, start with another size."
             )
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:

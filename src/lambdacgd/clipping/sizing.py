@@ -133,24 +133,16 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
 
     Of two examples the last is taken twice instead: a batch of one tells nothing.
     """
-    other, views = batch - 1 if batch > 2 else batch + 1, clipper.views
-
-    def resized(x: Any) -> Any:
-        if not (isinstance(x, Tensor) and x.dim() > 0 and x.shape[0] == views * batch):
-            return x
-        parts = x.split(batch)  # one after another, where examples have several views
-        return torch.cat([p[:other] if other < batch else torch.cat([p, p[-1:]]) for p in parts])
-
-    new_args, new_kwargs = tree_map(resized, args), tree_map(resized, kwargs)
-    if clipper.count(new_args, new_kwargs) != other:
-        return None  # a container that cannot be cut: the sizes of later batches have to do
+    other = batch - 1 if batch > 2 else batch + 1
+    found = _resized(clipper, args, kwargs, batch, other)
     device = clipper.anchor.device
     devices = [device] if device.type == "cuda" else []
     buffers = Buffers(clipper.model)
     # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for.
     with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         try:
-            _run(clipper, new_args, new_kwargs, other)
+            if found is not None:
+                _run(clipper, *found, other)
         except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:
@@ -168,7 +160,31 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
                 _check_rows(clipper, _run(clipper, args, kwargs, batch), batch)
             finally:
                 again.take_back()
-    return buffers
+    return None if found is None else buffers
+
+
+def _resized(
+    clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int, other: int
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments for ``other`` examples, cut where the batch is first or, by ``batch_of``, second; None where they
+    cannot be cut: then the sizes of later batches have to do.
+    """
+    views = clipper.views
+    for dim in (0, 1):
+
+        def resized(x: Any, dim: int = dim) -> Any:
+            if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == views * batch):
+                return x
+            parts = x.split(batch, dim)  # one after another, where examples have several views
+            last = [p.narrow(dim, 0, other) if other < batch else p.narrow(dim, batch - 1, 1) for p in parts]
+            return torch.cat(
+                last if other < batch else [t for pair in zip(parts, last, strict=True) for t in pair], dim
+            )
+
+        new = tree_map(resized, args), tree_map(resized, kwargs)
+        if clipper.count(*new) == other:
+            return new
+    return None
 
 
 def _run(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> list[Tensor]:

@@ -66,6 +66,13 @@ def test_a_sampled_certificate_is_shown_beside_its_estimate(capsys):
     assert "not a privacy claim" in capsys.readouterr().out
 
 
+def test_where_the_exact_accountant_does_not_answer_it_is_said(capsys):
+    small = ["--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
+    assert main(["plan", *small, "--lambda", "0.99999", "--bins", "fixed"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The exact accountant does not answer here, so this σ is sampled: λ = 0.99999 lies beyond 0.9999" in said
+
+
 def test_infinite_epsilon_is_loud(capsys):
     assert main(["plan", *CYCLIC, "--epsilon", "inf", "--lambda", "0.9"]) == 0
     assert "nothing is private" in capsys.readouterr().out

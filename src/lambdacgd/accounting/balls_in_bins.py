@@ -8,6 +8,7 @@ from lambdacgd import cache
 from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, Calibration, Certificate, device
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.transfer_matrix import TransferMatrix
+from lambdacgd.accounting.transfer_matrix.accountant import LARGEST_LAMBDA
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.validation import InvalidInput
 
@@ -39,6 +40,8 @@ def balls_in_bins(
             return exact_calibration(exact, epsilon, delta)
         except AccountingError as error:
             refusal = str(error)
+    elif isinstance(mechanism, LambdaCGD):
+        refusal = f"λ = {mechanism.lam!r} lies beyond {LARGEST_LAMBDA}"
     sampled = MonteCarlo(mechanism, horizon)
     found = sampled.estimate(epsilon, delta) if estimate else sampled.certify(epsilon, delta)
     if refusal is not None:

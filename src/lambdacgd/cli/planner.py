@@ -11,6 +11,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
@@ -214,6 +215,9 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
     if plan.certificate.kind == "estimate":
         lines.append("[yellow]This σ is an estimate, not a privacy claim; leave out --estimate to certify it.[/]")
+    if "transfer_matrix_refused" in plan.certificate.details:
+        refusal = plan.certificate.details["transfer_matrix_refused"]
+        lines.append(f"[yellow]The exact accountant does not answer here, so this σ is sampled:[/] {escape(refusal)}")
     if plan.delta * plan.examples > 1:
         lines.append(
             f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"

@@ -22,6 +22,7 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     ModelCheckpoint,
 )
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from tests.integrations.lit import Module, fit, make
 
@@ -128,6 +129,32 @@ def test_steering_by_what_training_logs_is_refused(given, callback, steps, tmp_p
 def test_steering_by_validation_works(tmp_path):
     """Whether its data is public, nobody but the user knows."""
     _, strategy, _ = fit(tmp_path, callbacks=[EarlyStopping("val_loss", patience=9)])
+    assert strategy.private.finished
+
+
+class Elsewhere(TorchCheckpointIO):
+    """Writes later, or to a place of its own."""
+
+    def save_checkpoint(self, *args, **kwargs):
+        pass
+
+
+@pytest.mark.parametrize(("plugin", "says"), [(AsyncCheckpointIO, "whole"), (Elsewhere, "was not written")])
+def test_checkpoints_that_are_written_later_are_refused(plugin, says, tmp_path):
+    """The ledger would know a release that nobody can go on from."""
+    saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
+    module, strategy, trainer = make(tmp_path, callbacks=[saves], plugins=[plugin()])
+    with pytest.raises((InvalidInput, lc.CheckpointError), match=says):
+        trainer.fit(module, strategy.loader)
+    if strategy.private is not None:
+        released = strategy.private.run.key.ledger().newest(strategy.private.run.id)
+        assert released is None or released.kind == "detach"
+
+
+def test_more_devices_than_the_strategy_takes_are_spoken_of(tmp_path):
+    module, strategy, trainer = make(tmp_path, devices=2)
+    with pytest.warns(UserWarning, match="LambdaCGDDDPStrategy takes all"):
+        trainer.fit(module, strategy.loader)
     assert strategy.private.finished
 
 

@@ -17,7 +17,7 @@ KeyLike = SecretKey | str | os.PathLike[str] | None
 
 def default_key_path(output_dir: str | os.PathLike[str]) -> Path:
     """``runs/first`` -> ``runs/first.private/run.key``."""
-    folder = Path(output_dir).absolute()
+    folder = Path(os.path.abspath(output_dir))  # "runs/.." too has a name then
     return folder.with_name(folder.name + ".private") / "run.key"
 
 

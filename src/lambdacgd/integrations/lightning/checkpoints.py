@@ -49,6 +49,10 @@ def released(
             raise
 
     def release() -> None:
+        if not draft.is_file():  # before the ledger knows it: a run cannot go on from what was never written
+            raise CheckpointError(
+                f"{target} was not written: leave out plugins that write checkpoints later or elsewhere"
+            )
         private.run.release(private.steps_taken, digest=_digest(checkpoint), kind="checkpoint")
         os.replace(draft, target)
 

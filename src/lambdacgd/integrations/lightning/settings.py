@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch.callbacks import BatchSizeFinder, GradientAccumulationScheduler, LearningRateFinder
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lambdacgd.planning import Plan
@@ -22,8 +24,11 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
     _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
     _check_callbacks(trainer.callbacks)
-    if trainer.world_size == 1 < trainer.num_devices:
-        raise InvalidInput("devices", trainer.num_devices, "this strategy takes one: LambdaCGDDDPStrategy takes more")
+    asked = len(getattr(trainer._accelerator_connector, "_parallel_devices", None) or [])
+    if trainer.world_size == 1 < asked:  # no error: without devices=… Lightning asks for all that there are
+        warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
+    if isinstance(trainer.strategy.checkpoint_io, AsyncCheckpointIO):
+        raise InvalidInput("plugins", "AsyncCheckpointIO", "a checkpoint must be whole before the ledger knows it")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
             "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"

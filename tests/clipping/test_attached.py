@@ -188,6 +188,28 @@ def test_the_probe_takes_its_changes_of_buffers_back() -> None:
         torch.testing.assert_close(dict(model.named_buffers())[name], value)
 
 
+def test_a_forward_pass_that_fails_after_the_probe_is_probed_again() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return self.layer(x)  # type: ignore[no-any-return]
+
+    model, x = Counts(), torch.randn(5, 4)
+    clipper = attach(model)
+    interrupt = model.register_forward_hook(lambda *_: 1 / 0, prepend=True)
+    with pytest.raises(ZeroDivisionError):
+        step(model, x)
+    interrupt.remove()
+    step(model, x)
+    assert int(model.calls) == 2
+    assert clipper.norms.numel() == 5
+
+
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.Conv1d(3, 4, 2)], ids=["linear", "conv"])
 def test_a_forward_of_somebodys_own_on_a_layer_is_followed(layer: nn.Module) -> None:
     """Libraries put forwards on instances (accelerate's hooks, say); the layer's rule would compute something else."""

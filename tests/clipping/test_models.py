@@ -40,6 +40,19 @@ def test_image_models(oracle: Oracle, make: Callable[[], nn.Module], size: int) 
     oracle(make(), (torch.randn(3, 3, size, size).double(), labels(3)), 3, loss=classify)
 
 
+def test_resnet_of_hugging_face(oracle: Oracle) -> None:
+    import transformers as t
+
+    model = convert(
+        t.ResNetForImageClassification(t.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 2]))
+    )
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return F.cross_entropy(model(pixel_values=batch[0]).logits, batch[1])
+
+    oracle(model, (torch.randn(3, 3, 32, 32).double(), labels(3)), 3, loss=loss)
+
+
 def test_lstm(oracle: Oracle) -> None:
     model = convert(LSTMClassifier(20, 6, 8))
     oracle(model, (torch.randint(0, 20, (3, 7)), labels(3)), 3, loss=classify)
@@ -207,12 +220,21 @@ def _opacus_sum(model: nn.Module, batch: tuple[Tensor, Tensor], clip: float) -> 
     return total
 
 
-@pytest.mark.parametrize("kind", ["cnn", "bert", "mlp"])
+_LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "conv1d": lambda: nn.Sequential(nn.Flatten(2), nn.Conv1d(3, 4, 3, stride=2), nn.InstanceNorm1d(4, affine=True)),
+    "conv2d": lambda: nn.Sequential(nn.Conv2d(3, 6, 3, dilation=2, groups=3), nn.GroupNorm(2, 6), nn.LayerNorm(4)),
+    "conv3d": lambda: nn.Sequential(nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 2, 2, padding=1), nn.RMSNorm(9)),
+}
+
+
+@pytest.mark.parametrize("kind", ["cnn", "bert", "mlp", *_LAYERS])
 def test_agreement_with_opacus(kind: str) -> None:
     pytest.importorskip("opacus")
     if kind == "bert":
         model: nn.Module = Bert(16, 2, 2, vocabulary=30)
         batch = (torch.randint(1, 30, (4, 6)), labels(4))
+    elif kind in _LAYERS:
+        model, batch = nn.Sequential(_LAYERS[kind](), nn.Flatten()), (torch.randn(4, 3, 8, 8), labels(4))
     else:
         model = (
             WideResNet(10, 1)
@@ -228,17 +250,27 @@ def test_agreement_with_opacus(kind: str) -> None:
     assert all(float((ours[n] - t).norm()) <= 1e-4 * float(size) for n, t in theirs.items())
 
 
+def _with_loss(kind: str) -> tuple[nn.Module, Any, Callable[[nn.Module, Any], Tensor]]:
+    """A model, a batch of six examples and a mean over examples."""
+    images, words = torch.randn(6, 3, 16, 16), torch.randint(1, 25, (6, 9))
+    if kind == "gpt2":
+        return _hugging_face("gpt2"), (words, torch.ones_like(words)), language_loss
+    if kind in ("bert", "lstm"):
+        model = Bert(32, 2, 2, vocabulary=25) if kind == "bert" else convert(LSTMClassifier(25, 16, 16))
+        return model, (words, labels(6)), classify
+    return ViT(32, 2, 4, patch=4, image=16) if kind == "vit" else WideResNet(10, 1), (images, labels(6)), classify
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", ["vit", "cnn"])
+@pytest.mark.parametrize("kind", ["vit", "cnn", "bert", "gpt2", "lstm"])
 def test_autocast_stays_near_float32(dtype: torch.dtype, kind: str) -> None:
     """A stated loose bound: 16-bit activations change gradients by percents, not more."""
-    model = ViT(32, 2, 4, patch=4, image=16) if kind == "vit" else WideResNet(10, 1)
-    batch = (torch.randn(6, 3, 16, 16), labels(6))
+    model, batch, mean_loss = _with_loss(kind)
     clipper = attach(model, 0.5)
     totals = []
     for enabled in (False, True):
         with torch.autocast("cpu", dtype, enabled=enabled):
-            loss = classify(model, batch)
+            loss = mean_loss(model, batch)
         loss.backward()
         totals.append({n: t.clone() for n, t in clipper.take().items()})
     size = torch.stack([t.norm() for t in totals[0].values()]).norm()

@@ -212,6 +212,8 @@ class Clipper:
             self.generation += 1
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
+            if self._buffers is not None:  # the forward pass after the probe failed
+                self._buffers, self._probe = None, True
             if self._probe and batch > 1 and self.may_probe:
                 self._buffers = probe(self, args, kwargs, batch)
                 self._probe = False

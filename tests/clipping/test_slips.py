@@ -215,6 +215,18 @@ def test_two_forward_passes_in_one_backward_pass_are_refused() -> None:
     step(model, x)
 
 
+def test_layers_called_outside_the_model_are_refused() -> None:
+    """What they see need not be the examples that the model saw."""
+    model, x = mlp(), torch.randn(4, 4)
+    attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="outside the model"):
+            model[0](x)
+        with pytest.raises(ClippingError, match="outside the model"):
+            model.forward(x)
+        step(model, x)
+
+
 def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory after half of the layers: the second try would add these examples once more to that half."""
     model, x = mlp(), torch.randn(1, 4)

@@ -89,6 +89,7 @@ class Clipper:
         self._totals = Totals()
         self._norm_pass = NormPass()
         self.batch = 0  # examples in the forward pass under way
+        self.running = False  # whether one is
         self.generation = 0
         self.sizing = Sizing()
         self._probe = probe_sizes
@@ -209,7 +210,7 @@ class Clipper:
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
-            self.generation += 1
+            self.generation, self.running = self.generation + 1, True
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
             if self._buffers is not None:  # the forward pass after the probe failed
@@ -226,6 +227,8 @@ class Clipper:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self.casts, self._last_cast = {}, None
+        if torch._C._current_graph_task_id() == -1:
+            self.running = False
         if torch.is_grad_enabled():
             self.check_output(output)
             buffers, self._buffers = self._buffers, None

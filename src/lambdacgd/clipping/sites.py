@@ -125,10 +125,10 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         return site.original(*args, **kwargs)
     if torch._C._are_functorch_transforms_active():
         raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
-    if site.clipper.batch == 0:
+    if not site.clipper.running and torch._C._current_graph_task_id() == -1:  # nor a recomputation by checkpointing
         raise site.refuse(
-            "it was called before the model itself, so the number of examples is unknown. Call the model "
-            "(model(x)); its first tensor argument has the batch first, or pass batch_of= to attach."
+            "it was called outside the model's own forward, so its examples are unknown. Call the model (model(x)); "
+            "its first tensor argument has the batch first, or pass batch_of= to attach."
         )
     if site.clipper.sharded:
         _watch(site)

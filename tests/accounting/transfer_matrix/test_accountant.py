@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.base import AccountingError, calibrate
 from lambdacgd.accounting.transfer_matrix import METHOD, TransferMatrix
 from lambdacgd.accounting.transfer_matrix.evaluate import evaluate_add, evaluate_remove
 from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
@@ -278,6 +278,15 @@ def test_few_bins_with_much_noise_are_tight_too(lam: float, b: int, k: int, epsi
     sigma, bound = TransferMatrix(lam, b, k).sigma(epsilon, delta)
     truth = max(quadrature(gram(lam, b, k), sigma, epsilon, step=0.05))
     assert truth <= bound.delta <= 1.03 * truth
+
+
+@pytest.mark.parametrize(("lam", "b", "k"), [(0.9, 3, 1), (0.6, 2, 3)])
+def test_what_a_chain_costs_normalised_columns_is_reported(lam: float, b: int, k: int) -> None:
+    accountant, epsilon, delta = TransferMatrix(lam, b, k, normalized=True), 0.5, 1e-4
+    sigma, bound = accountant.sigma(epsilon, delta)
+    matrix = gram(lam, b, k, normalized=True)
+    needed = calibrate(lambda x: max(quadrature(matrix, x, epsilon, step=0.1)), delta, start=sigma, rtol=1e-3)
+    assert math.log(sigma / needed) == pytest.approx(bound.details["dominating_chain_sigma_loss"], rel=0.15, abs=2e-3)
 
 
 def test_a_slope_far_from_the_first_guess_is_found() -> None:

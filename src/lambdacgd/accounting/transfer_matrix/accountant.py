@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
+
+import numpy as np
 
 from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, device, real
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
@@ -90,6 +93,18 @@ class TransferMatrix:
         one = self.chain(1.0)
         return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
 
+    @cached_property
+    def normalizing_loss(self) -> float:
+        """About how much σ, where it is large, grows because a chain stands in for normalised columns (Lemma 7)."""
+        steps = self.steps_per_epoch * self.epochs
+        if not self.normalized or self.lam == 0 or steps > MOST_STEPS:
+            return 0.0
+        from scipy.signal import lfilter
+
+        norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(self.lam)) / (1 - self.lam**2))
+        together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
+        return 0.5 * math.log(self.chain(1.0).mean_loss[1] / float(together @ together))
+
     def device_asked_for(self) -> str:
         """Where large products are to be computed; "auto" unless this accountant or the environment says otherwise."""
         return device() if self.device == "auto" else self.device
@@ -100,6 +115,7 @@ class TransferMatrix:
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
         chosen, expected_loss = select(exact, slope)
+        expected_loss += self.normalizing_loss
         if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
             longer = replace(chosen, tail=0.0)
             if collective_loss(longer, chosen) < 0.25:  # else it says nothing about δ's size

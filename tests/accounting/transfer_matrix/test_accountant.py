@@ -289,6 +289,23 @@ def test_what_a_chain_costs_normalised_columns_is_reported(lam: float, b: int, k
     assert math.log(sigma / needed) == pytest.approx(bound.details["dominating_chain_sigma_loss"], rel=0.15, abs=2e-3)
 
 
+def test_jensens_bound_is_not_passed_off_as_tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the lattice refuses for add, a bound far above δ_remove once came with a budget of nothing."""
+
+    def refuses(*_: object) -> None:
+        raise AccountingError("too large")
+
+    accountant = TransferMatrix(0.5, 5, 2)
+    tight = accountant.delta(3.0, 0.3)
+    monkeypatch.setattr("lambdacgd.accounting.transfer_matrix.accountant.evaluate_add", refuses)
+    scale = Scale(math.exp(0.3), tight.delta_remove, tight.slope)
+    loose = accountant.evaluate(3.0, 0.3, scale, FINE)
+    assert loose.details["add"] == "jensen"
+    assert loose.delta > 1.2 * tight.delta >= 1.2 * (loose.delta - sum(loose.budget.values()))
+    with pytest.raises(AccountingError, match="stayed loose"):
+        accountant.delta(3.0, 0.3)
+
+
 def test_a_slope_far_from_the_first_guess_is_found() -> None:
     # The coarse evaluations settle at a slope of .6 here, and it is 56; the truth is 1.02266e-6 by quadrature.
     bound = TransferMatrix(0.999, 3, 1).delta(16.3464346951881, 0.3)

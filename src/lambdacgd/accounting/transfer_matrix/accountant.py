@@ -12,7 +12,13 @@ import numpy as np
 
 from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError, TwoWayBound, device, real
 from lambdacgd.accounting.transfer_matrix.chain import Chain, gaussian_delta, normalized_chain, plain_chain
-from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, evaluate_add, evaluate_remove, jensen
+from lambdacgd.accounting.transfer_matrix.evaluate import (
+    Evaluation,
+    evaluate_add,
+    evaluate_remove,
+    governing_budget,
+    jensen,
+)
 from lambdacgd.accounting.transfer_matrix.measure import (
     COARSE,
     FINE,
@@ -141,8 +147,8 @@ class TransferMatrix:
             "tail": chain.tail,
             "dominating_chain_sigma_loss": expected_loss,
         }
-        governing = remove if remove.delta >= add.delta else add
-        return Bound(sigma, epsilon, remove.delta, add.delta, governing.budget, details, remove.slope)
+        budget = governing_budget(remove, add)
+        return Bound(sigma, epsilon, remove.delta, add.delta, budget, details, remove.slope)
 
     def _add(self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision) -> Evaluation:
         """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""

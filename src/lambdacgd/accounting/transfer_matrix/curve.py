@@ -10,7 +10,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
 from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, add_at, evaluate_add, jensen, remove_at
+from lambdacgd.accounting.transfer_matrix.evaluate import (
+    Evaluation,
+    add_at,
+    evaluate_add,
+    governing_budget,
+    jensen,
+    remove_at,
+)
 from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, SLACK_SHARE, Precision, Scale, measure
 
 if TYPE_CHECKING:
@@ -56,9 +63,9 @@ def evaluate_curve(accountant: TransferMatrix, sigma: float, epsilons: list[floa
     bounds = {}
     for epsilon in ordered:
         one, other = remove[epsilon], add[epsilon]
-        governing = one if one.delta >= other.delta else other
+        budget = governing_budget(one, other)
         details: dict[str, str | float] = {"remove": one.method, "add": other.method}
-        bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, governing.budget, details, one.slope)
+        bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, budget, details, one.slope)
     return [bounds[epsilon] for epsilon in epsilons]
 
 

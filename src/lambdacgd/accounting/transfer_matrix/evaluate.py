@@ -173,6 +173,13 @@ def jensen(chain: Chain, epsilon: float) -> Evaluation:
     return Evaluation(jensen_add(*chain.mean_loss, epsilon), math.nan, {}, "jensen")
 
 
+def governing_budget(remove: Evaluation, add: Evaluation) -> dict[str, float]:
+    """What can have been added to the larger direction; to Jensen's bound, what lifts it above δ_remove and no more."""
+    if remove.delta >= add.delta:
+        return remove.budget
+    return remove.budget | {"jensen": add.delta - remove.delta} if add.method == "jensen" else add.budget
+
+
 _GRID_SHARE = (0.8**2 + 1.2**2) / 6
 """variance of the grid's rounding over the smoothing's: steps of .8 ς/√b and 1.2 ς/K, each squared over 6"""
 

@@ -186,7 +186,7 @@ def test_modules_that_cannot_hold_are_refused(tmp_path):
 
 
 def test_a_module_called_by_its_parts_says_what_to_do(tmp_path):
-    with pytest.raises(ClippingError, match="before the model itself"):
+    with pytest.raises(ClippingError, match="outside the model"):
         fit(tmp_path, module=Module(whole=False))
 
 

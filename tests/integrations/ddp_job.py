@@ -15,11 +15,14 @@ import lambdacgd as lc
 
 
 class Stop(TrainerCallback):
+    """Of two processes only the second says so: a time limit, say, that the first has not reached yet."""
+
     def __init__(self, step):
         self.step = step
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.step
+        if os.environ.get("RANK", "1") == "1":
+            control.should_training_stop = state.global_step == self.step
 
 
 def train(out: Path, *, stop: int = 0, resume: bool = False) -> None:

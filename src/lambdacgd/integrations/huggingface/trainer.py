@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from lambdacgd.clipping.factors import Mode
@@ -28,6 +29,7 @@ from lambdacgd.validation import InvalidInput
 
 logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
+_ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
 
@@ -258,6 +260,15 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
             claim = {"privacy_epsilon": self.plan.epsilon, "privacy_delta": self.plan.delta}
             logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
         super().log(logs, start_time)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """What a callback asks for on one rank happens on all: who saves or stops alone would wait for the others."""
+        if self.private is not None and self.private.world.many:
+            asked = torch.tensor([getattr(self.control, name) for name in _ASKED], device=self.args.device).int()
+            dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.private.world.group)
+            for name, found in zip(_ASKED, asked.tolist(), strict=True):
+                setattr(self.control, name, bool(found))
+        super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a run with its own cost."""

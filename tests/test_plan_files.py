@@ -144,3 +144,20 @@ def test_noise_of_fresh_bins_is_refused_elsewhere_even_where_the_file_forgets_th
     edited = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
     with pytest.raises(lc.InvalidInput, match="do not belong together"):
         edited.check()
+
+
+@pytest.mark.parametrize("value", [None, "x", -1, [], math.inf, True], ids=repr)
+@pytest.mark.parametrize("field", ["kind", "direction", "confidence", "details", "rmse", "maxse", "sensitivity"])
+def test_a_file_that_hashes_right_and_says_nonsense_is_refused(field, value):
+    data = json.loads(cyclic(lam=0.9).to_json())
+    del data["digest"]
+    (data if field in data else data["certificate"])[field] = value
+    with pytest.raises(ValueError, match="but "):
+        lc.Plan.from_json(json.dumps(data | {"digest": _digest(data)})).check()
+
+
+def test_a_certificate_that_does_not_say_what_it_is_is_refused():
+    data = json.loads(cyclic(lam=0.9).to_json())
+    del data["digest"], data["certificate"]["kind"]
+    with pytest.raises(ValueError, match="not a whole plan"):
+        lc.Plan.from_json(json.dumps(data | {"digest": _digest(data)}))

@@ -195,7 +195,8 @@ class Plan:
             raise
         except (KeyError, TypeError, ValueError) as error:
             raise InvalidInput("plan", str(error), "the file is not a whole plan; make a new plan instead") from None
-        number("sigma", plan.sigma, above=0, include=(0,))
+        for name in ("sigma", "sensitivity", "rmse", "maxse"):
+            number(name, getattr(plan, name), above=0, include=(0,))
         integer("batch_size", plan.batch_size, maximum=plan.examples)
         claimed = (plan.certificate.epsilon, plan.certificate.delta)
         if claimed != (plan.epsilon, plan.delta):
@@ -209,6 +210,8 @@ class Plan:
     def _from_content(cls, data: dict[str, Any]) -> Plan:
         certificate = dict(data["certificate"])
         certificate["epsilon"] = float(certificate["epsilon"])
+        if "kind" not in certificate:  # silence is not a claim
+            raise KeyError("kind")
         return cls(
             mechanism=mechanism_from_dict(data["mechanism"]),
             sampling=sampling_from_dict(data["sampling"]),

@@ -34,6 +34,13 @@ class Certificate:
     kind: Literal["bound", "estimate"] = "bound"
     details: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        named = self.kind in ("bound", "estimate") and self.direction in ("both", "remove", "add")
+        sure = real("confidence", self.confidence)
+        claims = 0 < sure <= 1 or (sure == 0 and self.kind == "estimate")
+        if not (named and claims and isinstance(self.details, dict)):
+            raise AccountingError(f"{self!r} is no certificate: its kind, direction, confidence or details say nothing")
+
     def to_dict(self) -> dict[str, Any]:
         """The fields by name, as plan files hold them."""
         return asdict(self)

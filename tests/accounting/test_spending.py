@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -116,6 +118,13 @@ def test_noise_beyond_the_accountant_is_refused(sigma: float) -> None:
     sampling = lc.BallsInBins(2000, 40, 3, "fresh")
     with pytest.raises(AccountingError, match="plan for an ε instead"):
         certify_noise(lc.Identity(), sampling, sigma=sigma, delta=1e-9)
+
+
+def test_an_infinite_epsilon_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spending, "poisson_epsilon", lambda sigma, delta, horizon: math.inf)
+    monkeypatch.setenv("LAMBDACGD_CACHE", "off")
+    with pytest.raises(AccountingError, match="no finite ε"):
+        certify_noise(lc.Identity(), lc.Poisson(100, 5, 2), sigma=0.01, delta=1e-5)
 
 
 @pytest.mark.parametrize(("name", "value"), [("sigma", 0.0), ("sigma", float("nan")), ("delta", 1.0), ("delta", 0.0)])

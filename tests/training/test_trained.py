@@ -104,12 +104,17 @@ def test_ordinary_training_is_not_forgotten_by_the_next_run(steps_after, tmp_pat
     steps(private, steps_after)
     assert card(private.trained)["claim"].startswith("none: an earlier run")
     assert card(private.trained)["epsilon"] == "inf"
+    assert reloaded_card(private, tmp_path)["epsilon"] == "inf"
+
+
+def reloaded_card(private, tmp_path):
+    """The card of a new model that the run's checkpoint was loaded into."""
     private.save(tmp_path / "c.pt")
     private.detach()
     resumed = start(tmp_path, module=oracle.model())
     resumed.load(tmp_path / "c.pt")
-    assert card(resumed.trained)["epsilon"] == "inf"
     resumed.detach()
+    return card(resumed.trained)
 
 
 def test_ordinary_training_within_a_run_goes_along_with_its_checkpoint(tmp_path):
@@ -120,12 +125,7 @@ def test_ordinary_training_within_a_run_goes_along_with_its_checkpoint(tmp_path)
         p.grad = torch.ones_like(p)
     ordinary_step.step()
     ordinary_step.zero_grad()
-    private.save(tmp_path / "c.pt")
-    private.detach()
-    resumed = start(tmp_path, module=oracle.model())
-    resumed.load(tmp_path / "c.pt")
-    assert card(resumed.trained)["epsilon"] == "inf"
-    resumed.detach()
+    assert reloaded_card(private, tmp_path)["epsilon"] == "inf"
 
 
 def test_what_is_no_training_changes_nothing(tmp_path):

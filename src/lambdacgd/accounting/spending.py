@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from decimal import ROUND_CEILING, Context, Decimal
 from typing import Any
@@ -41,6 +42,8 @@ def certify_noise(mechanism: Mechanism, sampling: Sampling, *, sigma: float, del
         raise AccountingError(
             f"σ = {sigma:g} has no certified ε at δ = {delta:g} ({error}); plan for an ε instead"
         ) from error
+    if not math.isfinite(found["epsilon"]):
+        raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
     details = found["details"] | {"sampling": sampling.kind}
     return Certificate(**(found | {"epsilon": _said(found["epsilon"]), "details": details}))
 

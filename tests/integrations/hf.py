@@ -16,6 +16,7 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -186,3 +187,20 @@ def fix_id(trainer: LambdaCGDTrainer, run: str) -> None:
         return private
 
     trainer._privatize = privatize_with_id  # type: ignore[method-assign]
+
+
+class Meddler(TrainerCallback):
+    """Does what it should not at one moment of the loop."""
+
+    def __init__(self, moment, act):
+        setattr(self, moment, self._run)
+        self._act = act
+
+    def _run(self, args, state, control, model=None, optimizer=None, **kwargs):
+        self._act(model, optimizer)
+
+
+def backward(model, optimizer):
+    batch = collate([Sentences(True)[0]])
+    labels = batch.pop("labels")
+    F.cross_entropy(model(**batch).logits, labels).backward()

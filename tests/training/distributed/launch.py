@@ -29,7 +29,7 @@ _context.set_forkserver_preload(
 
 
 class RankFailed(AssertionError):
-    """A rank raised: ``errors`` holds every rank's traceback, or None, or the exit code of one that died."""
+    """A rank raised: ``errors`` holds every rank's traceback, or None, or that it died."""
 
     def __init__(self, errors: list[Any]) -> None:
         super().__init__("\n".join(f"rank {r}: {e}" for r, e in enumerate(errors) if e is not None))

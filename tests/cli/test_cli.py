@@ -206,6 +206,12 @@ def test_compare_over_a_single_step(capsys):
     assert {plan["steps"] for plan in json.loads(capsys.readouterr().out)} == {1}
 
 
+def test_compare_needs_noise(capsys):
+    one = ["--examples", "10", "--batch-size", "10", "--epochs", "1", "--epsilon", "inf", "--delta", "1e-5"]
+    assert main(["compare", *one]) == 2
+    assert "--epsilon is inf, but without noise all are the same" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_bins_belong_to_balls_in_bins(command, capsys):
     assert main([command, *CYCLIC, "--bins", "fixed"]) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -114,6 +115,8 @@ def show_comparison(
     bins = request.pop("bins")
     if bins is not None and sampling != BallsInBins.name:
         raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
+    if request["epsilon"] == math.inf:
+        raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
     _check_ending(plot)
     plans = []
     for name, how, parameters in compared(sampling, bands, buffers, bins):

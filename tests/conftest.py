@@ -1,11 +1,14 @@
-"""One folder of cached results for a test run, apart from the user's own; hypothesis without deadlines."""
+"""What CI shows, a desk repeats: hypothesis, keys, run ids and seeds draw the same every time. The cache is its own."""
 
 from __future__ import annotations
+
+import random
+import secrets
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-# These machines are shared: a slow example is not a failure. Derandomised, so that CI repeats what a desk showed.
+# These machines are shared: a slow example is not a failure.
 settings.register_profile("lambdacgd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lambdacgd")
 
@@ -16,3 +19,12 @@ def own_cache(tmp_path_factory):
     patch.setenv("LAMBDACGD_CACHE", str(tmp_path_factory.mktemp("cache")))
     yield
     patch.undo()
+
+
+@pytest.fixture(autouse=True)
+def repeatable(request, monkeypatch):
+    """The test's name is the seed. Processes that a test starts draw as a user's do."""
+    draw = random.Random(request.node.nodeid)
+    monkeypatch.setattr(secrets, "token_bytes", lambda n=32: draw.randbytes(n))
+    monkeypatch.setattr(secrets, "token_hex", lambda n=32: draw.randbytes(n).hex())
+    monkeypatch.setattr(secrets, "randbits", draw.getrandbits)

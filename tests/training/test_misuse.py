@@ -215,6 +215,27 @@ def test_the_horizon_is_fixed():
         optimizer.step()
 
 
+def test_the_position_goes_back_by_a_checkpoint_only():
+    private, module, optimizer = start()
+    backward(module, next(iter(private.loader)))
+    with pytest.raises(TrainingError, match="only a checkpoint leads back"):
+        private.stand_at(0)  # in the middle of a batch
+    optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(TrainingError, match="stands after step 1"):
+        private.stand_at(0)
+    check_same_end(private, module, optimizer)
+
+
+@pytest.mark.parametrize("what", ["plan", "max_grad_norm", "clipper.max_grad_norm"])
+def test_nothing_that_noise_rests_on_changes_mid_run(what):
+    private, module, optimizer = start()
+    owner, name = (private.clipper, "max_grad_norm") if "." in what else (private, what)
+    with pytest.raises(AttributeError, match=name):
+        setattr(owner, name, getattr(owner, name))
+    check_same_end(private, module, optimizer)
+
+
 def test_two_iterations_at_once():
     private, module, _ = start()
     one, two = iter(private.loader), iter(private.loader)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -95,6 +97,32 @@ def test_resumes(tmp_path, p, at):
     again.run.close()
     with pytest.raises(CheckpointError, match="released weights after step 8"):
         Noiser(p, file_key(tmp_path)).load_state_dict(state)
+
+
+@pytest.mark.parametrize("p", [PLANS["fresh"], PLANS["fresh, buffered"]], ids=["regenerated", "buffered"])
+def test_noise_of_an_interrupted_step_serves_that_step_alone(p):
+    noiser, twin = Noiser(p, oracle.key()), Noiser(p, oracle.key())
+    twin.run._id = noiser.run.id
+    noiser.add(zeros()), twin.add(zeros())
+    finish, sums = noiser._stage.add_, zeros()
+
+    def interrupted(*args, **kwargs):
+        finish(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(noiser._stage, "add_", interrupted), pytest.raises(KeyboardInterrupt):
+        noiser.add(sums)
+    assert not any(value.any() for value in sums.values())
+    assert noiser.steps_taken == 1
+    again, expected = noiser.add(zeros()), twin.add(zeros())
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["plan", "max_grad_norm", "steps_taken"])
+def test_nothing_that_noise_rests_on_changes_mid_run(name):
+    noiser = Noiser(oracle.plan(), oracle.key())
+    with pytest.raises(AttributeError, match=name):
+        setattr(noiser, name, getattr(noiser, name))
 
 
 def test_a_resumed_layout_is_still_fixed(tmp_path):

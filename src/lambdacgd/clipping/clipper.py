@@ -82,7 +82,7 @@ class Clipper:
             raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
         if mode == "automatic" and math.isinf(max_grad_norm):
             raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
-        self.model, self.max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
+        self.model, self._max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
         self.loss_reduction, self._batch_of = loss_reduction, batch_of
         self.loss_scale: float | Tensor = 1.0  # set to GradScaler's scale under float16
         self.before_adding: Callable[[], None] | None = None  # called before a backward pass writes the sums
@@ -149,6 +149,15 @@ class Clipper:
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
         return 0 if self._dropped is None else int(self._dropped)
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed while attached: noise is made for it."""
+        return self._max_grad_norm
+
+    def leave_room(self) -> None:
+        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given."""
+        self._max_grad_norm /= 1 + self.sensitivity_tolerance
 
     @property
     def sensitivity_tolerance(self) -> float:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lambdacgd.keys import LedgerError, SecretKey
-from lambdacgd.noise import Layout, NonFiniteSum
+from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError, TrainingError, check_claim
@@ -50,14 +50,29 @@ class Noiser:
                 "over the same data. Use it on rank 0 and send its results to the others; or use privatize, which "
                 "splits batches between ranks"
             )
-        self.plan = plan
-        self.max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
+        self._plan = plan
+        self._max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)
         self.layout: Layout | None = None
-        self.steps_taken = 0
+        self._done = 0
         self._stage: NoiseStage | None = None
         self._batches: Iterator[NDArray[np.int64]] | None = None
         self._batch: NDArray[np.int64] | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """What noise and batches follow: fixed for a run."""
+        return self._plan
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed for a run."""
+        return self._max_grad_norm
+
+    @property
+    def steps_taken(self) -> int:
+        """Steps done, of ``plan.steps``."""
+        return self._done
 
     @property
     def finished(self) -> bool:
@@ -78,7 +93,8 @@ class Noiser:
         """Add this step's correlated noise to the sums in place (no division), advance the step, return the sums.
 
         The first call fixes names and shapes. Sums are float32 or float64. A sum that is not finite raises
-        ``NonFiniteSum``; the sums are then zeroed, because they hold this step's noise, and the step can be done again.
+        ``NonFiniteSum``; then, and after an interruption, the sums are zeroed, because they hold this step's noise, and
+        the step can be done again.
         """
         self._check_horizon()
         tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
@@ -96,11 +112,13 @@ class Noiser:
             )
         try:
             self._stage.add_(sums, self.steps_taken + 1)
-        except NonFiniteSum:
+        except (TypeError, ValueError):
+            raise  # before any sum was touched
+        except BaseException:  # not finite, Ctrl-C
             for value in sums.values():
                 value.zero_()
             raise
-        self.steps_taken += 1
+        self._done += 1
         self._batch, moved = None, self._batch is not None
         if not moved:
             self._batches = None  # batch() was not asked for this step, so its iterator stands one behind
@@ -127,7 +145,7 @@ class Noiser:
             self.run.resume(state["run"], state["step"], content_digest(state))
         except LedgerError as error:
             raise CheckpointError(str(error)) from error
-        self.steps_taken = state["step"]
+        self._done = state["step"]
         shapes = state["identity"]["shapes"]
         self.layout = None if shapes is None else Layout.of({name: tuple(shape) for name, shape in shapes.items()})
 

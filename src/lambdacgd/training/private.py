@@ -74,8 +74,8 @@ class Private(Resuming):
         self.world = world
         self._broken: str | None = None  # why this run must not go on in this process
         self._loading = False
-        self.model, self.optimizer, self.dataset, self.plan = model, optimizer, dataset, plan
-        self.max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
+        self.model, self.optimizer, self.dataset, self._plan = model, optimizer, dataset, plan
+        self._max_grad_norm, self.clipper, self.run, self.augmentations = max_grad_norm, clipper, run, views
         self.data_fingerprint = data_fingerprint
         # With several ranks this process has read a few already, to compare them.
         readable = data_fingerprint is None and (world.many or not loader_options.get("num_workers"))
@@ -106,6 +106,16 @@ class Private(Resuming):
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo.append(optimizer.register_load_state_dict_pre_hook(self._before_load).remove)
         self._attached = True
+
+    @property
+    def plan(self) -> Plan:
+        """What is trained by: fixed for a run."""
+        return self._plan
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed for a run."""
+        return self._max_grad_norm
 
     # --- where the run stands ----------------------------------------------------------------------------------------
 

@@ -121,9 +121,7 @@ def privatize(
             try:
                 undo += follow(model, given, world)
                 _check_same_parameters(clipper.parameters, optimizer)
-                # Clip to a little less, so that a contribution with all its rounding stays within ζ: σ is then the
-                # plan's own.
-                clipper.max_grad_norm = max_grad_norm / (1 + clipper.sensitivity_tolerance)
+                clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))
                     clipper.views = views

@@ -109,15 +109,15 @@ class Resuming:
         The position comes first: if the block fails and somebody goes on all the same, no step that was released is
         done again under its noise. And nobody goes on.
         """
-        self.stand_at(step)
-        self._broken = _HALF_LOADED
         with self.loading():
+            self.stand_at(step)
+            self._broken = _HALF_LOADED
             yield
         self._broken = None
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """The optimizer's state may be loaded in this block: the ledger has been asked."""
+        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
         self._loading = True
         try:
             yield
@@ -131,7 +131,13 @@ class Resuming:
             raise TrainingError(_LOADED_BY_HAND)
 
     def stand_at(self, step: int) -> None:
-        """Set the position of a resumed run."""
+        """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
+        forwards = step >= self.cycle.done and self.cycle.phase is Phase.IDLE
+        if not forwards and not self._loading:
+            raise TrainingError(
+                f"the run stands after step {self.cycle.done}, and other sums would get the noise of steps it has "
+                "taken or begun; only a checkpoint leads back: private.load(path)"
+            )
         self.cycle.done = self.trained.steps_taken = step
         self.cycle.phase = Phase.IDLE
         self._whole.drop_batch()

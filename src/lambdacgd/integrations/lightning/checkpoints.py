@@ -93,7 +93,8 @@ def resume(private: Private, randomness: TrainingRandomness, checkpoint: dict[st
         private.run.resume(entry["run"], entry["step"], digest)
     except LedgerError as error:
         raise CheckpointError(str(error)) from error
-    private.stand_at(entry["step"])
+    with private.loading():
+        private.stand_at(entry["step"])
     adopt(private, entry["identity"])
     if len(entry["generators"]) == private.world.size:  # other worlds give ranks other examples, so other dropout
         randomness.state = entry["generators"][private.world.rank]

@@ -115,7 +115,6 @@ class Clipper:
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         device = sites.compute_device(next(iter(self.parameters.values())))
         self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self._anchor_node = torch.autograd.graph.get_gradient_edge(self.anchor).node
         self.expected_rows = 0  # while the probe differentiates its first rows: how many
         self._asked = (-1, False)  # of the last backward pass: its number, and whether it is for the parameters
         self._undo = sites.install(self)
@@ -272,7 +271,9 @@ class Clipper:
         """
         task = torch._C._current_graph_task_id()
         if task != self._asked[0]:
-            self._asked = (task, torch._C._will_engine_execute_node(self._anchor_node))
+            # Asked for anew: a node that is kept belongs to the stream it was made in, and CUDA graphs have their own.
+            node = torch.autograd.graph.get_gradient_edge(self.anchor).node
+            self._asked = (task, torch._C._will_engine_execute_node(node))
         return self._asked[1]
 
     def _receive(self, call: Call, records: Iterable[Record]) -> None:

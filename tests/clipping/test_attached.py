@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -243,3 +245,25 @@ def test_a_deep_copy_of_an_attached_model_is_a_plain_model() -> None:
     assert all(p.grad is not None for p in twin.parameters())
     clipper.detach()
     assert "forward" not in model[0].__dict__
+
+
+def test_nothing_of_a_pass_stays_behind_not_even_of_the_probe() -> None:
+    """Activations are freed without the garbage collector, and no node ties the next pass to this one's stream."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))  # Tanh keeps its own output
+    clipper = attach(model, 1.0)
+    outputs: list[weakref.ref[Tensor]] = []
+    model[1].register_forward_hook(lambda module, args, out: outputs.append(weakref.ref(out)))
+    anchor = torch.autograd.graph.get_gradient_edge
+    gc.disable()
+    try:
+        for _ in range(2):
+            loss = model(torch.randn(5, 3)).square().mean()
+            anchor(clipper.anchor).node.metadata["seen"] = True
+            loss.backward()
+            del loss
+            clipper.take()
+            assert not anchor(clipper.anchor).node.metadata
+    finally:
+        gc.enable()
+    assert len(outputs) == 4  # two of the probe
+    assert all(output() is None for output in outputs)

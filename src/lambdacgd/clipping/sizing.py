@@ -138,8 +138,8 @@ def probe(clipper: Clipper, args: tuple[Any, ...], kwargs: dict[str, Any], batch
     device = clipper.anchor.device
     devices = [device] if device.type == "cuda" else []
     buffers = Buffers(clipper.model)
-    # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached: an output
-    # that its own node keeps would never be freed.
+    # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached: outputs
+    # that their own nodes keep would never be freed.
     with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
         try:
             if found is not None:

@@ -192,6 +192,20 @@ def test_padding_splitting_and_counting(optimizer, padded, bins, monkeypatch):
     agree(ordinary, private)
 
 
+def test_a_batch_takes_the_smallest_width_that_holds_it(monkeypatch):
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    private, data = build(p=oracle.binned_plan(96, 12, 3, bins="fresh"), device="cpu")
+    seen = []
+    step = Eager(private, lambda model, x, y: seen.append(len(x)) or loss(model, x, y), data, None)
+    assert step.widths == [16, 24]
+    step.run()
+    batches = private.plan.sampling.batches(private.run.key, run=private.run.id)
+    sizes = [len(next(batches)) for _ in range(private.plan.steps)]
+    assert max(sizes) <= 24
+    assert min(sizes) <= 16 < max(sizes)
+    assert seen == [16 if size <= 16 else 24 for size in sizes]
+
+
 def test_needs_cuda():
     private, data = build(device="cpu")
     with pytest.raises(lc.InvalidInput, match="one CUDA device"):

@@ -96,10 +96,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def _captured(private: Private, data: tuple[Tensor, Tensor]) -> Iterable[int]:
-    # Batches above B + 2√B come in two parts, one in sixty: cheaper than more padding in all of them.
-    size = private.plan.batch_size
-    padded = min(private.plan.examples, 8 * -(-int(size + 2 * size**0.5) // 8))
-    step = private.captured_step(loss_of, data, padded=padded)
+    step = private.captured_step(loss_of, data)
     while not private.finished:
         step.run(min(private.plan.steps_per_epoch, private.plan.steps - private.steps_taken))
         yield private.steps_taken

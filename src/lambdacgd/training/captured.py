@@ -1,8 +1,9 @@
 """A captured step for small models on CUDA: all of it, from gathering to the optimizer, in one graph launch.
 
 The training data lies on the device; the examples of every step are rows of a table there, padded by examples of
-weight exactly zero and split where a batch is larger; step and position are counters in device memory. What is
-computed is what the ordinary loop computes, up to the order of float32 additions.
+weight exactly zero to one of a few widths, each with a graph of its own, and split where a batch is larger than the
+largest; step and position are counters in device memory. What is computed is what the ordinary loop computes, up to
+the order of float32 additions.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from lambdacgd.training.private import Private
 
 LossFunction = Callable[..., Tensor]
+Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
 
 
@@ -42,17 +44,18 @@ class CapturedStep:
         self._device = _check(private, self._data)
         plan = private.plan
         if padded is None:
-            spread = math.sqrt(plan.batch_size)
-            padded = min(plan.examples, 8 * math.ceil((plan.batch_size + 3 * spread) / 8))
+            padded = min(plan.examples, _spread(plan.batch_size, 3))
         self.padded = integer("padded", padded)
+        # Half of all batches fit the first width, five of six the second.
+        self.widths = sorted({min(self.padded, _spread(plan.batch_size, n)) for n in (0, 1)} | {self.padded})
         self._cursor = torch.zeros(1, dtype=torch.int64, device=self._device)
         self._step = torch.ones(1, dtype=torch.int64, device=self._device)
         self.loss = torch.zeros((), device=self._device)
         self._table = torch.full((1, self.padded), -1, dtype=torch.int64, device=self._device)
-        self._parts: list[list[tuple[bool, bool]]] = []
+        self._parts: list[list[Kind]] = []
         self._first_step = 0
         self._at = 0  # the step that the counters in device memory stand at; ordinary steps and loading leave it behind
-        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._rates: list[Any] = []
         self._stage: RegeneratedNoise | None = None
 
@@ -116,7 +119,8 @@ class CapturedStep:
             for chunk in cut(number, next(batches), self.padded):
                 chosen = [] if chunk.empty else chunk.indices
                 rows.append(chosen + [-1] * (self.padded - len(chosen)))
-                kinds.append((chunk.first == 0, chunk.last))
+                width = next(width for width in self.widths if width >= len(chosen))
+                kinds.append((chunk.first == 0, chunk.last, width))
             parts.append(kinds)
         table = torch.tensor(rows, dtype=torch.int64)
         if len(rows) > self._table.shape[0]:  # room for an epoch with more splits: a table that moves costs new graphs
@@ -128,9 +132,9 @@ class CapturedStep:
         self._cursor.zero_()
         self._step.fill_(step)
 
-    def _work(self, first: bool, last: bool, step: Tensor) -> None:
+    def _work(self, first: bool, last: bool, width: int, step: Tensor) -> None:
         private, clipper = self._private, self._private.clipper
-        row = self._table.index_select(0, self._cursor).view(-1)
+        row = self._table.index_select(0, self._cursor).view(-1)[:width]
         chosen = row.clamp_min(0)
         if first:
             clipper.zero()
@@ -167,7 +171,7 @@ class CapturedStep:
             assert isinstance(stage, RegeneratedNoise)
             self._stage = stage
 
-    def _capture(self, kind: tuple[bool, bool]) -> torch.cuda.CUDAGraph:
+    def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
         private = self._private
         self._make_stage()
         cursor, step = self._cursor.clone(), self._step.clone()
@@ -181,11 +185,11 @@ class CapturedStep:
                 for _ in range(_WARM_UP):
                     self._cursor.copy_(cursor)
                     self._step.copy_(step)
-                    self._work(True, True, self._step)  # a whole step, so that the optimizer's state exists
+                    self._work(True, True, kind[2], self._step)  # a whole step, so that the optimizer's state exists
                 self._restore(kept, states)
                 if not kind[0]:
                     self._cursor.copy_(cursor)
-                    self._work(True, False, self._step)  # the clipper must be adding to what an earlier part left
+                    self._work(True, False, kind[2], self._step)  # the clipper must be adding to an earlier part
             torch.cuda.current_stream(self._device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
@@ -209,6 +213,11 @@ class CapturedStep:
             for name, value in self._private.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     value.copy_(before[name] if name in before else torch.zeros_like(value))
+
+
+def _spread(batch_size: int, deviations: int) -> int:
+    """So many standard deviations above the mean batch, as a multiple of eight."""
+    return 8 * math.ceil((batch_size + deviations * math.sqrt(batch_size)) / 8)
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:

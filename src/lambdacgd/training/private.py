@@ -165,7 +165,8 @@ class Private(Resuming):
         """A fast step for small models on CUDA: ``step = private.captured_step(loss, (x, y)); step.run()``.
 
         ``loss(model, *batch)`` computes the loss of a batch; ``data`` are the dataset's examples as CUDA tensors, in
-        its order. Batches are padded to ``padded`` examples (by default B + 3√B, rounded up) and split where larger.
+        its order. Batches are padded to one of three widths, the largest of them ``padded`` (by default B + 3√B,
+        rounded up), and split where larger.
         """
         if self.world.many or self.shards is not None:
             raise TrainingError("a captured step is for one process; with several, loop over private.loader")

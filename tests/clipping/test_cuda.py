@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, grouped
+from lambdacgd.clipping import attach, fused, grouped
 from lambdacgd.clipping.benchmark_models import ViT
+from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
+from lambdacgd.training.tasks import cifar10_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SEED = 20
@@ -45,6 +50,46 @@ def test_gram_kernel_agrees_with_its_twin(dtype: torch.dtype, tokens: int, inner
         assert ((fast[k].square - truth).abs() <= 4e-3 * size).all()
 
 
+GEOMETRIES = [  # B, C, O, H, W, kernel, stride, padding, dilation
+    (9, 3, 32, 32, 32, (3, 3), (1, 1), (1, 1), (1, 1)),
+    (5, 64, 130, 16, 16, (3, 3), (1, 1), (1, 1), (1, 1)),
+    (3, 5, 7, 9, 11, (3, 2), (2, 1), (1, 0), (1, 2)),
+    (1, 2, 3, 12, 4, (5, 5), (1, 2), (2, 2), (1, 1)),
+    (4, 256, 64, 8, 8, (1, 1), (2, 2), (0, 0), (1, 1)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", GEOMETRIES, ids=str)
+def test_gradients_of_convolutions_agree_with_autograd(dtype: torch.dtype, case: tuple) -> None:
+    examples, inner, outward, height, width, kernel, stride, padding, dilation = case
+    x = torch.randn(examples, inner, height, width, device="cuda").to(dtype)
+    weight = torch.randn(outward, inner, *kernel, device="cuda").double()
+    response = torch.randn_like(F.conv2d(x.double(), weight, None, stride, padding, dilation)).to(dtype)
+    geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
+    found = fused.patch_gradients(pad_to_fit(x, geometry, tuple(response.shape[2:])), response, geometry)
+    assert found is not None
+    for i in range(examples):
+        truth = torch.nn.grad.conv2d_weight(
+            x[i : i + 1].double(), weight.shape, response[i : i + 1].double(), stride, padding, dilation
+        ).flatten()
+        assert (found[0][i].flatten() - truth).norm() <= 2e-3 * truth.norm()
+        assert abs(found[1][i] - found[0][i].double().square().sum()) <= 1e-5 * found[1][i]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("examples", "size"), [(1, 1), (37, 300), (152, 9216)])
+def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fresh: bool) -> None:
+    gradients, factor = torch.randn(examples, size, device="cuda"), torch.rand(examples, device="cuda")
+    keep = torch.rand(examples, device="cuda") < 0.7
+    factor[~keep], gradients[~keep] = 0.0, float("nan")
+    total = torch.full((size,), float("nan"), device="cuda") if fresh else torch.randn(size, device="cuda")
+    before = total.double()
+    assert fused.weighted_sum(total, gradients, factor, keep, fresh=fresh)
+    wanted = (factor[keep, None].double() * gradients[keep].double()).sum(0) + (0 if fresh else before)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_column_sums_agree(dtype: torch.dtype) -> None:
     gradients = [torch.randn(3, t, d, device="cuda").to(dtype) for t, d in ((7, 130), (33, 64), (1, 10), (40, 1))]
@@ -66,11 +111,12 @@ def test_layer_norm_sums_agree(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_no_contribution_exceeds_the_clipping_norm(low: bool) -> None:
+@pytest.mark.parametrize("make", [lambda: ViT(128, 3, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+def test_no_contribution_exceeds_the_clipping_norm(low: bool, make: Callable[[], nn.Module]) -> None:
     """Every example alone (weights 0 and 1): what is really added has norm at most ζ(1 + tol), and nearly reaches
     it.
     """
-    model = ViT(128, 3, 4, patch=4, image=32).cuda()
+    model = make().cuda()
     x, y = torch.randn(8, 3, 32, 32, device="cuda"), torch.randint(0, 10, (8,), device="cuda")
     clipper = attach(model, 1e-3)
     for i in range(8):
@@ -87,9 +133,10 @@ def test_no_contribution_exceeds_the_clipping_norm(low: bool) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
-    model = ViT(64, 2, 4, patch=4, image=16)
-    x, y = torch.randn(6, 3, 16, 16), torch.randint(0, 10, (6,))
+@pytest.mark.parametrize("make", [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+def test_the_sum_agrees_with_float32_on_the_cpu(low: bool, make: Callable[[], nn.Module]) -> None:
+    model = make()
+    x, y = torch.randn(6, 3, 32, 32), torch.randint(0, 10, (6,))
     results = []
     for device in ("cpu", "cuda"):
         model.to(device)
@@ -104,10 +151,11 @@ def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
     assert close <= (0.05 if low else 0.01) * size
 
 
-def test_a_captured_step_gives_the_same_sums() -> None:
+@pytest.mark.parametrize("make", [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+def test_a_captured_step_gives_the_same_sums(make: Callable[[], nn.Module]) -> None:
     """Forward, backward, clipping and padding by weightless examples inside one CUDA graph, replayed on other data."""
-    model = ViT(64, 2, 4, patch=4, image=16).cuda()
-    x, y = torch.randn(6, 3, 16, 16, device="cuda"), torch.randint(0, 10, (6,), device="cuda")
+    model = make().cuda()
+    x, y = torch.randn(6, 3, 32, 32, device="cuda"), torch.randint(0, 10, (6,), device="cuda")
     weights = torch.ones(6, device="cuda")
     clipper = attach(model, 0.5)
 

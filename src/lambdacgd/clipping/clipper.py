@@ -337,7 +337,7 @@ class Clipper:
         for pack in packs:
             groups.setdefault("", []).append(Norm(precision.squared_norms(pack.flat)))
         factors = self._factors(groups, weights)
-        keep = self._keep(factors)
+        keep = self._keep(factors, weighed=weights is not None)
         order = {group: factor for group, factor in zip(groups, factors.weight.unbind(0), strict=True)}
         try:
             for record in alone:
@@ -372,11 +372,11 @@ class Clipper:
             raise ClippingError(f"{int(missing)} example(s) have a non-finite gradient (nonfinite='raise').")
         return factors
 
-    def _keep(self, factors: Factors) -> Tensor | None:
-        """None where every example is kept: then nothing needs masking. Costs one synchronisation outside CUDA
-        graphs.
+    def _keep(self, factors: Factors, *, weighed: bool) -> Tensor | None:
+        """None where every example is kept: then nothing needs masking. On CUDA that question is a synchronisation:
+        not asked where weights are given (padding is expected) nor in a graph.
         """
-        if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
+        if factors.keep.is_cuda and (weighed or torch.cuda.is_current_stream_capturing()):
             return factors.keep
         return None if bool(factors.keep.all()) else factors.keep
 

@@ -13,21 +13,10 @@ import torch
 from torch import Tensor
 
 from lambdacgd.clipping import precision
+from lambdacgd.clipping.fused import kernels
 from lambdacgd.clipping.records import Norm, Outer
 
 _TILE, _DEPTH = 64, 64
-
-
-@lru_cache(maxsize=1)
-def kernels() -> Any:
-    """The Triton kernels, or None where they cannot run."""
-    if not torch.cuda.is_available():
-        return None
-    try:
-        from lambdacgd.clipping import kernels as module
-    except ImportError:
-        return None
-    return module
 
 
 def usable(x: Tensor) -> bool:

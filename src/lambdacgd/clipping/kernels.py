@@ -53,6 +53,60 @@ def gram_kernel(
     tl.store(place + 4, tl.sum(gram_b * gram_b) * twice)
 
 
+@triton.jit
+def patch_gradient_kernel(
+    image, response, out, squares, channels, positions, width, columns, image_channel, image_row,
+    stride_y, stride_x, dilation_y, dilation_x,
+    KERNEL: tl.constexpr, KERNEL_X: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out[example, o, n] = Σ_t response[example, o, t] · patch_t[n] for a padded image, all contiguous, n = (c, y, x),
+    and the sum of its squares over this tile.
+
+    Patches are read from the image as they are needed: written out, they would be KERNEL times as large as it.
+    """
+    tile = tl.program_id(0)
+    example = tl.program_id(1).to(tl.int64)
+    tiles = tl.cdiv(columns, INNER)
+    n = (tile % tiles) * INNER + tl.arange(0, INNER)
+    o = (tile // tiles) * OUTER + tl.arange(0, OUTER)
+    tap = n % KERNEL
+    column = (n // KERNEL) * image_channel + (tap // KERNEL_X) * dilation_y * image_row + (tap % KERNEL_X) * dilation_x
+    image += example * (columns // KERNEL) * image_channel
+    response += example * channels * positions
+    total = tl.zeros([OUTER, INNER], tl.float32)
+    for start in range(0, positions, DEPTH):
+        t = start + tl.arange(0, DEPTH)
+        place = (t // width) * stride_y * image_row + (t % width) * stride_x
+        inside = (t < positions)[None, :]
+        b = tl.load(response + o[:, None] * positions + t[None, :], (o < channels)[:, None] & inside, 0.0)
+        # Positions last: neighbouring threads read neighbouring pixels.
+        a = tl.load(image + column[:, None] + place[None, :], (n < columns)[:, None] & inside, 0.0)
+        total = tl.dot(b, tl.trans(a), total, input_precision="tf32")
+    mask = (o < channels)[:, None] & (n < columns)[None, :]
+    tl.store(out + (example * channels + o[:, None]) * columns + n[None, :], total, mask)
+    tl.store(squares + example * tl.num_programs(0) + tile, tl.sum(total * total))  # outside the mask all are zero
+
+
+@triton.jit(do_not_specialize=["examples"])
+def weighted_sum_kernel(
+    gradients, factor, keep, total, examples, size, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """total[j] (+)= Σ_i factor[i] · gradients[i, j] over the examples kept; others may hold anything, NaN included."""
+    j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, ROWS)
+    found = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in range(0, examples, ROWS):
+        row = start + i
+        kept = tl.load(keep + row, row < examples, 0) != 0
+        weight = tl.load(factor + row, kept, 0.0)
+        mask = kept[:, None] & (j < size)[None, :]
+        found += weight[:, None] * tl.load(gradients + row.to(tl.int64)[:, None] * size + j[None, :], mask, 0.0)
+    result = tl.sum(found, 0)
+    if not FRESH:
+        result += tl.load(total + j, j < size, 0.0)
+    tl.store(total + j, result, j < size)
+
+
 @triton.jit(do_not_specialize=["width"])
 def column_sum_kernel(table, out, width, LOW: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     """out[example, offset + j] = Σ_t b[example, t, j] for every layer of the table."""

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lambdacgd.clipping import precision
+from lambdacgd.clipping import fused, precision
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -105,21 +105,26 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 @dataclass
 class Stored(Record):
-    """Per-example gradients of a parameter, [B, *shape], in float32 or float64."""
+    """Per-example gradients of a parameter, [B, *shape], in float32 or float64; ``square`` [B] where it is known."""
 
     name: str
     gradients: Tensor
+    square: Tensor | None = None
 
     def flat(self) -> Tensor:
         return self.gradients.reshape(self.gradients.shape[0], self.gradients[0].numel())  # -1 fails where it is zero
 
     def norm(self) -> Norm:
+        if self.square is not None:
+            return Norm(self.square)
         return Norm(precision.squared_norms(self.flat()))
 
     def materialise(self, rows: slice) -> Tensor:
         return self.gradients[rows]
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        if keep is not None and fused.weighted_sum(total, self.flat(), factor, keep, fresh=fresh):
+            return
         flat = masked(self.flat(), keep).t()
         if fresh:
             torch.mv(flat, factor, out=total.view(-1))

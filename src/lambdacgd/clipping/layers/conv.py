@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import precision
+from lambdacgd.clipping import fused, precision
 from lambdacgd.clipping.capture import Site, autocast_dtype, tap
 from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows
 from lambdacgd.clipping.registry import register
@@ -64,7 +64,12 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
         sizes = (examples, positions, inner, outer)
-        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
+        record = Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device)
+        if record.direct and not one_by_one:
+            formed = fused.patch_gradients(image, response.unflatten(2, out), geometry)
+            if formed is not None:
+                return Stored(name, formed[0].view(examples, *shape), formed[1])
+        return record.resolve()
     parts = []
     step = chunk_rows(examples, positions * inner * groups, response.device)
     for i in range(0, examples, step):

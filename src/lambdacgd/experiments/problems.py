@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lambdacgd.experiments.fused_norm import fuse
 from lambdacgd.experiments.runs import TrainingRun
 from lambdacgd.training.data import Examples, Splits, cifar10, digits, imdb
 from lambdacgd.training.tasks import cifar10_model, digits_model
@@ -92,7 +93,7 @@ PROBLEMS: dict[str, Problem] = {
     problem.name: problem
     for problem in (
         Problem("digits", digits.load, {"mlp": digits_model}, _images),
-        Problem("cifar10", cifar10.load, {"cnn": cifar10_model}, _images),
+        Problem("cifar10", cifar10.load, {"cnn": lambda: fuse(cifar10_model())}, _images),
         Problem(
             "imdb",
             imdb.load,

@@ -16,9 +16,9 @@ from lambdacgd.experiments import framework
 from lambdacgd.experiments.framework import Settings
 from lambdacgd.experiments.methods_table import cifar_page, plot
 from lambdacgd.experiments.plan_book import PlanBook
-from lambdacgd.experiments.pool import Worker, solve
+from lambdacgd.experiments.pool import Worker, _Pace, solve
 from lambdacgd.experiments.problems import RandomBert, packed, problem
-from lambdacgd.experiments.runs import RunStore
+from lambdacgd.experiments.runs import RunStore, TrainingRun
 from lambdacgd.experiments.search import method_search
 from lambdacgd.experiments.training import plan_requests
 
@@ -125,6 +125,18 @@ def test_a_run_without_its_plan_fails_and_the_others_go_on(tmp_path: Path) -> No
     assert "make it where the accountants are" in said[0]
 
 
+def test_a_slow_method_does_not_stop_the_quick_ones() -> None:
+    pace = _Pace()
+    slow, quick, unseen = (
+        TrainingRun("cifar10", "cnn", name, 8.0, 128, 10, 1.0, 0.3, None) for name in ("blt", "bisr-2", "bisr-16")
+    )
+    assert pace.expected(slow) == 0
+    pace.saw(slow, {"seconds": 80.0, "training_examples": 40_000})
+    pace.saw(quick, {"seconds": 8.0, "training_examples": 40_000})
+    pace.saw(quick, {"seconds": 4.0, "training_examples": 40_000})
+    assert [pace.expected(run) for run in (slow, quick, unseen)] == pytest.approx([80, 8, 80])
+
+
 @pytest.mark.slow
 def test_the_script_plans_trains_and_collects(folder: Path, tmp_path: Path) -> None:
     plans = tmp_path / "training" / "plans.jsonl"
@@ -162,7 +174,6 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
 
 def test_bert_with_random_weights_takes_private_steps() -> None:
     from lambdacgd.experiments.problems import Data
-    from lambdacgd.experiments.runs import TrainingRun
     from lambdacgd.experiments.trainer import train
     from lambdacgd.training.data import Examples, Splits
 

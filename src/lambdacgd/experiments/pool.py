@@ -111,11 +111,13 @@ def solve(
         process.start()
     under_way: dict[str, TrainingRun] = {}
     pace = _Pace()
+
+    def fits(run: TrainingRun) -> bool:
+        return allow(run) and time.monotonic() + pace.expected(run) <= until
+
     try:
         while True:
-            for run in _next(asked, store, allow, under_way, parallel - len(under_way)):
-                if time.monotonic() + pace.expected(run) > until:
-                    break
+            for run in _next(asked, store, fits, under_way, parallel - len(under_way)):
                 under_way[run.digest] = run
                 tasks.put(run)
             if not under_way:
@@ -153,7 +155,7 @@ def solve(
 def _next(
     asked: Sequence[_Asked],
     store: RunStore,
-    allow: Callable[[TrainingRun], bool],
+    allowed: Callable[[TrainingRun], bool],
     under_way: dict[str, TrainingRun],
     free: int,
 ) -> list[TrainingRun]:
@@ -163,26 +165,27 @@ def _next(
         for run in one.waiting:
             if len(chosen) >= free:
                 return chosen
-            if run.digest not in under_way and run not in chosen and store.get(run) is None and allow(run):
+            if run.digest not in under_way and run not in chosen and store.get(run) is None and allowed(run):
                 chosen.append(run)
     return chosen
 
 
 class _Pace:
-    """How long a run will take, from those that ended: seconds an example read."""
+    """How long a run will take, from those that ended: seconds an example read, the slowest of its kind."""
 
     def __init__(self) -> None:
-        self._slowest: dict[tuple[str, str], float] = {}
+        self._slowest: dict[tuple[str, str, str], float] = {}
 
     def saw(self, run: TrainingRun, result: Result) -> None:
-        kind = (run.task, run.model)
+        kind = (run.task, run.model, run.method)
         each = result["seconds"] / (result["training_examples"] * run.epochs)
         self._slowest[kind] = max(each, self._slowest.get(kind, 0.0))
 
     def expected(self, run: TrainingRun) -> float:
         from lambdacgd.experiments.problems import TRAINING_EXAMPLES, sizes
 
-        each = self._slowest.get((run.task, run.model), 0.0)
+        alike = [each for kind, each in self._slowest.items() if kind[:2] == (run.task, run.model)]
+        each = self._slowest.get((run.task, run.model, run.method), max(alike, default=0.0))
         return each * sizes(TRAINING_EXAMPLES[run.task], run)[0] * run.epochs
 
 

@@ -37,7 +37,7 @@ def digits_model() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
 
 
-def cifar10_model() -> nn.Module:
+def cifar10_model() -> nn.Sequential:
     """Six 3×3 convolutions with GroupNorm (no affine) and a linear layer: 3→32→32→64→64→128→128, pooled thrice."""
     layers: list[nn.Module] = []
     channels = 3

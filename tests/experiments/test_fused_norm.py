@@ -47,7 +47,8 @@ def test_a_number_that_is_not_finite_stays_in_its_example(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_clipped_sums_of_the_fused_model_are_the_models(device: str) -> None:
+def test_clipped_sums_of_the_fused_model_are_the_models(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(2)
     plain = cifar10_model().to(device)
     fused = fuse(copy.deepcopy(plain))

@@ -24,7 +24,7 @@ RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"
 PLACE = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.S)
 TITLES = {
     "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "vit-b": "ViT-B", "vit-l": "ViT-L", "vit-h": "ViT-H",
-    "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large",
+    "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large", "lstm": "LSTM",
 }  # fmt: skip
 LAMBDA_CGD = "regenerated, 2 bands"
 _PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}
@@ -50,7 +50,7 @@ def _measured(name: str) -> dict[str, Any]:
 
 def _noise() -> dict[str, dict[str, Any]]:
     models = _measured("noise-h200.json")["models"]
-    return {name: models[name] for name in TITLES}
+    return {name: models[name] for name in TITLES if name in models}
 
 
 def noise_over_opacus() -> str:
@@ -173,27 +173,32 @@ def _tested(rows: list[dict[str, Any]]) -> dict[tuple[str, float], str]:
     return found
 
 
+_OURS = {
+    "lambda-cgd-fresh-normalized": "normalised, fresh bins", "lambda-cgd-fresh": "fresh bins",
+    "lambda-cgd": "fixed bins, as in the paper",
+}  # fmt: skip
+
+
 def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
     found = {place: f"{text}%" for place, text in _tested(rows).items()}
     said = []
     for epsilon in (8.0, 2.0, 0.5):
-        base, fixed, fresh = (found.get((name, epsilon)) for name in ("dp-sgd", "lambda-cgd", "lambda-cgd-fresh"))
-        if base and (fixed or fresh):
-            ours = " and ".join(f"{t} ({w} bins)" for t, w in ((fresh, "fresh"), (fixed, "fixed")) if t)
-            said.append(f"ε = {epsilon:g}: {ours}, DP-SGD {base}")
+        ours = [f"{found[name, epsilon]} ({what})" for name, what in _OURS.items() if (name, epsilon) in found]
+        if ours and ("dp-sgd", epsilon) in found:
+            said.append(f"ε = {epsilon:g}: {', '.join(ours)}; DP-SGD {found['dp-sgd', epsilon]}")
     about = (
         "CIFAR-10, a CNN of 0.3M parameters, each method's settings chosen by five runs on validation data; mean ± "
         "standard error of three tests"
     )
-    return [f"- **Accuracy** ({about}): {'; '.join(said)}."] if said else []
+    return [f"- **Accuracy of λCGD** ({about}):\n  - " + "\n  - ".join(said)] if said else []
 
 
 def fresh_accuracy() -> str:
     """Fresh beside fixed bins on CIFAR-10, with and without correlation."""
     found = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
     names = {
-        "lambda-cgd-fresh": "λCGD, fresh bins", "lambda-cgd": "λCGD, fixed bins", "dp-sgd-fresh": "DP-SGD, fresh bins",
-        "dp-sgd": "DP-SGD, Poisson",
+        "lambda-cgd-fresh-normalized": "normalised λCGD, fresh bins", "lambda-cgd-fresh": "λCGD, fresh bins",
+        "lambda-cgd": "λCGD, fixed bins", "dp-sgd-fresh": "DP-SGD, fresh bins", "dp-sgd": "DP-SGD, Poisson",
     }  # fmt: skip
     epsilons = sorted({epsilon for _, epsilon in found}, reverse=True)
     lines = [[title, *(found.get((name, e), "") for e in epsilons)] for name, title in names.items()]
@@ -201,12 +206,12 @@ def fresh_accuracy() -> str:
 
 
 def step_table() -> str:
-    """One step of ViT-B and BERT-base on the H200: non-private, ours, Opacus."""
+    """One step of every model on the H200: non-private, ours, Opacus."""
     modes: dict[tuple[str, str, int], dict[str, Any]] = {}
     for cell in _measured("step-h200-all-modes.json")["cells"]:
         modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
     lines = []
-    for (model, precision, batch), found in sorted(modes.items(), key=lambda item: (item[0][0], item[0][1] == "bf16")):
+    for (model, precision, batch), found in sorted(modes.items(), key=lambda item: _place(*item[0])):
         plain, ours = found["non-private"], found["lambda-cgd"]
         peers = [found[name]["median_ms"] for name in ("opacus-hooks", "opacus-ghost")]
         times = [f"{t:.1f}" for t in (plain["median_ms"], ours["median_ms"])]
@@ -219,6 +224,11 @@ def step_table() -> str:
     return _table([*head, "faster by"], lines)
 
 
+def _place(model: str, precision: str, batch: int) -> tuple[int, bool, int]:
+    """Where a measurement stands in a table."""
+    return list(TITLES).index(model), precision == "bf16", -batch
+
+
 def pair_table() -> str:
     """λCGD's step over DP-SGD's, the longest run of each model, precision and batch."""
     longest: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -226,13 +236,10 @@ def pair_table() -> str:
         place = cell["model"], cell["precision"], cell["batch"]
         if place not in longest or cell["rounds"] > longest[place]["rounds"]:
             longest[place] = cell
-    names = [*TITLES, "lstm"]
     lines = [
-        [TITLES.get(model, "LSTM"), str(batch), _PRECISIONS[precision],
+        [TITLES[model], str(batch), _PRECISIONS[precision],
          f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f})", str(cell["rounds"])]
-        for (model, precision, batch), cell in sorted(
-            longest.items(), key=lambda item: (names.index(item[0][0]), item[0][1] == "bf16", -item[0][2])
-        )
+        for (model, precision, batch), cell in sorted(longest.items(), key=lambda item: _place(*item[0]))
     ]  # fmt: skip
     return _table(["model", "batch", "precision", "λCGD's step over DP-SGD's", "rounds"], lines)
 

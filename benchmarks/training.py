@@ -4,7 +4,7 @@
 time, stops in time, and goes on where it stopped. Three commands:
 
     python benchmarks/training.py plans   --experiment methods-cifar     # where the accountants are installed
-    python benchmarks/training.py train   --experiment methods-cifar --data DIR --minutes 8 --parallel 4 --stage tune
+    python benchmarks/training.py train   --experiment methods-cifar --data DIR --minutes 8 --parallel 8 --stage tune
     python benchmarks/training.py collect --experiment methods-cifar     # tables, plots and pages from the runs
 
 On CUDA start NVIDIA's MPS first (``nvidia-cuda-mps-control -d``): without it processes take turns on the GPU.

@@ -81,4 +81,4 @@ def test_sentences_from_runtime_and_accuracy(tmp_path: Path, monkeypatch: pytest
     said = readme_numbers.readme_results()
     assert "1.0042 of DP-SGD's time an epoch over 1 models, at most 0.2 MiB more memory" in said
     assert "a noise buffer on the CPU takes 1.20 to 2.60" in said
-    assert "ε = 8: 60.0% (fresh bins), DP-SGD 50.0 ± 1.0%" in said
+    assert "ε = 8: 60.0% (fresh bins); DP-SGD 50.0 ± 1.0%" in said

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from lambdacgd.cli import main
 
@@ -171,6 +173,18 @@ def test_half_a_command_is_answered_with_help_alone(capsys):
 def test_reproduce_lists_what_it_can(capsys):
     assert main(["reproduce", "--list"]) == 0
     assert "rmse-table" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows a machine without CUDA")
+def test_cells_of_a_gpu_are_collected_anywhere(capsys, tmp_path):
+    arguments = ["reproduce", "runtime-cifar", "--device", "cuda", "--out", str(tmp_path)]
+    assert main(arguments) != 0
+    assert "no CUDA device" in capsys.readouterr().err
+    cells = Path(__file__).parents[2] / "results" / "runtime-cifar" / "cells.jsonl"
+    (tmp_path / "runtime-cifar").mkdir()
+    (tmp_path / "runtime-cifar" / "cells.jsonl").write_text(cells.read_text())
+    assert main([*arguments, "--collect"]) == 0
+    assert "ViT-H/14 (632M)" in (tmp_path / "runtime-cifar" / "runtime-cifar.md").read_text()
 
 
 def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):

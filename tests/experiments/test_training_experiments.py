@@ -166,9 +166,11 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     page = cifar_page(rows)
     assert "| DP-λCGD, fresh bins (ours) | **67.0 ± 0.4** | — |" in page
     assert "| DP-SGD (Poisson) | 56.0 ± 0.4 | **50.0 ± 0.4** |" in page
-    assert "Every search ended between the smallest and the largest rate it tried." in page
+    assert "Every search of three rates and more ended between the smallest and the largest it tried." in page
     smallest = rows[0] | {"learning_rate": 0.5}
     assert "short of their best: DP-SGD (Poisson) at ε = 8." in cifar_page([smallest, *rows[1:]])
+    two = rows[0] | {"learning_rate": 0.5, "tried": tried[:2]}  # always at an edge
+    assert "short of their best" not in cifar_page([two, *rows[1:]])
     assert plot(rows) is not None
 
 

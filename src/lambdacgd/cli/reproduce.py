@@ -40,7 +40,7 @@ def reproduce(
     from lambdacgd.experiments import framework
 
     experiment = framework.load(name)
-    if device is not None:
+    if device is not None and not collect:  # cells that another machine finished are drawn anywhere
         device = usable_device(device)
     if stop_after is not None:
         number("stop_after", stop_after, above=0)

@@ -106,15 +106,20 @@ def _sizes(rows: list[Row]) -> str:
 
 
 def at_the_edge(rows: list[Row]) -> str:
-    """Which searches ended at the smallest or largest rate they tried (rate times ζ): a longer one might find more."""
+    """Which searches ended at the smallest or largest rate they tried (rate times ζ): a longer one might find more.
+
+    Those that only try two rates, between the ends of other searches, are left out.
+    """
     found = []
     for row in rows:
+        if len(row["tried"]) < 3:
+            continue
         reach = [run["learning_rate"] * run["max_grad_norm"] for run in row["tried"]]
         best = row["learning_rate"] * row["max_grad_norm"]
         if best <= min(reach) or best >= max(reach):
             found.append(f"{method(row['method']).title} at ε = {row['epsilon']:g}")
     if not found:
-        return "Every search ended between the smallest and the largest rate it tried."
+        return "Every search of three rates and more ended between the smallest and the largest it tried."
     return f"At the edge of what was tried, so possibly short of their best: {', '.join(found)}."
 
 

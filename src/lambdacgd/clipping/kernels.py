@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels on CUDA: norms of many layers in one launch, whose tensors come as tables of addresses (`grouped`), and
+"""Triton kernels on CUDA: norms of many layers in one launch, their tensors in tables of addresses (`grouped`), and
 per-example gradients that are kept (`fused`). Neither Gram matrices nor patches reach memory.
 
 Imported only where there is a CUDA device.

@@ -76,6 +76,8 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor,
     if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
         return False
     examples, size = gradients.shape
+    if size == 0:  # a grid of no programs cannot be launched
+        return True
     kernels().weighted_sum_kernel[(-(-size // 128),)](
         gradients, factor.contiguous(), keep.view(torch.uint8), total, examples, size,
         FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,

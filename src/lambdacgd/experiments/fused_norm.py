@@ -1,7 +1,7 @@
 """GroupNorm without affine, ReLU and 2×2 max pooling in one kernel, for the sweeps' CNN on CUDA.
 
-PyTorch takes a dozen kernels for these forward and backward, at least a fifth of a captured step's time on an H200. A
-group is one program's, so nothing crosses examples. Elsewhere, and for other types and shapes, PyTorch's own operations run.
+PyTorch's own took at least a fifth of a captured step on an H200. A group is one program's, so nothing crosses
+examples. Elsewhere, and for other types and shapes, PyTorch's own operations run.
 """
 
 from __future__ import annotations

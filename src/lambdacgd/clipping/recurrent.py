@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Site, tap, uncast
+from lambdacgd.clipping.capture import Call, Site, apply_linear, uncast
 from lambdacgd.clipping.records import Record, Stored, outer
 from lambdacgd.clipping.registry import finds_batch, register
-from lambdacgd.clipping.through_time import Span, States, before, fused, through_time
+from lambdacgd.clipping.through_time import Span, States, before, by_hand, fused, reset_gates
 
-# What the clipping rule hooks into one layer and direction: (suffix, x, projection, span) -> the projection, and a list
-# to put what `Keep` has seen into.
-Watch = Callable[[str, Tensor, Tensor, Span], tuple[Tensor, list[Tensor] | None]]
+# What the clipping rule does in one layer and direction: (suffix, x, W_ih, bias, span) -> the input projection, and
+# where to put what `Keep` sees.
+Project = Callable[[str, Tensor, Tensor, Tensor | None, Span], tuple[Tensor, list[Any] | None]]
 
 
 class _Open:
@@ -32,7 +32,7 @@ class _Open:
     def forward(self: Any, input: Any, hx: Any = None) -> Any:
         if _is_original(self, input, hx):
             return super().forward(input, hx)  # type: ignore[misc]
-        return layered(self, input, hx, lambda suffix, x, projection, span: (projection, None))
+        return layered(self, input, hx, _projection)
 
 
 class OpenLSTM(_Open, nn.LSTM):
@@ -45,6 +45,11 @@ class OpenGRU(_Open, nn.GRU):
 
 class OpenRNN(_Open, nn.RNN):
     """Drop-in for ``nn.RNN`` (see `convert`)."""
+
+
+def _projection(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, None]:
+    px = F.linear(x.transpose(0, 1), w_ih, b_ih).transpose(0, 1)  # stand-ins want the batch first
+    return px.clone(memory_format=torch.contiguous_format), None
 
 
 def _is_original(m: Any, input: Any, hx: Any) -> bool:
@@ -60,24 +65,24 @@ def _is_original(m: Any, input: Any, hx: Any) -> bool:
     return all(x is None or _is_plain(x) for x in given + weights)
 
 
-def _is_plain(x: Tensor) -> bool:
+def _is_plain(x: Any) -> bool:
     return type(x) in (Tensor, nn.Parameter)
 
 
-def layered(m: Any, input: Any, hx: Any, watch: Watch) -> Any:
+def layered(m: Any, input: Any, hx: Any, project: Project) -> Any:
     """All layers and directions of ``m`` on a padded or packed batch, with results shaped like the original's."""
     packed = isinstance(input, PackedSequence)
-    x: Any = pad_packed_sequence(input, batch_first=True)[0] if packed else input
+    x: Any = pad_packed_sequence(input)[0] if packed else input
     if x.dim() not in (2, 3):
         raise ValueError(f"{type(m).__name__}: expected input with 2 or 3 dimensions, got {x.dim()}.")
     single = x.dim() == 2
     if single:
-        x = x.unsqueeze(0)
-    elif not packed and not m.batch_first:
+        x = x.unsqueeze(1)
+    elif not packed and m.batch_first:
         x = x.transpose(0, 1)
-    if x.shape[1] == 0:
+    if x.shape[0] == 0:
         raise RuntimeError(f"{type(m).__name__}: expected sequences of at least one step.")
-    span = Span.of(input) if packed else Span([x.shape[0]] * x.shape[1])
+    span = Span.of(input) if packed else Span([x.shape[1]] * x.shape[0])
     directions = 2 if m.bidirectional else 1
     hidden, cell = _start(m, x, hx, directions, single)
     ends: list[tuple[Tensor, Tensor | None]] = []
@@ -86,7 +91,7 @@ def layered(m: Any, input: Any, hx: Any, watch: Watch) -> Any:
         for d in range(directions):
             k = layer * directions + d
             first = (hidden[k], None if cell is None else cell[k])
-            y, end = _layer(m, x, *first, f"_l{layer}" + ("_reverse" if d else ""), span, watch)
+            y, end = _layer(m, x, *first, f"_l{layer}" + ("_reverse" if d else ""), span, project)
             outputs.append(y)
             ends.append(end)
         x = torch.cat(outputs, 2)  # a copy even of one: y itself is needed as it is
@@ -95,18 +100,18 @@ def layered(m: Any, input: Any, hx: Any, watch: Watch) -> Any:
     h = torch.stack([e[0] for e in ends])
     c = torch.stack([e[1] for e in ends]) if cell is not None else h  # type: ignore[misc]
     if single:
-        x, h, c = x.squeeze(0), h.squeeze(1), c.squeeze(1)
-    elif not packed and not m.batch_first:
-        x = x.transpose(0, 1)
-    if packed:
-        data = pack_padded_sequence(span.sort(x), span.lengths, batch_first=True).data  # type: ignore[arg-type]
+        x, h, c = x.squeeze(1), h.squeeze(1), c.squeeze(1)
+    elif packed:
+        data = pack_padded_sequence(span.sort(x, 1), span.lengths).data  # type: ignore[arg-type]
         x = PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+    elif m.batch_first:
+        x = x.transpose(0, 1)
     return x, (h, c) if m.mode == "LSTM" else h
 
 
 def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[Tensor, Tensor | None]:
     """The first states of all layers and directions, [layers · directions, B, H]; c for LSTM only."""
-    shape = (m.num_layers * directions, x.shape[0], m.hidden_size)
+    shape = (m.num_layers * directions, x.shape[1], m.hidden_size)
     if hx is None:
         zero = torch.zeros(shape, dtype=x.dtype, device=x.device)
         return zero, zero if m.mode == "LSTM" else None
@@ -119,19 +124,23 @@ def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[T
 
 
 def _layer(
-    m: Any, x: Tensor, h: Tensor, c: Tensor | None, suffix: str, span: Span, watch: Watch
+    m: Any, x: Tensor, h: Tensor, c: Tensor | None, suffix: str, span: Span, project: Project
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """One layer in one direction: outputs [B, T, H] and the last states."""
+    """One layer in one direction: outputs [T, B, H] and the last states."""
     w_ih, w_hh = getattr(m, f"weight_ih{suffix}"), getattr(m, f"weight_hh{suffix}")
     b_ih = getattr(m, f"bias_ih{suffix}", None) if m.bias else None
     b_hh = getattr(m, f"bias_hh{suffix}", None) if m.bias else None
     backwards = suffix.endswith("_reverse")
-    px, seen = watch(suffix, x, F.linear(x, w_ih, b_ih), span)
+    if m.mode != "GRU" and b_ih is not None and _is_plain(b_ih) and _is_plain(b_hh):
+        b_ih, b_hh = b_ih + b_hh, None
+    px, seen = project(suffix, x, w_ih, b_ih, span)
     px, h, c = span.arrange(px, backwards), span.sort(h), None if c is None else span.sort(c)
-    y, last_h, last_c = recurrence(m.mode, px, h, c, w_hh, b_hh, span)
+    y, last_h, last_c, reset = recurrence(m.mode, px, h, c, w_hh, b_hh, span)
     if seen is not None:
-        more = (px.detach(), w_hh, b_hh) if m.mode == "GRU" else ()
-        y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), *more)
+        if m.mode == "GRU" and reset is None:
+            with torch.no_grad(), uncast(px):
+                reset = reset_gates(px.detach(), h.detach(), y.detach(), w_hh, b_hh)
+        y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), reset)
     return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
 
 
@@ -149,15 +158,10 @@ def recurrence(
     elif any(x.dtype != px.dtype for x in given):
         raise RuntimeError(f"the states given to {mode} are {h.dtype}, its input is {px.dtype}: give both one type.")
     with uncast(px):
-        if px.is_cuda:
-            return fused(mode, px, h, c, w_hh, b_hh, span)
-        y, cells = through_time(px, h, c, w_hh, b_hh, mode, span)
-        return y, span.last(y), None if c is None else span.last(cells)
+        return (fused if px.is_cuda else by_hand)(mode, px, h, c, w_hh, b_hh, span)
 
 
-def plain(
-    mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span
-) -> States:
+def plain(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
     """In ordinary operations, for weights that autograd or a stand-in follows: the twin of the fast ones."""
     outputs: list[Tensor] = []
     lengths = None if span.lengths is None else span.lengths.to(px.device)
@@ -171,10 +175,10 @@ def plain(
         else:
             outputs.append(new_h)
         h, c = new_h, new_c
-    return torch.stack(outputs), h, c
+    return torch.stack(outputs), h, c, None
 
 
-def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Any) -> tuple[Tensor, Any]:
     """One step, from both projections and the states before."""
     if mode == "LSTM":
         i, f, g, o = (px + ph).chunk(4, -1)
@@ -194,16 +198,25 @@ class Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, seen: list[Tensor], y: Tensor, h: Tensor, c: Tensor | None, *more: Tensor) -> Any:
+    def forward(
+        ctx: Any, seen: list[Any], y: Tensor, h: Tensor, c: Tensor | None, first: Tensor, reset: Tensor | None
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.seen, ctx.others = seen, len(more)
-        ctx.save_for_backward(y, *more)
+        ctx.seen = seen
+        ctx.save_for_backward(y, first, reset)
         return y, h, c
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.seen[:] = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        return (None, *gradients, *([None] * ctx.others))
+        return None, *gradients, None, None
+
+
+class TimeFirst(Call):
+    """A call whose input and output are [T, B, …]."""
+
+    def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        super().deliver(gradient.transpose(0, 1), *(x.transpose(0, 1) for x in saved))
 
 
 @register(OpenLSTM, OpenGRU, OpenRNN)
@@ -212,46 +225,43 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
     m: Any = site.module
     shapes = {name: p.shape for name, p in m._parameters.items()}
 
-    def watch(suffix: str, x: Tensor, projection: Tensor, span: Span) -> tuple[Tensor, list[Tensor]]:
-        if not site.clipper.is_batched(site, x):
+    def project(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, list[Any]]:
+        if not site.clipper.is_batched(site, x.transpose(0, 1)):
             raise site.refuse(
-                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
+                f"{x.shape[1]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
                 "input, or pass batch_of= to attach."
             )
-        seen: list[Tensor] = []
+        seen: list[Any] = []
         backwards = suffix.endswith("_reverse")
 
-        def records(part: str, gradient: Tensor, inputs: Callable[[], Tensor]) -> Iterator[Record]:
-            weight, bias = site.names.get(f"weight_{part}{suffix}"), site.names.get(f"bias_{part}{suffix}")
-            if weight is not None:
-                yield outer(weight, inputs(), gradient, shapes[f"weight_{part}{suffix}"]).resolve()
-            if bias is not None:
-                yield Stored(bias, gradient.sum(1, dtype=precision.accumulator(gradient.dtype)))
-
         def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
-            y, h, *more = seen
-            earlier = before(h, y)
-            yield from records("ih", gradient, lambda: x)
-            if more:
-                gradient = _behind_reset(gradient, span.restore(_reset(earlier, *more), backwards))
-            yield from records("hh", gradient, lambda: span.restore(earlier, backwards))
+            total = _over_time(gradient)
+            for part in ("ih", "hh"):
+                weight, bias = site.names.get(f"weight_{part}{suffix}"), site.names.get(f"bias_{part}{suffix}")
+                if part == "hh":
+                    y, h, reset = seen
+                    x = span.restore(before(h, y), backwards).transpose(0, 1)
+                    if reset is not None:
+                        gradient = _behind_reset(gradient, span.restore(reset, backwards).transpose(0, 1))
+                        total = _over_time(gradient)
+                if weight is not None:
+                    yield outer(weight, x, gradient, shapes[f"weight_{part}{suffix}"]).resolve()
+                if bias is not None:
+                    yield Stored(bias, total)
 
-        return tap(site, projection, recorder, x), seen
+        return apply_linear(site.clipper.anchor, x, w_ih, b_ih, TimeFirst(site, recorder)), seen
 
     own = m._parameters
     kept = {name: own[name] for name in site.names}
     own.update({name: p.detach() for name, p in kept.items()})
     try:
-        return layered(m, input, hx, watch)
+        return layered(m, input, hx, project)
     finally:
         own.update(kept)
 
 
-def _reset(earlier: Tensor, px: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
-    """GRU's reset gate r at all steps."""
-    part = slice(w_hh.shape[1])
-    hidden = F.linear(earlier.to(px.dtype), w_hh[part].to(px.dtype), None if b_hh is None else b_hh[part].to(px.dtype))
-    return torch.sigmoid(px[..., part] + hidden)
+def _over_time(gradient: Tensor) -> Tensor:
+    return gradient.sum(1, dtype=precision.accumulator(gradient.dtype))
 
 
 def _behind_reset(gradient: Tensor, r: Tensor) -> Tensor:

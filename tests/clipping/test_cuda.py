@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, fused, grouped
+from lambdacgd.clipping import attach, convert, fused, grouped
 from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
@@ -169,7 +169,22 @@ def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
     assert close <= (0.05 if low else 0.01) * size
 
 
-@pytest.mark.parametrize("make", [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+class Rows(nn.Module):
+    """An LSTM over the rows of an image, one colour after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 64, bidirectional=True, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.flatten(1, 2))[0].mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model, lambda: convert(Rows())],
+    ids=["vit", "cnn", "lstm"],
+)
 def test_a_captured_step_gives_the_same_sums(make: Callable[[], nn.Module]) -> None:
     """Forward, backward, clipping and padding by weightless examples inside one CUDA graph, replayed on other data."""
     model = make().cuda()

@@ -102,7 +102,7 @@ def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh
     weights = [torch.eye(gates, dtype=px.dtype, device=px.device), w_hh.detach().clone()]
     if b_hh is not None:
         weights += [torch.zeros_like(b_hh), b_hh.detach().clone()]
-    if torch.backends.cudnn.is_acceptable(px):  # cuDNN wants them in one piece, and PyTorch warns where they are not
+    if torch.backends.cudnn.is_acceptable(px) and torch._use_cudnn_rnn_flatten_weight():  # as nn.LSTM does
         with torch.no_grad(), torch.cuda.device_of(px):
             number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
             torch._cudnn_rnn_flatten_weight(weights, len(weights), gates, number, hidden, 0, 1, False, False)

@@ -77,6 +77,27 @@ def test_gradients_of_convolutions_agree_with_autograd(dtype: torch.dtype, case:
         assert abs(found[1][i] - found[0][i].double().square().sum()) <= 1e-5 * found[1][i]
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 8, 8), (2, 24, 7), (1, 8, 3, 5, 4), (5, 64, 33, 33), (2, 4)])
+def test_group_norm_sums_agree(shape: tuple[int, ...]) -> None:
+    x, b = torch.randn(shape, device="cuda") * 3 + 1, torch.randn(shape, device="cuda")
+    sizes = (shape[0], shape[1], x[0, 0].numel(), 4)
+    _, mean, rstd = torch.native_group_norm(x, None, None, *sizes, 1e-5)
+    found = fused.group_norm_sums(x, b, mean, rstd)
+    assert found is not None
+    product = (b * F.group_norm(x, 4)).reshape(shape[0], shape[1], -1).sum(2)
+    torch.testing.assert_close(found[0], product, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found[1], b.reshape(shape[0], shape[1], -1).sum(2), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_weighted_sum_of_all(fresh: bool) -> None:
+    gradients, factor = torch.randn(37, 5, 60, device="cuda"), torch.rand(37, device="cuda")
+    total = torch.ones(5, 60, device="cuda")
+    assert fused.weighted_sum(total, gradients, factor, None, fresh=fresh)
+    wanted = torch.einsum("i,ijk->jk", factor.double(), gradients.double()) + (0 if fresh else 1)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("fresh", [False, True])
 @pytest.mark.parametrize(("examples", "size"), [(1, 1), (37, 300), (152, 9216)])
 def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fresh: bool) -> None:

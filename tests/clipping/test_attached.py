@@ -267,3 +267,38 @@ def test_nothing_of_a_pass_stays_behind_not_even_of_the_probe() -> None:
         gc.enable()
     assert len(outputs) == 4  # two of the probe
     assert all(output() is None for output in outputs)
+
+
+def test_layers_left_out_at_random_take_no_more_memory_with_every_batch() -> None:
+    class Drops(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.used = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), range(6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for k in self.used:
+                x = x + self.layers[k](x)
+            return x
+
+    model, x = Drops(), torch.randn(5, 4)
+    subsets = [[k for k in range(6) if n >> k & 1] for n in range(1, 64)]
+    clipper = attach(model, 0.1, probe=False)
+    seen = []
+    for subset in subsets:
+        model.used = subset  # type: ignore[assignment]
+        step(model, x)
+        seen.append({n: t.clone() for n, t in clipper.take().items()})
+    kept = [*clipper._totals._buffers.values(), *(whole for whole, _ in clipper._totals._packs.values())]
+    assert sum(t.numel() for t in kept) <= 5 * sum(p.numel() for p in model.parameters())
+    for subset, found in list(zip(subsets, seen, strict=True))[-5:]:  # and the sums are those of a clipper of their own
+        model.used = subset  # type: ignore[assignment]
+        clipper.detach()
+        clipper = attach(model, 0.1, probe=False)
+        step(model, x)
+        for name, total in clipper.take().items():
+            torch.testing.assert_close(total, found[name])
+    for subset in (subsets[-1], subsets[20], subsets[41]):  # parts of one sum
+        model.used = subset  # type: ignore[assignment]
+        step(model, x)
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, seen[-1][name] + seen[20][name] + seen[41][name])

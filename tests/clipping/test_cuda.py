@@ -56,14 +56,19 @@ GEOMETRIES = [  # B, C, O, H, W, kernel, stride, padding, dilation
     (3, 5, 7, 9, 11, (3, 2), (2, 1), (1, 0), (1, 2)),
     (1, 2, 3, 12, 4, (5, 5), (1, 2), (2, 2), (1, 1)),
     (4, 256, 64, 8, 8, (1, 1), (2, 2), (0, 0), (1, 1)),
+    (6, 1, 8, 12, 12, (5, 5), (1, 1), (0, 0), (1, 1)),
+    (6, 1, 8, 12, 12, (3, 3), (2, 2), (1, 1), (1, 1)),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", GEOMETRIES, ids=str)
-def test_gradients_of_convolutions_agree_with_autograd(dtype: torch.dtype, case: tuple) -> None:
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_gradients_of_convolutions_agree_with_autograd(
+    dtype: torch.dtype, case: tuple, layout: torch.memory_format
+) -> None:
     examples, inner, outward, height, width, kernel, stride, padding, dilation = case
-    x = torch.randn(examples, inner, height, width, device="cuda").to(dtype)
+    x = torch.randn(examples, inner, height, width, device="cuda").to(dtype).to(memory_format=layout)
     weight = torch.randn(outward, inner, *kernel, device="cuda").double()
     response = torch.randn_like(F.conv2d(x.double(), weight, None, stride, padding, dilation)).to(dtype)
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}

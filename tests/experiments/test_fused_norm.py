@@ -65,6 +65,12 @@ def test_clipped_sums_of_the_fused_model_are_the_models(device: str, monkeypatch
         assert (sums[1][name] - value).norm() <= 1e-3 * value.norm() + 1e-6, name
 
 
+@pytest.mark.parametrize("shape", [(8, 8, 8), (3, 4, 8, 8), (2, 8, 5, 8), (2, 8, 128, 128)])
+def test_shapes_that_do_not_fit_are_left_to_pytorch(shape: tuple[int, ...]) -> None:
+    assert NormReLU(8, 1e-5, pool=True)._fits(torch.randn(2, 8, 8, 8))
+    assert not NormReLU(8, 1e-5, pool=True)._fits(torch.randn(shape))
+
+
 def test_only_what_the_kernel_computes_is_replaced() -> None:
     def layers(*more: nn.Module) -> list[type]:
         return [type(layer) for layer in fuse(nn.Sequential(nn.Conv2d(3, 8, 3), *more))]

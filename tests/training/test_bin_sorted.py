@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from tests.training.test_captured import Eager
 from torch.nn import functional as F
 
 import lambdacgd as lc
@@ -60,6 +61,23 @@ def test_the_sorted_file_trains_the_same_model(prepared):
     file = BinSortedParquet(target, plan.sampling)
     found = train(file, key, run_id, plan, options={"collate_fn": collate, "max_physical_batch_size": 4})
     torch.testing.assert_close(found, expected)
+
+
+def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
+    """In the file's order an example's number is not its row: bins by row would put it in two bins of a mixed run."""
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    key, run_id, plan, x, y, target = prepared
+    memory = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
+    expected = train(memory, key, run_id, plan, options={})
+    key.ledger().declare_destroyed(run_id, 0)
+    file = BinSortedParquet(target, plan.sampling)
+    torch.manual_seed(SEED)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    private = lc.privatize(model, optimizer, file, plan, max_grad_norm=1.0, key=key, run_id=run_id, collate_fn=collate)
+    rows = collate([file[i] for i in range(N)])
+    Eager(private, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
+    torch.testing.assert_close(model.weight.detach(), expected)
 
 
 def test_a_file_of_another_run_or_sampling_is_refused(prepared):

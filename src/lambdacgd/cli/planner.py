@@ -170,12 +170,20 @@ def describe(mechanism: Mechanism) -> str:
     >>> from lambdacgd.mechanisms import LambdaCGD
     >>> describe(LambdaCGD(0.9, normalized=True))
     'λCGD λ=0.9 normalised'
+    >>> describe(LambdaCGD(0.99999))
+    'λCGD λ=0.99999'
     """
     fields = mechanism.to_dict()
-    words = [f"{symbol}={fields[name]:.4g}" for name, symbol in _SYMBOLS.items() if name in fields]
+    words = [f"{symbol}={_short(fields[name])}" for name, symbol in _SYMBOLS.items() if name in fields]
     if fields.get("normalized"):
         words.append("normalised")
     return " ".join([_TITLES[mechanism.name], *words])
+
+
+def _short(value: float) -> str:
+    """Four digits, or all of them where those would make 1 of something below."""
+    text = f"{value:.4g}"
+    return text if value >= 1 or float(text) < 1 else repr(value)
 
 
 def memory(mechanism: Mechanism, steps: int) -> str:

@@ -28,6 +28,10 @@ def kernels() -> Any:
     return module
 
 
+def _usable(x: Tensor) -> bool:
+    return x.device.type == "cuda" and kernels() is not None
+
+
 def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
     """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms [B];
     None where the kernel does not fit.
@@ -35,26 +39,29 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
     up in float32.
     """
-    if image.device.type != "cuda" or kernels() is None or image.dim() != 4 or image.dtype == torch.float64:
+    if not _usable(image) or image.dim() != 4 or image.dtype == torch.float64:
         return None
     if image.dtype == torch.float32 and not precision.tf32_in_use(image.device):
         return None
     examples, outer = response.shape[:2]
+    if not 0 < examples <= 65535:  # the limit of a grid's second side
+        return None
     kernel: tuple[int, int] = geometry["kernel"]
     columns = image.shape[1] * kernel[0] * kernel[1]
     positions, width = math.prod(response.shape[2:]), response.shape[3]
-    largest = max(math.prod(image.shape[1:]), outer * positions, outer * columns)
-    if examples > 65535 or examples == 0 or largest >= 1 << 31:  # limits of a grid's second side, and of an index
+    # Not its strides: those of a side of length one are anything (a grey channels_last image has 1 for its channel).
+    height, across = image.shape[2:]
+    if max(image.shape[1] * height * across, outer * positions, outer * columns) >= 1 << 31:  # the limit of an index
         return None
     image, response = image.contiguous(), response.contiguous()
-    rows, across = _tile(outer, 128), _tile(columns, 64)
-    tiles = -(-outer // rows) * -(-columns // across)
+    rows, inner = _tile(outer, 128), _tile(columns, 64)
+    tiles = -(-outer // rows) * -(-columns // inner)
     out = torch.empty(examples, outer, image.shape[1], *kernel, device=image.device)
     squares = torch.empty(examples, tiles, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
-        image, response, out, squares, outer, positions, width, columns, image.stride(1), image.stride(2),
+        image, response, out, squares, outer, positions, width, columns, height * across, across,
         *geometry["stride"], *geometry["dilation"],
-        KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=across,
+        KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
         DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
     return out, squares.sum(1)
@@ -64,7 +71,7 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor 
     """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
     [B, *shape] once; False where the kernel does not fit.
     """
-    if gradients.device.type != "cuda" or kernels() is None or not gradients.is_contiguous():
+    if not _usable(gradients) or not gradients.is_contiguous():
         return False
     if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
         return False
@@ -82,7 +89,7 @@ def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> 
     """Per-example Σ b∘x̂ and Σ b [B, C] over the positions of contiguous x and b [B, C, *space]; None where the kernel
     does not fit.
     """
-    if x.device.type != "cuda" or kernels() is None or x.dtype != torch.float32 or gradient.dtype != torch.float32:
+    if not _usable(x) or x.dtype != torch.float32 or gradient.dtype != torch.float32:
         return None
     examples, channels = x.shape[:2]
     positions = math.prod(x.shape[2:])

@@ -14,6 +14,8 @@ from lambdacgd.clipping.records import ColumnSum, Norm, Outer, Record, Stored
 _SMALL = 1 << 13
 # Layers whose norms share a launch on CUDA; several launches, so that they overlap with the rest of the backward pass.
 _TOGETHER = 24
+# Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
+_PACKS = 16
 
 
 def merge(found: list[Record]) -> Record:
@@ -137,17 +139,18 @@ class Totals:
         record.add(total, factor.to(total.dtype), keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
-        together = Stored("", pack.flat)
-        if pack.key not in self._packs:
-            self._packs[pack.key] = pack.buffers()
-        whole, views = self._packs[pack.key]
-        fresh = not any(name in self.filled for name in views)
-        if fresh or all(self.filled.get(name) is view for name, view in views.items()):
-            together.add(whole, factor.to(whole.dtype), keep, fresh=fresh)
-            self.filled.update(views)
-            return
+        known = self._packs.get(pack.key)
+        if known is None and len(self._packs) < _PACKS:
+            known = self._packs[pack.key] = pack.buffers()
+        if known is not None:
+            whole, views = known
+            fresh = not any(name in self.filled for name in views)
+            if fresh or all(self.filled.get(name) is view for name, view in views.items()):
+                Stored("", pack.flat).add(whole, factor.to(whole.dtype), keep, fresh=fresh)
+                self.filled.update(views)
+                return
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one
-            self.add(record, views[record.name], factor, keep)
+            self.add(record, record.gradients[0], factor, keep)
 
     def finish(self) -> None:
         """All records of a backward pass have been added."""

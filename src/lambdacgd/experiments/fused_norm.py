@@ -41,10 +41,11 @@ class NormReLU(nn.Module):
         return F.max_pool2d(y, 2) if self.pool else y
 
     def _fits(self, x: Tensor) -> bool:
+        if x.dim() != 4 or x.dtype != torch.float32 or x.shape[1] % self.groups:  # PyTorch says what is wrong there
+            return False
         size = math.prod(x.shape[1:]) // self.groups
         power = size & (size - 1) == 0 and 4 <= size <= _LARGEST
-        even = not self.pool or (x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0)
-        return x.dim() == 4 and x.dtype == torch.float32 and power and even
+        return power and (not self.pool or (x.shape[2] % 2 == 0 and x.shape[3] % 2 == 0))
 
     def extra_repr(self) -> str:
         return f"{self.groups}, eps={self.eps}, pool={self.pool}"

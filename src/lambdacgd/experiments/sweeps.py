@@ -151,8 +151,10 @@ def _plot(rows: list[Row]) -> Any:
                     [100 * (row["standard_error"] or 0) for row in points],
                     fmt="o-", capsize=2, markersize=4, label=f"ε = {key[3]:g}",
                 )  # fmt: skip
-                for style, lam in zip(("--", ":"), theory(points[0]).values(), strict=False):
-                    one.axvline(-_scale(lam), color=drawn[0].get_color(), linestyle=style, linewidth=0.8)
+                for style, (name, lam) in zip(("--", ":"), theory(points[0]).items(), strict=False):
+                    color = drawn[0].get_color() if name == "amplified RMSE" else "gray"  # the others know no ε
+                    label = None if name in one.get_legend_handles_labels()[1] else name
+                    one.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8, label=label)
         shown = sorted({row["lam"] for key, points in groups.items() if key[:3] == kind for row in points})
         one.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown])
         title = f"{kind[0]}, B = {kind[1]}, k = {kind[2]}"

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
+_NOT_PUT_BACK = (
+    "preparing a captured step failed, and so did putting the weights back: they may have moved by steps that do not "
+    "count. Call detach(), build the model and the optimizer anew, privatize, and load the newest checkpoint"
+)
 
 
 class CapturedStep:
@@ -56,7 +60,7 @@ class CapturedStep:
         self._first_step = 0
         self._at = 0  # the step that the counters in device memory stand at; ordinary steps and loading leave it behind
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
-        self._rates: list[Any] = []
+        self._held: list[Any] = []  # what the graphs hold as constants
         self._stage: RegeneratedNoise | None = None
 
     def __call__(self) -> None:
@@ -67,6 +71,7 @@ class CapturedStep:
         """The next ``steps`` logical steps, or the rest of the run."""
         private = self._private
         private.check_usable()
+        private.gradients.check_parameters()
         left = private.plan.steps - private.steps_taken
         private.cycle.refuse_half_done()
         if not private.between_steps:
@@ -83,12 +88,13 @@ class CapturedStep:
         step = private.cycle.current
         if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
-        if self._rates != self._current_rates():
-            self._graphs, self._rates = {}, self._current_rates()
+        if self._held != self._constants():
+            self._graphs = {}
         kinds = self._parts[step - self._first_step]
         for kind in kinds:  # all before the first replay: capturing writes the clipper's buffers
             if kind not in self._graphs:
                 self._graphs[kind] = self._capture(kind)
+        self._held = self._constants()  # after capturing, which makes the optimizer's state
         private.cycle.phase = Phase.NOISED  # Ctrl-C leaves unknown whether the device went on: no z may serve twice
         try:
             for kind in kinds:
@@ -103,16 +109,24 @@ class CapturedStep:
         for act in private.after_step:
             act()
 
-    def _current_rates(self) -> list[Any]:
-        """What the graphs hold as constants: a change (a scheduler's) means capturing again."""
-        groups = self._private.optimizer.param_groups
-        return [{k: v for k, v in group.items() if isinstance(v, (int, float, bool, tuple))} for group in groups]
+    def _constants(self) -> list[Any]:
+        """What the graphs hold: the optimizer's options, and where weights and its state lie. A change (a scheduler's,
+        a checkpoint loaded, weights moved) means capturing again: an old address may be anybody's memory by now.
+        """
+        optimizer = self._private.optimizer
+        options = [
+            {k: _constant(v) for k, v in group.items() if isinstance(v, (int, float, bool, tuple, Tensor))}
+            for group in optimizer.param_groups
+        ]
+        parameters = self._private.clipper.parameters.values()
+        states = (value for p in parameters for value in optimizer.state.get(p, {}).values())
+        return [options, *(x.data_ptr() for x in (*parameters, *states) if isinstance(x, Tensor))]
 
     def _fill_table(self, step: int) -> None:
         """The rows of the rest of this epoch, in one copy to the device."""
         private, plan = self._private, self._private.plan
         end = -(-step // plan.steps_per_epoch) * plan.steps_per_epoch
-        batches = plan.sampling.batches(private.run.key, run=private.run.id, start_step=step)
+        batches = private.loader.batches(step)
         rows, parts = [], []
         for number in range(step, end + 1):
             kinds = []
@@ -128,9 +142,9 @@ class CapturedStep:
             self._table = torch.full((room, self.padded), -1, dtype=torch.int64, device=self._device)
             self._graphs = {}
         self._table[: len(rows)].copy_(table)
-        self._parts, self._first_step, self._at = parts, step, step
         self._cursor.zero_()
         self._step.fill_(step)
+        self._parts, self._first_step, self._at = parts, step, step  # last: Ctrl-C before means filling again
 
     def _work(self, first: bool, last: bool, width: int, step: Tensor) -> None:
         private, clipper = self._private, self._private.clipper
@@ -175,27 +189,25 @@ class CapturedStep:
         private = self._private
         self._make_stage()
         cursor, step = self._cursor.clone(), self._step.clone()
-        kept = {id(p): p.detach().clone() for p in private.clipper.parameters.values()}
-        states = {id(p): _tensors(state) for p, state in private.optimizer.state.items()}
+        at, self._at = self._at, 0  # whoever goes on after a failure here sets the counters anew
         private.hooks_rest = True
         try:
             side = torch.cuda.Stream(self._device)
             side.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(side):
-                for _ in range(_WARM_UP):
+            try:
+                with torch.cuda.stream(side):
+                    self._warm_up(kind, cursor, step)
                     self._cursor.copy_(cursor)
                     self._step.copy_(step)
-                    self._work(True, True, kind[2], self._step)  # a whole step, so that the optimizer's state exists
-                self._restore(kept, states)
-                if not kind[0]:
-                    self._cursor.copy_(cursor)
-                    self._work(True, False, kind[2], self._step)  # the clipper must be adding to an earlier part
-            torch.cuda.current_stream(self._device).wait_stream(side)
+                    self._come_to(kind)
+            finally:
+                torch.cuda.current_stream(self._device).wait_stream(side)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
                 self._work(*kind, self._step)
             self._cursor.copy_(cursor)
             self._step.copy_(step)
+            self._at = at
         finally:
             private.hooks_rest = False
             private.clipper.zero()
@@ -204,20 +216,54 @@ class CapturedStep:
                 p.grad = None
         return graph
 
+    def _come_to(self, kind: Kind) -> None:
+        """What goes before a part of this kind: the clipper must be adding to an earlier part, and that is a full one
+        (small sums lie together, and which are small may depend on the number of rows).
+        """
+        if not kind[0]:
+            self._work(True, False, self.padded, self._step)
+
+    def _warm_up(self, kind: Kind, cursor: Tensor, step: Tensor) -> None:
+        """Whole steps, so that the optimizer's state exists; then everything as it was, also where they fail: their
+        noise is that of the step to come.
+        """
+        private = self._private
+        weights = {id(p): p.detach().clone() for p in private.clipper.parameters.values()}
+        states = {id(p): _tensors(state) for p, state in private.optimizer.state.items()}
+        private._broken = _NOT_PUT_BACK
+        try:
+            for _ in range(_WARM_UP):
+                self._cursor.copy_(cursor)
+                self._step.copy_(step)
+                self._come_to(kind)  # also compiles what adds: a graph's capture is no place for that
+                self._work(kind[0], True, kind[2], self._step)
+        finally:
+            self._restore(weights, states)
+            private._broken = None
+
     @torch.no_grad()
     def _restore(self, weights: dict[int, Tensor], states: dict[int, dict[str, Tensor]]) -> None:
-        """Undo what warming up did, in place: captured kernels know these addresses."""
+        """Undo what warming up did, in place: captured kernels know these addresses. Allocates nothing: memory may be
+        what it failed for.
+        """
         for p in self._private.clipper.parameters.values():
             p.copy_(weights[id(p)])
             before = states.get(id(p), {})
             for name, value in self._private.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    value.copy_(before[name] if name in before else torch.zeros_like(value))
+                    value.copy_(before[name]) if name in before else value.zero_()
 
 
 def _spread(batch_size: int, deviations: int) -> int:
     """So many standard deviations above the mean batch, as a multiple of eight."""
     return 8 * math.ceil((batch_size + deviations * math.sqrt(batch_size)) / 8)
+
+
+def _constant(value: Any) -> Any:
+    """An option as a graph holds it: a tensor on the device by its address, one on the host by its value."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.data_ptr() if value.is_cuda else value.tolist()
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
@@ -231,6 +277,13 @@ def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
             "data",
             f"tensors and a model on {sorted(map(str, devices))}",
             "a captured step needs all on one CUDA device",
+        )
+    (device,) = devices
+    if device.index not in (None, torch.cuda.current_device()):
+        raise InvalidInput(
+            "data",
+            f"on {device}, while the current device is cuda:{torch.cuda.current_device()}",
+            "a graph captures the current device's work only; call torch.cuda.set_device first",
         )
     if not data or any(len(tensor) != private.plan.examples for tensor in data):
         raise InvalidInput(
@@ -247,7 +300,7 @@ def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
             "its noise needs buffers that advance on the host; use the ordinary loop",
         )
     _check_optimizer(private.optimizer)
-    return next(iter(devices))
+    return device
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

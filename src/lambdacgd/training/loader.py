@@ -173,7 +173,7 @@ class Loader:
     def _start(self, step: int) -> Reading:
         private = self._private
         private.check_dataset()
-        batches = self._batches(step)
+        batches = self.batches(step)
         world = private.world
         chunks = Chunks(iter(batches), step, self._size, rank=world.rank, ranks=world.size)
         # A generator of its own: starting to read must not move the generator that dropout uses.
@@ -186,7 +186,7 @@ class Loader:
         )
         return Reading(iter(loader), chunks, step)
 
-    def _batches(self, step: int) -> Iterator[np.ndarray]:
+    def batches(self, step: int) -> Iterator[np.ndarray]:
         """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
         plan, run, data = self._private.plan, self._private.run, self._private.dataset
         if not isinstance(data, BinSortedParquet):

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Triton kernels of the norm pass on CUDA: many layers in one launch, Gram matrices that never reach memory.
+"""Triton kernels on CUDA: norms of many layers in one launch, their tensors in tables of addresses (`grouped`), and
+per-example gradients that are kept (`fused`). Neither Gram matrices nor patches reach memory.
 
-Imported only where there is a CUDA device (`grouped`). Tensors come as tables of addresses.
+Imported only where there is a CUDA device.
 """
 
 import triton

@@ -89,3 +89,9 @@ def test_examples_are_found_in_every_layout(patches: Patches, layer: str, layout
     torch.testing.assert_close(clipper.norms, norms, rtol=0.01, atol=0)  # rounded up for TF32
     for total, wanted in zip(clipper.take().values(), expected, strict=True):
         torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_usable", lambda x: True)
+    monkeypatch.setattr(fused, "kernels", lambda: None)
+    assert fused.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)

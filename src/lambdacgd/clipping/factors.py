@@ -101,7 +101,7 @@ def clip_factors(
     slack = 1 + (2.0**-45 if squares.dtype == torch.float64 else 2.0**-18)
     upper = squares.sqrt() * (scale * slack)
     if weights is not None:
-        weights = weights.to(upper)
+        weights = weights.to(upper).clamp(0, 1)  # whatever was written into them since
     total = torch.linalg.vector_norm(upper, dim=0)
     finite = torch.isfinite(total)
     if mode == "automatic":  # flat

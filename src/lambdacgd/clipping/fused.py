@@ -76,7 +76,7 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor 
     if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
         return False
     examples, size = gradients.shape[0], total.numel()
-    if size == 0:
+    if size == 0:  # a grid of no programs cannot be launched
         return True
     kernels().weighted_sum_kernel[(-(-size // 128),)](
         gradients, factor.contiguous(), factor if keep is None else keep.view(torch.uint8), total, examples, size,

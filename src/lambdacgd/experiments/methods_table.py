@@ -184,7 +184,8 @@ def plot(rows: list[Row]) -> Any:
     from matplotlib import colormaps
 
     figure, (axes,) = panels(1, size=(8.4, 4.4))
-    for name, color in zip(METHODS, colormaps["tab20"].colors, strict=False):  # type: ignore[attr-defined]
+    colors = colormaps["tab20"]
+    for i, name in enumerate(METHODS):
         points = sorted(
             (row["epsilon"], row["test"], row["standard_error"] or 0) for row in rows if row["method"] == name
         )
@@ -192,7 +193,7 @@ def plot(rows: list[Row]) -> Any:
             style = "-" if method(name).ours or name == "lambda-cgd" else "--"
             axes.errorbar(
                 [p[0] for p in points], [100 * p[1] for p in points], [100 * p[2] for p in points],
-                fmt=f"o{style}", color=color, capsize=2, markersize=4, label=method(name).title,
+                fmt=f"o{style}", color=colors(i % colors.N), capsize=2, markersize=4, label=method(name).title,
             )  # fmt: skip
     epsilons = sorted({row["epsilon"] for row in rows})
     axes.set_xscale("log")

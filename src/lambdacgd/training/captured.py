@@ -91,10 +91,11 @@ class CapturedStep:
         if self._held != self._constants():
             self._graphs = {}
         kinds = self._parts[step - self._first_step]
-        for kind in kinds:  # all before the first replay: capturing writes the clipper's buffers
-            if kind not in self._graphs:
-                self._graphs[kind] = self._capture(kind)
-        self._held = self._constants()  # after capturing, which makes the optimizer's state
+        missing = [kind for kind in dict.fromkeys(kinds) if kind not in self._graphs]
+        for kind in missing:  # all before the first replay: capturing writes the clipper's buffers
+            self._graphs[kind] = self._capture(kind)
+        if missing:
+            self._held = self._constants()  # after capturing, which makes the optimizer's state
         private.cycle.phase = Phase.NOISED  # Ctrl-C leaves unknown whether the device went on: no z may serve twice
         try:
             for kind in kinds:

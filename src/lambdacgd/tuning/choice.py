@@ -196,6 +196,7 @@ class AmplifiedError:
     ) -> None:
         self.horizon, self.epsilon, self.delta, self.bins, self._tick = horizon, epsilon, delta, bins, tick
         self._restart = horizon.steps_per_epoch if bins == "fresh" else None
+        self._exact: dict[Mechanism, float] = {}
         self._seen: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
         self._slope = 15.0
 
@@ -207,10 +208,14 @@ class AmplifiedError:
 
     def sigma(self, mechanism: Mechanism, *, more: int = 1) -> float:
         """σ to about 0.5%; ``more`` takes so many times the usual samples, where it samples."""
+        if mechanism in self._exact:
+            return self._exact[mechanism]
         norm = sensitivity(mechanism, self.horizon, restart_every=self._restart).value
         found = self._exactly(mechanism, norm)
         if found is None:
             found = self._sampled(mechanism, norm, more)
+        else:
+            self._exact[mechanism] = found
         self._seen.append((math.log(norm), math.log(found / norm)))
         self._tick(1)
         return found

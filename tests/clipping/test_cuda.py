@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, fused, grouped
+from lambdacgd.clipping import attach, convert, fused, grouped
 from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
@@ -80,6 +80,27 @@ def test_gradients_of_convolutions_agree_with_autograd(
         ).flatten()
         assert (found[0][i].flatten() - truth).norm() <= 2e-3 * truth.norm()
         assert abs(found[1][i] - found[0][i].double().square().sum()) <= 1e-5 * found[1][i]
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 8, 8), (2, 24, 7), (1, 8, 3, 5, 4), (5, 64, 33, 33), (2, 4)])
+def test_group_norm_sums_agree(shape: tuple[int, ...]) -> None:
+    x, b = torch.randn(shape, device="cuda") * 3 + 1, torch.randn(shape, device="cuda")
+    sizes = (shape[0], shape[1], x[0, 0].numel(), 4)
+    _, mean, rstd = torch.native_group_norm(x, None, None, *sizes, 1e-5)
+    found = fused.group_norm_sums(x, b, mean, rstd)
+    assert found is not None
+    product = (b * F.group_norm(x, 4)).reshape(shape[0], shape[1], -1).sum(2)
+    torch.testing.assert_close(found[0], product, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(found[1], b.reshape(shape[0], shape[1], -1).sum(2), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_weighted_sum_of_all(fresh: bool) -> None:
+    gradients, factor = torch.randn(37, 5, 60, device="cuda"), torch.rand(37, device="cuda")
+    total = torch.ones(5, 60, device="cuda")
+    assert fused.weighted_sum(total, gradients, factor, None, fresh=fresh)
+    wanted = torch.einsum("i,ijk->jk", factor.double(), gradients.double()) + (0 if fresh else 1)
+    torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -174,7 +195,22 @@ def test_the_sum_agrees_with_float32_on_the_cpu(low: bool) -> None:
     assert close <= (0.05 if low else 0.01) * size
 
 
-@pytest.mark.parametrize("make", [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+class Rows(nn.Module):
+    """An LSTM over the rows of an image, one colour after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(32, 64, bidirectional=True, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lstm(x.flatten(1, 2))[0].mean(1))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model, lambda: convert(Rows())],
+    ids=["vit", "cnn", "lstm"],
+)
 def test_a_captured_step_gives_the_same_sums(make: Callable[[], nn.Module]) -> None:
     """Forward, backward, clipping and padding by weightless examples inside one CUDA graph, replayed on other data."""
     model = make().cuda()

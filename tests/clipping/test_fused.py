@@ -34,9 +34,9 @@ class Patches:
         steps = (inner * channel, channel, dilation_y * row, dilation_x, stride_y * row, stride_x)
         patches = image.as_strided(sizes, steps).reshape(examples, columns, positions)
         flat = response.as_strided((examples, channels, positions), (channels * positions, positions, 1))
-        out.copy_(flat.float() @ patches.float().transpose(1, 2))
+        out.view(examples, channels, columns).copy_(flat.float() @ patches.float().transpose(1, 2))
         squares.zero_()
-        squares[:, 0] = out.square().sum((1, 2))
+        squares[:, 0] = out.square().flatten(1).sum(1)
 
 
 @pytest.fixture

@@ -48,13 +48,14 @@ def _copied_column(values: tuple[float, ...], dtype: torch.dtype, device: torch.
 
 def upper_squares(norms: list[Norm]) -> Tensor:
     """[parameters, B]: upper bounds on the squared norms, the norms' own errors included."""
-    exact = [_rows(n.square) for n in norms if n.trace_a is None]
+    exact = [n.square for n in norms if n.trace_a is None]
     bounded = [n for n in norms if n.trace_a is not None]
     if not bounded:
-        return torch.cat(exact)
-    square = _joined(bounded, "square").clamp_min(0)
-    trace_a, trace_b = _joined(bounded, "trace_a"), _joined(bounded, "trace_b")
-    gram_a, gram_b = _joined(bounded, "gram_a"), _joined(bounded, "gram_b")
+        return _joined(exact)
+    square = _joined([n.square for n in bounded]).clamp_min(0)
+    trace_a, trace_b, gram_a, gram_b = (
+        _joined([getattr(n, field) for n in bounded]) for field in ("trace_a", "trace_b", "gram_a", "gram_b")
+    )
     many = [1 if n.square.dim() == 1 else n.square.shape[0] for n in bounded]
     units = [(n.gamma, n.kappa if n.fold_a else 0.0, 0.0 if n.fold_a else n.kappa) for n in bounded]
     gamma, kappa_a, kappa_b = (
@@ -66,15 +67,14 @@ def upper_squares(norms: list[Norm]) -> Tensor:
     error = error + torch.finfo(square.dtype).tiny * 2.0**26 * (trace_a + trace_b)
     fold = kappa_a * (trace_a * gram_b).sqrt() + kappa_b * (trace_b * gram_a).sqrt()
     bound = ((square + error).sqrt() + fold).square()
-    return torch.cat([bound, *exact])
+    return torch.cat([bound, _joined(exact)]) if exact else bound
 
 
-def _rows(x: Tensor) -> Tensor:
-    return x.unsqueeze(0) if x.dim() == 1 else x
-
-
-def _joined(norms: list[Norm], field: str) -> Tensor:
-    return torch.cat([_rows(getattr(n, field)) for n in norms])
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[B] and [parameters, B] as rows of one; as few operations as possible, for models bound by the host."""
+    if all(x.dim() == 1 for x in parts):
+        return torch.stack(parts)
+    return torch.cat([x.unsqueeze(0) if x.dim() == 1 else x for x in parts])
 
 
 @dataclass

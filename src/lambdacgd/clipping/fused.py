@@ -6,6 +6,7 @@ Launches hold no tables of addresses, so that CUDA graphs may replay them.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -32,8 +33,8 @@ def _usable(x: Tensor) -> bool:
 
 
 def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Per-example gradients [B, O, C·K] of a two-dimensional convolution's weight and their squared norms [B]; None
-    where the kernel does not fit.
+    """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms [B];
+    None where the kernel does not fit.
 
     ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
     up in float32.
@@ -47,16 +48,15 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
         return None
     kernel: tuple[int, int] = geometry["kernel"]
     columns = image.shape[1] * kernel[0] * kernel[1]
-    largest = max(image[0].numel(), response[0].numel(), outer * columns)
-    if largest >= 1 << 31:  # the limit of an index
-        return None
-    image, response = image.contiguous(), response.contiguous()
-    positions, width = response[0, 0].numel(), response.shape[3]
+    positions, width = math.prod(response.shape[2:]), response.shape[3]
     # Not its strides: those of a side of length one are anything (a grey channels_last image has 1 for its channel).
     height, across = image.shape[2:]
+    if max(image.shape[1] * height * across, outer * positions, outer * columns) >= 1 << 31:  # the limit of an index
+        return None
+    image, response = image.contiguous(), response.contiguous()
     rows, inner = _tile(outer, 128), _tile(columns, 64)
     tiles = -(-outer // rows) * -(-columns // inner)
-    out = torch.empty(examples, outer, columns, device=image.device)
+    out = torch.empty(examples, outer, image.shape[1], *kernel, device=image.device)
     squares = torch.empty(examples, tiles, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
         image, response, out, squares, outer, positions, width, columns, height * across, across,
@@ -67,22 +67,40 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     return out, squares.sum(1)
 
 
-def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor, *, fresh: bool) -> bool:
-    """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept, reading [B, n] gradients once; False
-    where the kernel does not fit.
+def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> bool:
+    """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
+    [B, *shape] once; False where the kernel does not fit.
     """
     if not _usable(gradients) or not gradients.is_contiguous():
         return False
     if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
         return False
-    examples, size = gradients.shape
+    examples, size = gradients.shape[0], total.numel()
     if size == 0:  # a grid of no programs cannot be launched
         return True
     kernels().weighted_sum_kernel[(-(-size // 128),)](
-        gradients, factor.contiguous(), keep.view(torch.uint8), total, examples, size,
-        FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
+        gradients, factor.contiguous(), factor if keep is None else keep.view(torch.uint8), total, examples, size,
+        ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
     )  # fmt: skip
     return True
+
+
+def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Per-example Σ b∘x̂ and Σ b [B, C] over the positions of contiguous x and b [B, C, *space]; None where the kernel
+    does not fit.
+    """
+    if not _usable(x) or x.dtype != torch.float32 or gradient.dtype != torch.float32:
+        return None
+    examples, channels = x.shape[:2]
+    positions = math.prod(x.shape[2:])
+    if x.numel() == 0 or positions >= 1 << 31 or examples * channels >= 1 << 31:
+        return None
+    scale, shift = torch.empty(2, examples, channels, device=x.device).unbind(0)
+    kernels().group_norm_kernel[(examples * channels,)](
+        x, gradient, mean, rstd, scale, shift, positions, channels // mean.shape[1],
+        BLOCK=min(1024, max(32, 1 << (positions - 1).bit_length())), num_warps=4,
+    )  # fmt: skip
+    return scale, shift
 
 
 def _tile(size: int, most: int) -> int:

@@ -90,15 +90,19 @@ def patch_gradient_kernel(
 
 @triton.jit(do_not_specialize=["examples"])
 def weighted_sum_kernel(
-    gradients, factor, keep, total, examples, size, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+    gradients, factor, keep, total, examples, size,
+    ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """total[j] (+)= Σ_i factor[i] · gradients[i, j] over the examples kept; others may hold anything, NaN included."""
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, ROWS)
     found = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in range(0, examples, ROWS):
         row = start + i
-        kept = tl.load(keep + row, row < examples, 0) != 0
+        if ALL:
+            kept = row < examples
+        else:
+            kept = tl.load(keep + row, row < examples, 0) != 0
         weight = tl.load(factor + row, kept, 0.0)
         mask = kept[:, None] & (j < size)[None, :]
         found += weight[:, None] * tl.load(gradients + row.to(tl.int64)[:, None] * size + j[None, :], mask, 0.0)
@@ -153,3 +157,23 @@ def layer_norm_kernel(
         plain += b
     tl.store(scale + example * size + j, tl.sum(total, 0), j < size)
     tl.store(shift + example * size + j, tl.sum(plain, 0), j < size)
+
+
+@triton.jit
+def group_norm_kernel(x, gradient, mean, rstd, scale, shift, positions, share, BLOCK: tl.constexpr):
+    """scale[row] = Σ_t b x̂ and shift[row] = Σ_t b for contiguous x and b [rows, positions]; a row is a channel of an
+    example, and ``share`` channels have one mean and deviation.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    centre, width = tl.load(mean + row // share), tl.load(rstd + row // share)
+    t = tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    plain = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, positions, BLOCK):
+        inside = (start + t) < positions
+        b = tl.load(gradient + row * positions + start + t, inside, 0.0)
+        value = tl.load(x + row * positions + start + t, inside, 0.0)
+        total += b * ((value - centre) * width)
+        plain += b
+    tl.store(scale + row, tl.sum(total, 0))
+    tl.store(shift + row, tl.sum(plain, 0))

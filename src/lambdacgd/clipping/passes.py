@@ -100,7 +100,7 @@ class Pack:
     def buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
         """One buffer for the sums of all, and its views by name."""
         whole = torch.empty(self.flat.shape[1], dtype=self.flat.dtype, device=self.flat.device)
-        parts = whole.split([r.gradients[0].numel() for r in self.records])
+        parts = whole.split([r.size for r in self.records])
         return whole, {r.name: p.view(r.gradients.shape[1:]) for r, p in zip(self.records, parts, strict=True)}
 
 
@@ -111,11 +111,11 @@ def pack_small(records: list[Record], *, apart: bool) -> tuple[list[Pack], list[
     kinds: dict[torch.dtype, list[Stored]] = {}
     alone: list[Record] = []
     for record in records:
-        if not apart and isinstance(record, Stored) and record.gradients[0].numel() <= _SMALL:
+        if not apart and isinstance(record, Stored) and record.size <= _SMALL:
             kinds.setdefault(record.gradients.dtype, []).append(record)
         else:
             alone.append(record)
-    return [Pack(sorted(rs, key=lambda r: r.gradients[0].numel() % 64 != 0)) for rs in kinds.values()], alone
+    return [Pack(sorted(rs, key=lambda r: r.size % 64 != 0)) for rs in kinds.values()], alone
 
 
 class Totals:

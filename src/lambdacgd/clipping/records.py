@@ -11,6 +11,7 @@ the weighted sum of its per-example gradients to a total (`add`). Two kinds serv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -111,8 +112,14 @@ class Stored(Record):
     gradients: Tensor
     square: Tensor | None = None
 
+    @property
+    def size(self) -> int:
+        """Numbers in one example's gradient."""
+        return math.prod(self.gradients.shape[1:])
+
     def flat(self) -> Tensor:
-        return self.gradients.reshape(self.gradients.shape[0], self.gradients[0].numel())  # -1 fails where it is zero
+        g = self.gradients
+        return g if g.dim() == 2 else g.reshape(g.shape[0], self.size)
 
     def norm(self) -> Norm:
         if self.square is not None:
@@ -123,7 +130,7 @@ class Stored(Record):
         return self.gradients[rows]
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
-        if keep is not None and fused.weighted_sum(total, self.flat(), factor, keep, fresh=fresh):
+        if fused.weighted_sum(total, self.gradients, factor, keep, fresh=fresh):
             return
         flat = masked(self.flat(), keep).t()
         if fresh:
@@ -188,20 +195,9 @@ class Outer(Record):
     def examples(self) -> int:
         return self.sizes[0]
 
-    @property
-    def direct(self) -> bool:
-        """Whether forming the per-example gradients costs less than the two Gram matrices."""
-        examples, tokens, inner, outer = self.sizes
-        if tokens == 1:
-            return False
-        if inner * outer <= tokens * (inner + outer):
-            return True
-        # Kept gradients also save making patches again: worth their memory while they are small.
-        return callable(self.a) and examples * inner * outer <= _KEPT_PATCHES
-
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
-        if not self.direct:
+        if not direct(self.sizes, patches=callable(self.a)):
             return self
         return Stored(self.name, self.materialise(slice(0, self.examples)))
 
@@ -242,7 +238,8 @@ class Outer(Record):
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes
-        matrix = total.view(self._matrix_shape())
+        shape = self._matrix_shape()
+        matrix = total if total.shape == shape else total.view(shape)
         if not callable(self.a) and not callable(self.b):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
@@ -279,6 +276,17 @@ class Outer(Record):
             return None
         a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
         return outer(self.name, a, b, self.shape, transposed=self.transposed)
+
+
+def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
+    """Whether forming the per-example gradients (B, T, in, out) costs less than the two Gram matrices."""
+    examples, tokens, inner, outer = sizes
+    if tokens == 1:
+        return False
+    if inner * outer <= tokens * (inner + outer):
+        return True
+    # Kept gradients also save making patches again: worth their memory while they are small.
+    return patches and examples * inner * outer <= _KEPT_PATCHES
 
 
 def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:

@@ -1,9 +1,8 @@
-"""LSTM, GRU and RNN that can be seen into: the same parameters and outputs, unrolled in time.
+"""LSTM, GRU and RNN that can be seen into: the same parameters and outputs, and a gradient for every step.
 
 The input projection of all steps is one product; its gradient b [B, T, gates] is also that of the hidden projection
-(for GRU up to the reset gate, so there a row of zeros is added to the hidden projection to read its gradient off).
-Hence the weights' gradients are Σ_t b_t x_tᵀ and Σ_t b_t h_{t−1}ᵀ: two Linear records per layer and direction,
-whatever the length.
+(for GRU times the reset gate where that multiplies it). Hence the weights' gradients are Σ_t b_t x_tᵀ and
+Σ_t b_t h_{t−1}ᵀ: two Linear records per layer and direction, whatever the length. `through_time` has the recurrence.
 """
 
 from __future__ import annotations
@@ -17,19 +16,23 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Site, tap
+from lambdacgd.clipping.capture import Call, Site, apply_linear, uncast
 from lambdacgd.clipping.records import Record, Stored, outer
 from lambdacgd.clipping.registry import finds_batch, register
+from lambdacgd.clipping.through_time import Span, States, before, by_hand, fused, reset_gates
 
-# What the clipping rule hooks into one layer and direction: (suffix, inputs, projection) -> projection.
-Watch = Callable[[str, str, Tensor, Any], Tensor]
+# What the clipping rule does in one layer and direction: (suffix, x, W_ih, bias, span) -> the input projection, and
+# where to put what `Keep` sees.
+Project = Callable[[str, Tensor, Tensor, Tensor | None, Span], tuple[Tensor, list[Any] | None]]
 
 
 class _Open:
-    """Forward of a recurrent layer in plain operations; ``watch`` sees every projection (the identity by default)."""
+    """Where nobody looks, the original's own forward; else one that shows every projection."""
 
-    def forward(self, input: Any, hx: Any = None) -> Any:
-        return unrolled(self, input, hx, lambda suffix, part, projection, inputs: projection)
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        if _is_original(self, input, hx):
+            return super().forward(input, hx)  # type: ignore[misc]
+        return layered(self, input, hx, _projection)
 
 
 class OpenLSTM(_Open, nn.LSTM):
@@ -44,96 +47,176 @@ class OpenRNN(_Open, nn.RNN):
     """Drop-in for ``nn.RNN`` (see `convert`)."""
 
 
-def unrolled(m: Any, input: Any, hx: Any, watch: Watch) -> Any:
+def _projection(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, None]:
+    px = F.linear(x.transpose(0, 1), w_ih, b_ih).transpose(0, 1)  # stand-ins want the batch first
+    return px.clone(memory_format=torch.contiguous_format), None
+
+
+def _is_original(m: Any, input: Any, hx: Any) -> bool:
+    """Whether the original's forward does: not for stand-ins (`batchfree`), nor for weights put in place of the
+    module's own, which it would lay out anew in memory, nor for gradients that cuDNN does not give in eval mode.
+    """
+    given = [input.data if isinstance(input, PackedSequence) else input, *(hx if isinstance(hx, tuple) else (hx,))]
+    weights = [getattr(m, name) for name in m._flat_weights_names]
+    if torch._C._are_functorch_transforms_active() or m._weights_have_changed():
+        return False
+    if given[0].is_cuda and not m.training and torch.is_grad_enabled():
+        return False
+    return all(x is None or _is_plain(x) for x in given + weights)
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in (Tensor, nn.Parameter)
+
+
+def layered(m: Any, input: Any, hx: Any, project: Project) -> Any:
     """All layers and directions of ``m`` on a padded or packed batch, with results shaped like the original's."""
-    lengths, packed = None, isinstance(input, PackedSequence)
-    x: Any
-    if packed:
-        x, lengths = pad_packed_sequence(input, batch_first=True)
-        lengths = lengths.to(x.device)
-    else:
-        x = input
+    packed = isinstance(input, PackedSequence)
+    x: Any = pad_packed_sequence(input)[0] if packed else input
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{type(m).__name__}: expected input with 2 or 3 dimensions, got {x.dim()}.")
     single = x.dim() == 2
     if single:
-        x = x.unsqueeze(0)
-    elif not packed and not m.batch_first:
+        x = x.unsqueeze(1)
+    elif not packed and m.batch_first:
         x = x.transpose(0, 1)
+    if x.shape[0] == 0:
+        raise RuntimeError(f"{type(m).__name__}: expected sequences of at least one step.")
+    span = Span.of(input) if packed else Span([x.shape[1]] * x.shape[0])
     directions = 2 if m.bidirectional else 1
     hidden, cell = _start(m, x, hx, directions, single)
-    ends: list[tuple[Tensor, Tensor]] = []
+    ends: list[tuple[Tensor, Tensor | None]] = []
     for layer in range(m.num_layers):
         outputs = []
         for d in range(directions):
             k = layer * directions + d
-            y, end = _layer(m, x, hidden[k], cell[k], f"_l{layer}" + ("_reverse" if d else ""), lengths, watch)
+            first = (hidden[k], None if cell is None else cell[k])
+            y, end = _layer(m, x, *first, f"_l{layer}" + ("_reverse" if d else ""), span, project)
             outputs.append(y)
             ends.append(end)
-        x = outputs[0] if directions == 1 else torch.cat(outputs, 2)
+        x = torch.cat(outputs, 2)  # a copy even of one: y itself is needed as it is
         if m.dropout and m.training and layer + 1 < m.num_layers:
             x = F.dropout(x, m.dropout)
-    h, c = torch.stack([e[0] for e in ends]), torch.stack([e[1] for e in ends])
+    h = torch.stack([e[0] for e in ends])
+    c = torch.stack([e[1] for e in ends]) if cell is not None else h  # type: ignore[misc]
     if single:
-        x, h, c = x.squeeze(0), h.squeeze(1), c.squeeze(1)
-    elif not packed and not m.batch_first:
+        x, h, c = x.squeeze(1), h.squeeze(1), c.squeeze(1)
+    elif packed:
+        data = pack_padded_sequence(span.sort(x, 1), span.lengths).data  # type: ignore[arg-type]
+        x = PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+    elif m.batch_first:
         x = x.transpose(0, 1)
-    if packed:
-        out: Any = pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)  # type: ignore[union-attr]
-        x = PackedSequence(out.data, out.batch_sizes, out.sorted_indices, out.unsorted_indices)
     return x, (h, c) if m.mode == "LSTM" else h
 
 
-def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[Tensor, Tensor]:
-    shape = (m.num_layers * directions, x.shape[0], m.hidden_size)
+def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[Tensor, Tensor | None]:
+    """The first states of all layers and directions, [layers · directions, B, H]; c for LSTM only."""
+    shape = (m.num_layers * directions, x.shape[1], m.hidden_size)
     if hx is None:
         zero = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        return zero, zero
-    h, c = hx if m.mode == "LSTM" else (hx, hx)
-    return (h.unsqueeze(1), c.unsqueeze(1)) if single else (h, c)
+        return zero, zero if m.mode == "LSTM" else None
+    states = tuple(hx) if m.mode == "LSTM" else (hx,)
+    if single:
+        states = tuple(s.unsqueeze(1) for s in states)
+    for s in states:
+        m.check_hidden_size(s, shape)
+    return states[0], states[1] if m.mode == "LSTM" else None
 
 
 def _layer(
-    m: Any, x: Tensor, h: Tensor, c: Tensor, suffix: str, lengths: Tensor | None, watch: Watch
-) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-    """One layer in one direction: outputs [B, T, H] and the last states."""
+    m: Any, x: Tensor, h: Tensor, c: Tensor | None, suffix: str, span: Span, project: Project
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """One layer in one direction: outputs [T, B, H] and the last states."""
     w_ih, w_hh = getattr(m, f"weight_ih{suffix}"), getattr(m, f"weight_hh{suffix}")
     b_ih = getattr(m, f"bias_ih{suffix}", None) if m.bias else None
     b_hh = getattr(m, f"bias_hh{suffix}", None) if m.bias else None
-    before: list[Tensor] = []
-    px = watch(suffix, "ih", F.linear(x, w_ih, b_ih), (x, before))
-    extra = None
-    if m.mode == "GRU":
-        extra = watch(suffix, "hh", torch.zeros_like(px), (x, before)).unbind(1)
-    steps, length = px.unbind(1), x.shape[1]
-    order = range(length - 1, -1, -1) if suffix.endswith("_reverse") else range(length)
-    outputs: list[Any] = [None] * length
-    states: list[Any] = [None] * length
-    for t in order:
-        states[t] = h.detach()
-        ph = F.linear(h, w_hh, b_hh)
-        new_h, new_c = _cell(m.mode, steps[t], ph if extra is None else ph + extra[t], h, c)
+    backwards = suffix.endswith("_reverse")
+    if m.mode != "GRU" and b_ih is not None and _is_plain(b_ih) and _is_plain(b_hh):
+        b_ih, b_hh = b_ih + b_hh, None
+    px, seen = project(suffix, x, w_ih, b_ih, span)
+    px, h, c = span.arrange(px, backwards), span.sort(h), None if c is None else span.sort(c)
+    y, last_h, last_c, reset = recurrence(m.mode, px, h, c, w_hh, b_hh, span)
+    if seen is not None:
+        if m.mode == "GRU" and reset is None:
+            with torch.no_grad(), uncast(px):
+                reset = reset_gates(px.detach(), h.detach(), y.detach(), w_hh, b_hh)
+        y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), reset)
+    return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
+
+
+def recurrence(
+    mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> States:
+    """The states of all steps from ``px`` [T, B, gates] and the first states [B, H]."""
+    given = [x for x in (px, h, c, w_hh, b_hh) if x is not None]
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in (w_hh, b_hh) if x is not None)
+    if followed or torch._C._are_functorch_transforms_active() or not all(_is_plain(x) for x in given):
+        return plain(mode, px, h, c, w_hh, b_hh, span)
+    if torch.is_autocast_enabled(px.device.type):
+        h, w_hh = h.to(px.dtype), w_hh.to(px.dtype)
+        c, b_hh = None if c is None else c.to(px.dtype), None if b_hh is None else b_hh.to(px.dtype)
+    elif any(x.dtype != px.dtype for x in given):
+        raise RuntimeError(f"the states given to {mode} are {h.dtype}, its input is {px.dtype}: give both one type.")
+    with uncast(px):
+        return (fused if px.is_cuda else by_hand)(mode, px, h, c, w_hh, b_hh, span)
+
+
+def plain(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
+    """In ordinary operations, for weights that autograd or a stand-in follows: the twin of the fast ones."""
+    outputs: list[Tensor] = []
+    lengths = None if span.lengths is None else span.lengths.to(px.device)
+    for t, step in enumerate(px.unbind(0)):
+        new_h, new_c = _cell(mode, step, F.linear(h, w_hh, b_hh), h, c)
         if lengths is not None:
             inside = (t < lengths).unsqueeze(1)
-            outputs[t] = torch.where(inside, new_h, torch.zeros_like(new_h))
-            h, c = torch.where(inside, new_h, h), torch.where(inside, new_c, c)
+            outputs.append(torch.where(inside, new_h, torch.zeros_like(new_h)))
+            new_h = torch.where(inside, new_h, h)
+            new_c = None if c is None or new_c is None else torch.where(inside, new_c, c)
         else:
-            outputs[t], h, c = new_h, new_h, new_c
-    before.append(torch.stack(states, 1))
-    return torch.stack(outputs, 1), (h, c)
+            outputs.append(new_h)
+        h, c = new_h, new_c
+    return torch.stack(outputs), h, c, None
 
 
-def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Any) -> tuple[Tensor, Any]:
+    """One step, from both projections and the states before."""
     if mode == "LSTM":
-        i, f, g, o = (px + ph).chunk(4, 1)
+        i, f, g, o = (px + ph).chunk(4, -1)
         c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
     if mode == "GRU":
-        xr, xz, xn = px.chunk(3, 1)
-        hr, hz, hn = ph.chunk(3, 1)
+        xr, xz, xn = px.chunk(3, -1)
+        hr, hz, hn = ph.chunk(3, -1)
         z = torch.sigmoid(xz + hz)
-        h = (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h
-        return h, h
-    h = torch.relu(px + ph) if mode == "RNN_RELU" else torch.tanh(px + ph)
-    return h, h
+        return (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h, None
+    return (torch.relu(px + ph) if mode == "RNN_RELU" else torch.tanh(px + ph)), None
+
+
+class Keep(torch.autograd.Function):
+    """The identity on a layer's results. Every gradient that reaches the projection comes by here first, so what its
+    recorder needs, known only after the recurrence, is saved here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, seen: list[Any], y: Tensor, h: Tensor, c: Tensor | None, first: Tensor, reset: Tensor | None
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.seen = seen
+        ctx.save_for_backward(y, first, reset)
+        return y, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.seen[:] = [None if x is None else x.detach() for x in ctx.saved_tensors]
+        return None, *gradients, None, None
+
+
+class TimeFirst(Call):
+    """A call whose input and output are [T, B, …]."""
+
+    def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        super().deliver(gradient.transpose(0, 1), *(x.transpose(0, 1) for x in saved))
 
 
 @register(OpenLSTM, OpenGRU, OpenRNN)
@@ -142,34 +225,49 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
     m: Any = site.module
     shapes = {name: p.shape for name, p in m._parameters.items()}
 
-    def watch(suffix: str, part: str, projection: Tensor, inputs: Any) -> Tensor:
-        x, before = inputs
-        if not site.clipper.is_batched(site, x):
+    def project(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, list[Any]]:
+        if not site.clipper.is_batched(site, x.transpose(0, 1)):
             raise site.refuse(
-                f"{x.shape[0]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
+                f"{x.shape[1]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
                 "input, or pass batch_of= to attach."
             )
-        parts = ("ih", "hh") if m.mode != "GRU" else (part,)
+        seen: list[Any] = []
+        backwards = suffix.endswith("_reverse")
 
         def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
-            total = gradient.sum(1, dtype=precision.accumulator(gradient.dtype))
-            for one in parts:
-                weight, bias = site.names.get(f"weight_{one}{suffix}"), site.names.get(f"bias_{one}{suffix}")
+            total = _over_time(gradient)
+            for part in ("ih", "hh"):
+                weight, bias = site.names.get(f"weight_{part}{suffix}"), site.names.get(f"bias_{part}{suffix}")
+                if part == "hh":
+                    y, h, reset = seen
+                    x = span.restore(before(h, y), backwards).transpose(0, 1)
+                    if reset is not None:
+                        gradient = _behind_reset(gradient, span.restore(reset, backwards).transpose(0, 1))
+                        total = _over_time(gradient)
                 if weight is not None:
-                    a = x if one == "ih" else before[0]
-                    yield outer(weight, a, gradient, shapes[f"weight_{one}{suffix}"]).resolve()
+                    yield outer(weight, x, gradient, shapes[f"weight_{part}{suffix}"]).resolve()
                 if bias is not None:
                     yield Stored(bias, total)
 
-        return tap(site, projection, recorder, x)
+        return apply_linear(site.clipper.anchor, x, w_ih, b_ih, TimeFirst(site, recorder)), seen
 
     own = m._parameters
     kept = {name: own[name] for name in site.names}
     own.update({name: p.detach() for name, p in kept.items()})
     try:
-        return unrolled(m, input, hx, watch)
+        return layered(m, input, hx, project)
     finally:
         own.update(kept)
+
+
+def _over_time(gradient: Tensor) -> Tensor:
+    return gradient.sum(1, dtype=precision.accumulator(gradient.dtype))
+
+
+def _behind_reset(gradient: Tensor, r: Tensor) -> Tensor:
+    """The gradient of GRU's hidden projection, whose last part r multiplies, from that of the input projection."""
+    rest, last = gradient.split((2 * r.shape[2], r.shape[2]), 2)
+    return torch.cat([rest, last * r], 2)
 
 
 class OpenLSTMCell(nn.LSTMCell):
@@ -178,10 +276,7 @@ class OpenLSTMCell(nn.LSTMCell):
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         zero = input.new_zeros(*input.shape[:-1], self.hidden_size)
         h, c = (zero, zero) if hx is None else hx
-        gates = F.linear(input, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh)
-        i, f, g, o = gates.chunk(4, -1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        return torch.sigmoid(o) * torch.tanh(c), c
+        return _cell("LSTM", *_projections(self, input, h), h, c)
 
 
 class OpenGRUCell(nn.GRUCell):
@@ -189,10 +284,7 @@ class OpenGRUCell(nn.GRUCell):
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
-        xr, xz, xn = F.linear(input, self.weight_ih, self.bias_ih).chunk(3, -1)
-        hr, hz, hn = F.linear(h, self.weight_hh, self.bias_hh).chunk(3, -1)
-        z = torch.sigmoid(xz + hz)
-        return (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h
+        return _cell("GRU", *_projections(self, input, h), h, None)[0]
 
 
 class OpenRNNCell(nn.RNNCell):
@@ -200,5 +292,8 @@ class OpenRNNCell(nn.RNNCell):
 
     def forward(self, input: Tensor, hx: Any = None) -> Any:
         h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
-        z = F.linear(input, self.weight_ih, self.bias_ih) + F.linear(h, self.weight_hh, self.bias_hh)
-        return torch.relu(z) if self.nonlinearity == "relu" else torch.tanh(z)
+        return _cell(f"RNN_{self.nonlinearity.upper()}", *_projections(self, input, h), h, None)[0]
+
+
+def _projections(m: Any, input: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(input, m.weight_ih, m.bias_ih), F.linear(h, m.weight_hh, m.bias_hh)

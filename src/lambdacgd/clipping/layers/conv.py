@@ -7,6 +7,7 @@ transposed convolution is the same with the roles of input and output gradient e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -16,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import fused, precision
-from lambdacgd.clipping.capture import Site, autocast_dtype, tap
-from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows
+from lambdacgd.clipping.capture import Call, Site, autocast_dtype, fast_apply, tap
+from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows, direct
 from lambdacgd.clipping.registry import register
 
 
@@ -48,11 +49,17 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     groups, kernel = geometry["groups"], geometry["kernel"]
     out = tuple(response.shape[2:])
     image = pad_to_fit(image, geometry, out)
+    inner = shape.numel() // shape[0]
+    examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
+    sizes = (examples, positions, inner, outer)
+    one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
+    if groups == 1 and not one_by_one and direct(sizes, patches=True):
+        formed = fused.patch_gradients(image, response, geometry)
+        if formed is not None:
+            return Stored(name, formed[0], formed[1])
     view = partial(patches, kernel=kernel, stride=geometry["stride"], dilation=geometry["dilation"], out=out)
     spatial = len(kernel)
-    inner = shape.numel() // shape[0]
     response = response.flatten(2)
-    examples, outer, positions = response.shape
 
     def rows_of_patches(rows: slice) -> Tensor:
         # [n, C, *out, *kernel] -> [n, C, *kernel, *out] (long runs to copy) -> [n, T, C·K], positions adjacent
@@ -61,15 +68,8 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         return p.permute(order).reshape(p.shape[0], -1, positions).transpose(1, 2)
 
     if groups == 1:
-        one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
-        sizes = (examples, positions, inner, outer)
-        record = Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device)
-        if record.direct and not one_by_one:
-            formed = fused.patch_gradients(image, response.unflatten(2, out), geometry)
-            if formed is not None:
-                return Stored(name, formed[0].view(examples, *shape), formed[1])
-        return record.resolve()
+        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
     parts = []
     step = chunk_rows(examples, positions * inner * groups, response.device)
     for i in range(0, examples, step):
@@ -99,11 +99,13 @@ def conv_records(
 
 
 def _same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    if x.dtype == y.dtype:
+        return x, y
     wide = torch.promote_types(x.dtype, y.dtype)
     return x.to(wide), y.to(wide)
 
 
-def _geometry(m: Any, x: Tensor) -> dict[str, Any]:
+def _geometry(m: Any) -> dict[str, Any]:
     padding = m.padding
     transposed = bool(m.transposed)
     if m.padding_mode != "zeros" or padding == "valid":
@@ -116,13 +118,57 @@ def _geometry(m: Any, x: Tensor) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class ConvTap(torch.autograd.Function):
+    """A convolution whose backward gives the input's gradient and delivers (input, output gradient): one node instead
+    of two, for models that are bound by the host.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: dict[str, Any], call: Call
+    ) -> Tensor:
+        ctx.call, ctx.geometry = call, geometry
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
+        return torch.convolution(x, weight, bias, *_arguments(geometry))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        below = None
+        if weight is not None:
+            below = torch.ops.aten.convolution_backward.default(
+                gradient, x, weight, None, *_arguments(ctx.geometry), (True, False, False)
+            )[0]
+        ctx.call.deliver(gradient, x)
+        return None, below, None, None, None, None
+
+
+def _arguments(geometry: dict[str, Any]) -> tuple[Any, ...]:
+    zero = (0,) * len(geometry["kernel"])
+    return geometry["stride"], geometry["padding"], geometry["dilation"], False, zero, geometry["groups"]
+
+
+apply_conv = fast_apply(ConvTap)
+
+
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(site: Site, input: Tensor) -> Tensor:
     m: nn.Conv2d = site.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    recorder = partial(conv_records, names=site.names, geometry=_geometry(m, x), shape=m.weight.shape)
-    return tap(site, site.hidden(x), recorder, x)
+    geometry = _geometry(m)
+    recorder = partial(conv_records, names=site.names, geometry=geometry, shape=m.weight.shape)
+    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
+    if low is not None:
+        weight, bias = weight.to(low), None if bias is None else bias.to(low)
+    if not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
+        return tap(site, site.hidden(x), recorder, x)
+    return apply_conv(site.clipper.anchor, x, weight, bias, geometry, Call(site, recorder))
+
+
+def _plain(m: Any) -> bool:
+    """Padded by zeros, on both sides alike: what the geometry says is what `ConvTap` computes."""
+    return m.padding_mode == "zeros" and m.padding != "same"
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -130,5 +176,5 @@ def conv_transpose(site: Site, input: Tensor, output_size: Any = None) -> Tensor
     m: nn.ConvTranspose2d = site.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    recorder = partial(conv_records, names=site.names, geometry=_geometry(m, x), shape=m.weight.shape)
+    recorder = partial(conv_records, names=site.names, geometry=_geometry(m), shape=m.weight.shape)
     return tap(site, site.hidden(x, output_size), recorder, x)

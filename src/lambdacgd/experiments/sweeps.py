@@ -68,12 +68,12 @@ def lambda_cells(settings: Settings) -> list[Cell]:
 
 
 def amplified_cells(settings: Settings) -> list[Cell]:
-    """CIFAR-10 with B = 128 and IMDb with B = 64, k = 10, Balls-in-Bins."""
+    """The same settings with Balls-in-Bins; the paper shows the smallest batches."""
     if settings.quick:
         return [_point(CIFAR, "lambda-cgd", 64, 1, 8.0, lam, 0.5) | QUICK for lam in (0.0, 0.9)]
     return [
-        *_points(CIFAR, "lambda-cgd", (128,), (10,), (8.0, 2.0)),
-        *_points(IMDB, "lambda-cgd", (64,), (10,), (8.0, 2.0)),
+        *_points(CIFAR, "lambda-cgd", (1024, 256, 128), (10,), (8.0, 2.0)),
+        *_points(IMDB, "lambda-cgd", (512, 128, 64), (10,), (8.0, 2.0)),
     ]
 
 

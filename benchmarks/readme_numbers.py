@@ -206,10 +206,11 @@ def fresh_accuracy() -> str:
 
 
 def step_table() -> str:
-    """One step of every model on the H200: non-private, ours, Opacus."""
+    """One step of every model on the H200: non-private, ours, Opacus, all from the model's last run."""
     modes: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for cell in _measured("step-h200-all-modes.json")["cells"]:
-        modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
+    for run in ("step-h200-all-modes.json", "step-h200-all-modes-2.json"):
+        for cell in _measured(run)["cells"]:
+            modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
     lines = []
     for (model, precision, batch), found in sorted(modes.items(), key=lambda item: _place(*item[0])):
         plain, ours = found["non-private"], found["lambda-cgd"]

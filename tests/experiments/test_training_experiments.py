@@ -135,6 +135,9 @@ def test_a_slow_method_does_not_stop_the_quick_ones() -> None:
     pace.saw(quick, {"seconds": 8.0, "training_examples": 40_000})
     pace.saw(quick, {"seconds": 4.0, "training_examples": 40_000})
     assert [pace.expected(run) for run in (slow, quick, unseen)] == pytest.approx([80, 8, 80])
+    for _ in range(_Pace.FEW):  # one that was slow once is forgotten
+        pace.saw(quick, {"seconds": 4.0, "training_examples": 40_000})
+    assert pace.expected(quick) == pytest.approx(4)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import queue
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -171,21 +172,25 @@ def _next(
 
 
 class _Pace:
-    """How long a run will take, from those that ended: seconds an example read, the slowest of its kind."""
+    """How long a run will take, from those that ended: seconds an example read, the slowest of its kind's last few.
+
+    Few, because a run that shared the GPU with larger ones can take five times as long as the same run a minute later.
+    """
+
+    FEW = 8
 
     def __init__(self) -> None:
-        self._slowest: dict[tuple[str, str, str], float] = {}
+        self._last: dict[tuple[str, str, str], deque[float]] = {}
 
     def saw(self, run: TrainingRun, result: Result) -> None:
-        kind = (run.task, run.model, run.method)
-        each = result["seconds"] / (result["training_examples"] * run.epochs)
-        self._slowest[kind] = max(each, self._slowest.get(kind, 0.0))
+        last = self._last.setdefault((run.task, run.model, run.method), deque(maxlen=self.FEW))
+        last.append(result["seconds"] / (result["training_examples"] * run.epochs))
 
     def expected(self, run: TrainingRun) -> float:
         from lambdacgd.experiments.problems import TRAINING_EXAMPLES, sizes
 
-        alike = [each for kind, each in self._slowest.items() if kind[:2] == (run.task, run.model)]
-        each = self._slowest.get((run.task, run.model, run.method), max(alike, default=0.0))
+        alike = [each for kind, last in self._last.items() if kind[:2] == (run.task, run.model) for each in last]
+        each = max(self._last.get((run.task, run.model, run.method), alike), default=0.0)
         return each * sizes(TRAINING_EXAMPLES[run.task], run)[0] * run.epochs
 
 

@@ -124,10 +124,13 @@ def test_layer_and_rms_norm(oracle: Oracle, batch: int, middle: list[int], size:
 
 
 @quick
-@given(small, st.integers(1, 3), st.integers(0, 2))
-def test_group_and_instance_norm(oracle: Oracle, batch: int, groups: int, spatial: int) -> None:
+@given(small, st.integers(1, 3), st.integers(0, 2), st.booleans())
+def test_group_and_instance_norm(oracle: Oracle, batch: int, groups: int, spatial: int, bias: bool) -> None:
     x = seeded(batch, 2 * groups, *([3, 4][:spatial]))
-    oracle(Wrapped(nn.GroupNorm(groups, 2 * groups)), x, batch)
+    norm = nn.GroupNorm(groups, 2 * groups)
+    if not bias:
+        norm.register_parameter("bias", None)
+    oracle(Wrapped(norm), x, batch)
     if spatial:
         kind = (nn.InstanceNorm1d, nn.InstanceNorm2d)[spatial - 1]
         oracle(Wrapped(kind(2 * groups, affine=True)), x, batch)

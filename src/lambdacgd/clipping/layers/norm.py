@@ -109,8 +109,8 @@ def group_norm(site: Site, input: Tensor) -> Tensor:
         recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
         return tap(site, site.hidden(input), recorder, input)
     recorder = partial(group_norm_records, normalise=normalise, names=site.names)
-    weight, bias, call = m.weight.detach(), m.bias.detach(), Call(site, recorder)
-    return apply_group_norm(site.clipper.anchor, x, weight, bias, m.num_groups, m.eps, call)
+    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
+    return apply_group_norm(site.clipper.anchor, x, weight, bias, m.num_groups, m.eps, Call(site, recorder))
 
 
 def group_norm_records(

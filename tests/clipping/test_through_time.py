@@ -286,6 +286,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-4, "tf32": 2e-2, "bfloat16": 0.1, "flo
 
 @pytest.mark.gpu
 @needs_cuda
+@pytest.mark.filterwarnings("error:RNN module weights")  # not in one piece: copied at every call
 @pytest.mark.parametrize("precision", list(BOUNDS))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("mode", list(MODES))

@@ -102,7 +102,7 @@ def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh
     weights = [torch.eye(gates, dtype=px.dtype, device=px.device), w_hh.detach().clone()]
     if b_hh is not None:
         weights += [torch.zeros_like(b_hh), b_hh.detach().clone()]
-    if torch.backends.cudnn.is_acceptable(px) and torch._use_cudnn_rnn_flatten_weight():  # as nn.LSTM does
+    if _flattens(px):  # as nn.LSTM does
         with torch.no_grad(), torch.cuda.device_of(px):
             number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
             torch._cudnn_rnn_flatten_weight(weights, len(weights), gates, number, hidden, 0, 1, False, False)
@@ -117,6 +117,12 @@ def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh
         data, *ends = _FUSED[mode](packed.data, packed.batch_sizes, states, *how)
         y = pad_packed_sequence(PackedSequence(data, packed.batch_sizes))[0]
     return y, ends[0].squeeze(0), ends[1].squeeze(0) if c is not None else None, None
+
+
+def _flattens(px: Tensor) -> bool:
+    """Whether cuDNN will want the weights in one piece. PyTorch's own question does not know that it takes bfloat16."""
+    asked = px.new_empty(0, dtype=torch.float16) if px.dtype == torch.bfloat16 else px
+    return torch.backends.cudnn.is_acceptable(asked) and torch._use_cudnn_rnn_flatten_weight()
 
 
 def reset_gates(px: Tensor, h: Tensor, y: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:

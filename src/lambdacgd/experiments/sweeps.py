@@ -9,6 +9,7 @@ from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.runs import DELTA
 from lambdacgd.experiments.search import sweep_search
 from lambdacgd.experiments.show import panels, table
+from lambdacgd.experiments.sweep_findings import CLOSE, TITLES, Setting, what_comes_out
 from lambdacgd.experiments.training import compute_with
 
 LAMBDAS = (0.0, 0.5, 0.8, 0.9, 0.95, 0.975)
@@ -89,8 +90,9 @@ def epochs_cells(settings: Settings) -> list[Cell]:
 
 
 def _groups(rows: list[Row]) -> dict[tuple[str, int, int, float], list[Row]]:
+    """Points by setting, as the paper orders its panels: small batches and few epochs first."""
     found: dict[tuple[str, int, int, float], list[Row]] = {}
-    for row in sorted(rows, key=lambda r: r["lam"]):
+    for row in sorted(rows, key=lambda r: (r["task"], r["batch_size"], r["epochs"], -r["epsilon"], r["lam"])):
         found.setdefault((row["task"], row["batch_size"], row["epochs"], row["epsilon"]), []).append(row)
     return found
 
@@ -112,29 +114,44 @@ def theory(row: Row) -> dict[str, float]:
 
 def _page(rows: list[Row]) -> str:
     lambdas = sorted({row["lam"] for row in rows})
-    lines = []
+    lines, settings, error = [], [], ""
     for (task, size, epochs, epsilon), points in _groups(rows).items():
-        found = {row["lam"]: row for row in points}
-        top = max(points, key=lambda row: row["accuracy"])["lam"]
-        texts: list[str | None] = []
-        for lam in lambdas:
-            row = found.get(lam)
-            if row is None:
-                texts.append(None)
-                continue
-            error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
-            text = f"{100 * row['accuracy']:.1f}{error}"
-            texts.append(f"**{text}**" if lam == top else text)
-        chosen = ", ".join(f"{name} {lam:.3g}" for name, lam in theory(points[0]).items())
-        lines.append([f"{task} B = {size}, k = {epochs}, ε = {epsilon:g}", *texts, chosen])
-    return "\n\n".join(
-        [
-            "Validation accuracy in percent (a fifth of the training set held out), mean ± standard error over seeds; "
-            "learning rate tuned per point (three, on reviews up to six); λ = 0 is DP-SGD. The paper shows these as "
-            "figures without numbers: compare shapes. It finds the best λ smaller than theory's, and smaller for "
-            "larger batches.",
-            table(["setting", *(f"λ = {lam:g}" for lam in lambdas), "λ by theory"], lines),
-        ]
+        chosen = theory(points[0])
+        error = next(iter(chosen))
+        one = Setting(task, size, epochs, epsilon, points, chosen[error])
+        settings.append(one)
+        texts = {row["lam"]: _percent(row) for row in points}
+        texts[one.best["lam"]] = f"**{texts[one.best['lam']]}**"
+        named = ", ".join(f"{name} {lam:.3g}" for name, lam in chosen.items())
+        close = ", ".join(f"{lam:g}" for lam in one.close)
+        title = f"{TITLES.get(task, task)} B = {size}, k = {epochs}, ε = {epsilon:g}"
+        lines.append([title, *(texts.get(lam) for lam in lambdas), close, named])
+    header = ["setting", *(f"λ = {lam:g}" for lam in lambdas), f"within {100 * CLOSE:g} point of the best"]
+    parts = [_about(rows), table([*header, "λ by theory"], lines), what_comes_out(settings, error)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _percent(row: Row) -> str:
+    error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
+    return f"{100 * row['accuracy']:.1f}{error}"
+
+
+def _about(rows: list[Row]) -> str:
+    seeds = sorted({len(row["scores"]) for row in rows})
+    means = (
+        "one run a point, so its error is not known"
+        if seeds == [1]
+        else f"mean ± standard error over {' or '.join(map(str, seeds))} seeds, the first of which chose the rate"
+    )
+    runs = []
+    for task in sorted({row["task"] for row in rows}):
+        tried = sorted({len(row["tried"]) for row in rows if row["task"] == task})
+        runs.append(f"{' to '.join(map(str, dict.fromkeys((tried[0], tried[-1]))))} on {TITLES.get(task, task)}")
+    words = "; on IMDb a bag of words trained from scratch, where the paper fine-tunes BERT-tiny"
+    return (
+        f"Validation accuracy in percent (a fifth of the training set held out), {means}. The learning rate is tuned "
+        f"for each point ({', '.join(runs)} tried){words if any(row['task'] == 'imdb' for row in rows) else ''}. λ = 0 "
+        "is DP-SGD with the same sampling. The paper shows these as figures without numbers: compare shapes."
     )
 
 
@@ -145,10 +162,11 @@ def _plot(rows: list[Row]) -> Any:
     for one, kind in zip(axes, kinds, strict=False):
         for key, points in groups.items():
             if key[:3] == kind:
+                errors = [100 * (row["standard_error"] or 0) for row in points]
                 drawn = one.errorbar(
                     [-_scale(row["lam"]) for row in points],
                     [100 * row["accuracy"] for row in points],
-                    [100 * (row["standard_error"] or 0) for row in points],
+                    None if any(row["standard_error"] is None for row in points) else errors,
                     fmt="o-", capsize=2, markersize=4, label=f"ε = {key[3]:g}",
                 )  # fmt: skip
                 for style, (name, lam) in zip(("--", ":"), theory(points[0]).items(), strict=False):
@@ -157,7 +175,7 @@ def _plot(rows: list[Row]) -> Any:
                     one.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8, label=label)
         shown = sorted({row["lam"] for key, points in groups.items() if key[:3] == kind for row in points})
         one.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown])
-        title = f"{kind[0]}, B = {kind[1]}, k = {kind[2]}"
+        title = f"{TITLES.get(kind[0], kind[0])}, B = {kind[1]}, k = {kind[2]}"
         one.set(xlabel="λ (on the scale 1/(1−λ))", ylabel="validation accuracy (%)", title=title)
         one.legend(fontsize=7)
     for unused in axes[len(kinds) :]:

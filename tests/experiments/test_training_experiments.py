@@ -20,7 +20,7 @@ from lambdacgd.experiments.pool import Worker, _Pace, solve
 from lambdacgd.experiments.problems import RandomBert, packed, problem
 from lambdacgd.experiments.runs import RunStore, TrainingRun
 from lambdacgd.experiments.search import method_search
-from lambdacgd.experiments.training import plan_requests
+from lambdacgd.experiments.training import compute_with, plan_requests
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 
@@ -71,6 +71,34 @@ def test_missing_data_says_what_to_do(tmp_path: Path) -> None:
     settings = Settings(quick=True, data=tmp_path, device="cpu")
     with pytest.raises(ValueError, match="--data DIR"):
         experiment.compute(experiment.cells(settings)[0], settings)
+
+
+def test_an_interrupted_search_goes_on_in_its_folder_and_another_begins_from_scratch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = {
+        "task": "digits", "model": "mlp", "batch_size": 64, "epochs": 1, "max_grad_norm": 1.0, "tries": 3, "seeds": 1,
+        "splits": ["validation", "test"], "learning_rate": 0.5, "method": "dp-sgd", "epsilon": 8.0,
+    }  # fmt: skip
+    experiment = framework.Experiment(
+        "search", "", lambda settings: [cell], compute_with(method_search), ("test",), lambda rows: ""
+    )
+    trained: list[TrainingRun] = []
+    stop_at = 3
+
+    def train(run: TrainingRun, *rest: object, **how: object) -> dict[str, object]:
+        trained.append(run)
+        if len(trained) == stop_at:
+            raise KeyboardInterrupt
+        return {"accuracy": {"last": 0.5}, "seconds": 1.0, "sigma": 1.0, "certificate": {}}
+
+    monkeypatch.setattr("lambdacgd.experiments.trainer.train", train)
+    with pytest.raises(KeyboardInterrupt):
+        framework.reproduce(experiment, tmp_path / "one", settings=Settings(device="cpu"))
+    assert len(framework.reproduce(experiment, tmp_path / "one", settings=Settings(device="cpu"))) == 1
+    assert len(trained) == 3 + 2  # the interrupted run once more, and the test
+    framework.reproduce(experiment, tmp_path / "two", settings=Settings(device="cpu"))
+    assert len(trained) == 5 + 4
 
 
 def test_workers_answer_searches_and_go_on_where_they_stopped(tmp_path: Path) -> None:
@@ -169,6 +197,8 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     page = cifar_page(rows)
     assert "| DP-λCGD, fresh bins (ours) | **67.0 ± 0.4** | — |" in page
     assert "| DP-SGD (Poisson) | 56.0 ± 0.4 | **50.0 ± 0.4** |" in page
+    assert "- **DP-λCGD, fresh bins against DP-SGD (Poisson)**: +11.0 ± 0.6 at ε = 8." in page
+    assert "What comes out" not in cifar_page(rows[:1])
     assert "Every search of three rates and more ended between the smallest and the largest it tried." in page
     smallest = rows[0] | {"learning_rate": 0.5}
     assert "short of their best: DP-SGD (Poisson) at ε = 8." in cifar_page([smallest, *rows[1:]])

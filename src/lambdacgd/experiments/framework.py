@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,9 @@ class Settings:
     quick: bool = False
     data: Path | None = None
     device: str | None = None  # None: CUDA where there is one
+    folder: Path | None = (
+        None  # where an experiment may keep what it needs to go on within a cell; ``reproduce`` sets it
+    )
 
     @property
     def torch_device(self) -> str:
@@ -99,7 +102,7 @@ def reproduce(
     folder.mkdir(parents=True, exist_ok=True)
     found = stored(folder)
     if not collect:
-        _compute(experiment, cells, folder, found, settings, stop_after)
+        _compute(experiment, cells, folder, found, replace(settings, folder=folder), stop_after)
     records = [found[key] for key in map(experiment.key, cells) if key in found]
     if not records and not collect:
         return []  # no time for a single one

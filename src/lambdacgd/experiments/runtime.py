@@ -157,7 +157,10 @@ def _verdict(rows: list[Row], everything: list[Row]) -> str:
     ours = [found["regenerated, 2 bands"]["over_dp_sgd"] for found in known if "over_dp_sgd" in found.get(DP_SGD, {})]
     if not ours:
         return ""
-    text = f"Regenerated λCGD takes {min(ours):.4f} to {max(ours):.4f} of DP-SGD's time an epoch."
+    text = f"Regenerated λCGD takes {min(ours):.4f} to {max(ours):.4f} of DP-SGD's time an epoch"
+    own = [found["regenerated, 2 bands"].get("own_over_dp_sgd") for found in known]
+    apart = [value for value in own if value is not None]
+    text += f" ({min(apart):.2f} to {max(apart):.2f} with passes of its own: a noisy host)." if apart else "."
     peaks = [row["peaks_mib"] for row in everything if "peaks_mib" in row]
     more = [found["regenerated, 2 bands"] - found[DP_SGD] for found in peaks]
     return text + (f" Its peak memory is {min(more):+.2f} to {max(more):+.2f} MiB against DP-SGD's." if more else "")

@@ -112,22 +112,30 @@ def theory(row: Row) -> dict[str, float]:
     return {"RMSE": rmse.value, "MaxSE": maxse.value}
 
 
+def settings_of(rows: list[Row]) -> list[tuple[Setting, dict[str, float]]]:
+    """The settings behind rows, each with the λ that ``theory`` picks; the first of them is the one to compare with."""
+    found = []
+    for key, points in _groups(rows).items():
+        chosen = theory(points[0])
+        found.append((Setting(*key, points, next(iter(chosen.values()))), chosen))
+    return found
+
+
 def _page(rows: list[Row]) -> str:
     lambdas = sorted({row["lam"] for row in rows})
-    lines, settings, error = [], [], ""
-    for (task, size, epochs, epsilon), points in _groups(rows).items():
-        chosen = theory(points[0])
-        error = next(iter(chosen))
-        one = Setting(task, size, epochs, epsilon, points, chosen[error])
-        settings.append(one)
-        texts = {row["lam"]: _percent(row) for row in points}
+    settings = settings_of(rows)
+    lines = []
+    for one, chosen in settings:
+        texts = {row["lam"]: _percent(row) for row in one.points}
         texts[one.best["lam"]] = f"**{texts[one.best['lam']]}**"
         named = ", ".join(f"{name} {lam:.3g}" for name, lam in chosen.items())
         close = ", ".join(f"{lam:g}" for lam in one.close)
-        title = f"{TITLES.get(task, task)} B = {size}, k = {epochs}, ε = {epsilon:g}"
+        title = f"{TITLES.get(one.task, one.task)} B = {one.batch_size}, k = {one.epochs}, ε = {one.epsilon:g}"
         lines.append([title, *(texts.get(lam) for lam in lambdas), close, named])
     header = ["setting", *(f"λ = {lam:g}" for lam in lambdas), f"within {100 * CLOSE:g} point of the best"]
-    parts = [_about(rows), table([*header, "λ by theory"], lines), what_comes_out(settings, error)]
+    error = next(iter(settings[0][1]))
+    said = what_comes_out([one for one, _ in settings], error)
+    parts = [_about(rows), table([*header, "λ by theory"], lines), said]
     return "\n\n".join(part for part in parts if part)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lambdacgd import cache
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.methods import method
 from lambdacgd.experiments.plan_book import PlanBook
@@ -18,7 +17,10 @@ Make = Callable[[Cell], Search]
 
 
 def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
-    """``Experiment.compute`` for a kind of search: runs in this process, one after another, each kept when it ends."""
+    """``Experiment.compute`` for a kind of search: runs in this process, one after another, each kept when it ends.
+
+    They are kept beside the cells, so that an interrupted search goes on, and another folder begins from scratch.
+    """
 
     def compute(cell: Cell, settings: Settings) -> Row:
         import torch
@@ -27,8 +29,7 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
         from lambdacgd.experiments.trainer import diverged, train
         from lambdacgd.noise import NonFiniteSum
 
-        kept = cache.folder()
-        store = RunStore(None if kept is None else kept / "training-runs.jsonl")
+        store = RunStore(None if settings.folder is None else settings.folder / "runs.jsonl")
         plans = PlanBook(make=True)
         held: list[Data] = []
 

@@ -193,6 +193,29 @@ def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
     return [f"- **Accuracy of λCGD** ({about}):\n  - " + "\n  - ".join(said)] if said else []
 
 
+def training_summary() -> str:
+    """What the training experiments came to: methods beside DP-SGD, and where the best λ of each sweep lies."""
+    lines = []
+    titles = {"lambda-cgd": "λCGD with fixed bins", "lambda-cgd-fresh-normalized": "normalised λCGD with fresh bins"}
+    for name, task in (("methods-cifar", "CIFAR-10"), ("methods-imdb", "IMDb")):
+        rows = (experiment(name) or {"rows": []})["rows"]
+        test = {(row["method"], row["epsilon"]): 100 * row["test"] for row in rows}
+        said = []
+        for method, title in titles.items():
+            over = [test[method, e] - test["dp-sgd", e] for m, e in test if m == method and ("dp-sgd", e) in test]
+            if over:
+                ahead = sum(value > 0 for value in over)
+                said.append(f"{title} is ahead of DP-SGD at {ahead} of {len(over)} ε ({_range(over, '+.1f')} points)")
+        if said:
+            lines.append(f"- {task}, test accuracy: {', '.join(said)}.")
+    for name in ("lambda-sweep", "amplified-sweep", "epochs-sweep"):  # theory's λ take minutes: the pages have them
+        page = RESULTS / name / f"{name}.md"
+        found = re.search(r"^- \*\*Against (the λ of .*)$", page.read_text() if page.exists() else "", re.M)
+        if found:
+            lines.append(f"- `{name}`, best λ against {found[1].replace('**', '')}")
+    return _block("\n".join(lines) if lines else "Nothing computed yet.")
+
+
 def fresh_accuracy() -> str:
     """Fresh beside fixed bins on CIFAR-10, with and without correlation."""
     found = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
@@ -276,6 +299,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,
     "readme-results": readme_results,
+    "training-summary": training_summary,
     "fresh-accuracy": fresh_accuracy,
     "step-table": step_table,
     "pair-table": pair_table,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, fused
+from lambdacgd.clipping import attach, fused, grouped
+from lambdacgd.clipping.records import outer
 
 SEED = 21
 
@@ -95,3 +96,11 @@ def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(fused, "_usable", lambda x: True)
     monkeypatch.setattr(fused, "kernels", lambda: None)
     assert fused.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(1 << 10, True), (1 << 11, False)])
+def test_tokens_too_far_apart_for_an_index_share_no_launch(tokens: int, fits: bool) -> None:
+    """[T, B, …] as a recurrence leaves it: the tokens of an example are B · gates numbers apart."""
+    b = torch.empty(tokens, 1 << 10, 1 << 10, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+    record = outer("weight", b[..., :8], b, torch.Size((1 << 10, 8)))
+    assert grouped._fits(record) == fits

@@ -5,6 +5,7 @@ and nn.RNN.
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
 from collections.abc import Callable
@@ -166,6 +167,18 @@ def test_without_a_clipper_the_original_runs(kind: Any, training: bool) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+def test_new_parameters_are_the_layers_own() -> None:
+    """Loaded by assignment, or tied: the original's kernel still runs, with them."""
+    torch.manual_seed(SEED)
+    layer, other = convert(nn.LSTM(3, 4, batch_first=True)), nn.LSTM(3, 4, batch_first=True)
+    x = torch.randn(2, 5, 3)
+    layer.load_state_dict(other.state_dict(), assign=True)
+    layer.weight_hh_l0 = other.weight_hh_l0
+    with mock.patch.object(recurrent, "layered", side_effect=AssertionError):
+        for _ in range(2):
+            assert torch.equal(layer(x)[0], other(x)[0])
+
+
 def test_other_weights_in_place_of_the_layers_own() -> None:
     torch.manual_seed(SEED)
     original = nn.GRU(3, 4, batch_first=True).double()
@@ -262,6 +275,23 @@ def test_gradients_of_inputs_alone_and_what_is_refused() -> None:
     model.function = lambda m, x: m.net(x, torch.zeros(1, len(x), 4, dtype=torch.float64))[0]
     with pytest.raises((RuntimeError, ClippingError), match="one type"):
         model(x)
+
+
+@pytest.mark.parametrize("run", [by_hand, fused])
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["lstm", "gru", "rnn"])
+def test_activations_go_with_the_graph_while_the_loss_lives(kind: Any, run: Any) -> None:
+    model, steps = Net(lambda m, x: m.net(x)[0].mean(1), net=layer_of(kind, bidirectional=True)), 53
+    clipper, x = attach(model, 1.0), torch.randn(3, steps, 4, requires_grad=True)
+    losses = []
+    for inputs in (None, [x]):  # for the parameters, and for the inputs alone
+        with mock.patch.object(recurrent, "by_hand", run):
+            losses.append(model(x).square().sum(1).mean())
+        losses[-1].backward(inputs=inputs)
+        clipper.take()
+    x.grad = None
+    gc.collect()
+    kept = [o.shape for o in gc.get_objects() if issubclass(type(o), Tensor) and o is not x and steps in o.shape]
+    assert not kept
 
 
 def test_an_example_that_is_not_finite_stays_alone() -> None:

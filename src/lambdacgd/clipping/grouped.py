@@ -36,6 +36,8 @@ def _fits(record: Outer) -> bool:
         return False
     if a.dtype not in (torch.float32, torch.bfloat16) or a.stride(2) != 1 or b.stride(2) != 1:
         return False
+    if record.sizes[1] * max(a.stride(1), b.stride(1)) >= 1 << 31:  # the limit of an index, where time comes first
+        return False
     return a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
 
 

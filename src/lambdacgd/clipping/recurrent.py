@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Call, Site, apply_linear, uncast
+from lambdacgd.clipping.capture import Call, Recorder, Site, apply_linear, uncast
 from lambdacgd.clipping.records import Record, Stored, outer
 from lambdacgd.clipping.registry import finds_batch, register
 from lambdacgd.clipping.through_time import Span, States, before, by_hand, fused, reset_gates
@@ -53,12 +53,14 @@ def _projection(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span:
 
 
 def _is_original(m: Any, input: Any, hx: Any) -> bool:
-    """Whether the original's forward does: not for stand-ins (`batchfree`), nor for weights put in place of the
-    module's own, which it would lay out anew in memory, nor for gradients that cuDNN does not give in eval mode.
+    """Whether the original's forward does: not for stand-ins (`batchfree`), nor for tensors put in place of the
+    module's own parameters, which it would lay out anew in memory (new parameters are its own: ``assign=True``), nor
+    for gradients that cuDNN does not give in eval mode.
     """
     given = [input.data if isinstance(input, PackedSequence) else input, *(hx if isinstance(hx, tuple) else (hx,))]
     weights = [getattr(m, name) for name in m._flat_weights_names]
-    if torch._C._are_functorch_transforms_active() or m._weights_have_changed():
+    own = all(type(w) is nn.Parameter for w in weights)
+    if torch._C._are_functorch_transforms_active() or (m._weights_have_changed() and not own):
         return False
     if given[0].is_cuda and not m.training and torch.is_grad_enabled():
         return False
@@ -213,10 +215,19 @@ class Keep(torch.autograd.Function):
 
 
 class TimeFirst(Call):
-    """A call whose input and output are [T, B, …]."""
+    """A call whose input and output are [T, B, …]. What `Keep` has ``seen`` goes with the rest of the graph's tensors:
+    the graph itself lives as long as the loss.
+    """
+
+    def __init__(self, site: Site, recorder: Recorder, seen: list[Any]) -> None:
+        super().__init__(site, recorder)
+        self.seen = seen
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        super().deliver(gradient.transpose(0, 1), *(x.transpose(0, 1) for x in saved))
+        try:
+            super().deliver(gradient.transpose(0, 1), *(x.transpose(0, 1) for x in saved))
+        finally:
+            self.seen.clear()
 
 
 @register(OpenLSTM, OpenGRU, OpenRNN)
@@ -249,7 +260,7 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
                 if bias is not None:
                     yield Stored(bias, total)
 
-        return apply_linear(site.clipper.anchor, x, w_ih, b_ih, TimeFirst(site, recorder)), seen
+        return apply_linear(site.clipper.anchor, x, w_ih, b_ih, TimeFirst(site, recorder, seen)), seen
 
     own = m._parameters
     kept = {name: own[name] for name in site.names}

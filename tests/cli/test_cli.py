@@ -135,6 +135,8 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["bench", "noise", "--out", "/proc/nowhere/noise.json"], "--out"),
         (["reproduce", "rmse-table", "--stop-after", "-1"], "--stop-after"),
         (["reproduce", "rmse-table", "--device", "nonsense"], "--device"),
+        (["reproduce", "rmse-table", "--weights", "bert"], "--weights"),
+        (["reproduce", "methods-imdb", "--weights", "nowhere"], "--weights"),
         (["plan", *BASE, "--epsilon", "500"], "--epsilon"),
         (["plan", *BASE, "--out", "/proc/nowhere/plan.json"], "there is no folder /proc/nowhere"),
         (["compare", *BASE, "--plot", "curves.docx"], "--plot"),

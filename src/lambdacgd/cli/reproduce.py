@@ -9,7 +9,7 @@ import typer
 
 from lambdacgd.cli.options import flag, usable_device
 from lambdacgd.experiments import EXPERIMENTS
-from lambdacgd.validation import number
+from lambdacgd.validation import InvalidInput, number
 
 
 def reproduce(
@@ -21,6 +21,10 @@ def reproduce(
     quick: Annotated[bool, flag("--quick", help="A small version that ends in a minute or two.")] = False,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with the data set, where the experiment trains on one.")
+    ] = None,
+    weights: Annotated[
+        Path | None,
+        typer.Option("--weights", help="methods-imdb: folder with a pretrained BERT (config.json, model.safetensors)."),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
@@ -44,7 +48,9 @@ def reproduce(
         device = usable_device(device)
     if stop_after is not None:
         number("stop_after", stop_after, above=0)
-    settings = framework.Settings(quick=quick, data=data, device=device)
+    if weights is not None and name != "methods-imdb":
+        raise InvalidInput("weights", str(weights), f"{name} takes none; methods-imdb fine-tunes them")
+    settings = framework.Settings(quick=quick, data=data, weights=weights, device=device)
     folder = out / experiment.name
     framework.reproduce(experiment, folder, settings=settings, stop_after=stop_after, collect=collect)
     print(folder / f"{experiment.name}.md")

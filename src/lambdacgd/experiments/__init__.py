@@ -34,7 +34,7 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     ),
     "methods-imdb": (
         "lambdacgd.experiments.methods_table:IMDB_METHODS",
-        "test accuracy on IMDb over ε, a model trained from scratch (needs the data: --data)",
+        "test accuracy on IMDb over ε, a model trained from scratch or a BERT from --weights (needs the data: --data)",
     ),
     "bert-path": (
         "lambdacgd.experiments.methods_table:BERT_PATH",

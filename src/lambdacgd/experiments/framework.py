@@ -35,6 +35,7 @@ class Settings:
 
     quick: bool = False
     data: Path | None = None
+    weights: Path | None = None  # pretrained weights, where the experiment fine-tunes them
     device: str | None = None  # None: CUDA where there is one
     folder: Path | None = (
         None  # where an experiment may keep what it needs to go on within a cell; ``reproduce`` sets it

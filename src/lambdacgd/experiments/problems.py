@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lambdacgd.experiments import pretrained
 from lambdacgd.experiments.fused_norm import fuse
 from lambdacgd.experiments.runs import TrainingRun
 from lambdacgd.training.data import Examples, Splits, cifar10, digits, imdb
@@ -43,11 +44,22 @@ class DistinctWords(nn.Module):
         return out
 
 
-class RandomBert(nn.Module):
+class Classifier(nn.Module):
+    """A classifier of ``transformers`` as a function of tokens."""
+
+    def __init__(self, bert: nn.Module) -> None:
+        super().__init__()
+        self.bert = bert
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != imdb.PADDING).long()).logits
+        return logits
+
+
+class RandomBert(Classifier):
     """A BERT of the given size with random weights, through ``transformers``: the path that fine-tuning takes."""
 
     def __init__(self, *, layers: int, width: int, heads: int) -> None:
-        super().__init__()
         from transformers import BertConfig, BertForSequenceClassification
 
         config = BertConfig(
@@ -61,11 +73,7 @@ class RandomBert(nn.Module):
             attention_probs_dropout_prob=0.0,
         )
         config.num_labels = 2
-        self.bert = BertForSequenceClassification(config)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != imdb.PADDING).long()).logits
-        return logits
+        super().__init__(BertForSequenceClassification(config))
 
 
 @dataclass(frozen=True)
@@ -114,6 +122,18 @@ def problem(name: str) -> Problem:
     return PROBLEMS[name]
 
 
+def make_model(run: TrainingRun) -> nn.Module:
+    """The run's model, with weights drawn from torch's generator or pretrained."""
+    if pretrained.is_pretrained(run.model):
+        return Classifier(pretrained.make(run.model))
+    return problem(run.task).models[run.model]()
+
+
+def capturable(run: TrainingRun) -> bool:
+    """Whether the run's model can be trained by a captured step."""
+    return run.model not in UNCAPTURED and not pretrained.is_pretrained(run.model)
+
+
 def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
     """How many training examples a run learns from, and how many are held out for validation."""
     if run.split == "test":
@@ -135,7 +155,7 @@ class Data:
     def __init__(self, name: str, splits: Splits, device: torch.device) -> None:
         order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(_ORDER))
         self.name, self.device, self._splits, self._order = name, device, splits, order
-        self._cuts: dict[tuple[str, int | None], tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
+        self._cuts: dict[tuple[str, int | None, bool], tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]] = {}
 
     def examples(self, run: TrainingRun) -> int:
         """How many examples a run trains on."""
@@ -145,7 +165,8 @@ class Data:
         """(training inputs, labels), (evaluation inputs, labels) of a run; as much of the test set as is trained on
         where ``run.examples`` limits it.
         """
-        key = (run.split, run.examples)
+        whole = pretrained.is_pretrained(run.model)  # pretrained weights know every word piece
+        key = (run.split, run.examples, whole)
         if key not in self._cuts:
             train, held_out = sizes(len(self._order), run)
             apart = (
@@ -153,11 +174,14 @@ class Data:
                 if run.split == "validation"
                 else self._splits.test.part(slice(0, run.examples))
             )
-            self._cuts[key] = (self._place(self._splits.train.part(self._order[:train])), self._place(apart))
+            parts = self._splits.train.part(self._order[:train]), apart
+            self._cuts[key] = (self._place(parts[0], whole), self._place(parts[1], whole))
         return self._cuts[key]
 
-    def _place(self, examples: Examples) -> tuple[Tensor, Tensor]:
+    def _place(self, examples: Examples, whole: bool) -> tuple[Tensor, Tensor]:
         inputs, labels = examples.inputs.to(self.device), examples.labels.to(self.device)  # bytes travel, not floats
+        if whole:
+            return inputs.long(), labels
         return problem(self.name).read(Examples(inputs, labels, shift=examples.shift, scale=examples.scale)), labels
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.experiments.plan_book import PlanBook
-from lambdacgd.experiments.problems import UNCAPTURED, Data, problem
+from lambdacgd.experiments.pretrained import PHYSICAL, is_pretrained
+from lambdacgd.experiments.problems import Data, capturable, make_model
 from lambdacgd.experiments.runs import Result, TrainingRun
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
@@ -55,13 +56,16 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
     plan = plans.for_run(run, len(y))
     began = time.monotonic()
     torch.manual_seed(run.seed)
-    model = problem(run.task).models[run.model]().to(data.device)
-    captured = data.device.type == "cuda" and run.model not in UNCAPTURED
+    model = make_model(run).to(data.device)
+    captured = data.device.type == "cuda" and capturable(run)
     captured &= plan.mechanism.regenerates(plan.block.steps)
     rate = torch.tensor(run.learning_rate, device=data.device)  # read on the device: a schedule needs no new capture
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
     rows = Rows((x, y))
-    private = privatize(model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate)
+    private = privatize(
+        model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate,
+        max_physical_batch_size=PHYSICAL if is_pretrained(run.model) else None,
+    )  # fmt: skip
     averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
     if run.schedule == "linear":
         private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.methods import method
 from lambdacgd.experiments.plan_book import PlanBook
 from lambdacgd.experiments.pool import answer, stored
+from lambdacgd.experiments.pretrained import is_pretrained, reviews
 from lambdacgd.experiments.runs import Result, RunStore, TrainingRun
 from lambdacgd.experiments.search import Search, start
 
@@ -35,7 +37,8 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
 
         def train_here(run: TrainingRun, until: float | None) -> Row:
             if not held:
-                splits = problem(run.task).load(settings.data)
+                load = partial(reviews, run.model) if is_pretrained(run.model) else problem(run.task).load
+                splits = load(settings.data)
                 held.append(Data(run.task, splits, torch.device(settings.torch_device)))
             try:
                 return train(run, held[0], plans, until=until)

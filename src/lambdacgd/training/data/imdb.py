@@ -6,13 +6,14 @@ reviews one after another),
   ``lengths`` and ``labels``: BERT's uncased WordPiece ids.
 
 Where there is only text, a word's id is a hash of it, in the same range: nothing is learned from the data to make ids.
+A tokenizer's ids can be had instead.
 """
 
 from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -24,25 +25,30 @@ from lambdacgd.validation import InvalidInput
 
 VOCABULARY, PADDING, LENGTH = 30_522, 0, 256
 _LAYOUTS = "train-*.parquet (Hugging Face) or train_wordpiece512.npz (compact)"
+Tokenize = Callable[[list[str]], Tensor]  # texts -> ids, LENGTH of them a row
 _WORD = re.compile(r"[a-z']+|[0-9]+|[.!?]")
 
 
-def load(folder: Path | None = None) -> Splits:
-    """25 000 training and 25 000 test reviews: the first 256 tokens of each, padded with 0, publicly shuffled."""
+def load(folder: Path | None = None, *, tokenize: Tokenize | None = None) -> Splits:
+    """25 000 training and 25 000 test reviews: the first 256 tokens of each, padded with 0, publicly shuffled.
+
+    ``tokenize`` makes ids of texts, where there is only text.
+    """
+    read = tokenize or _hashed
     if folder is not None:
         for inner in (folder, folder / "imdb", folder / "plain_text"):
             if (inner / "train_wordpiece512.npz").is_file():
                 return Splits(_compact(inner, "train"), _compact(inner, "test"), 2)
             if list(inner.glob("train-*.parquet")):
-                return Splits(_parquet(inner, "train"), _parquet(inner, "test"), 2)
+                return Splits(_parquet(inner, "train", read), _parquet(inner, "test", read), 2)
     try:
         from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
 
         found = load_dataset("stanfordnlp/imdb")
-        train, test = (_hashed(found[split]["text"], found[split]["label"]) for split in ("train", "test"))
-        return Splits(train, test, 2)
     except (ImportError, OSError, ValueError, ConnectionError):
         raise missing("IMDb", folder, _LAYOUTS, "datasets") from None
+    train, test = (_texts(list(found[one]["text"]), found[one]["label"], read) for one in ("train", "test"))
+    return Splits(train, test, 2)
 
 
 def _examples(rows: Tensor, labels: Tensor) -> Examples:
@@ -62,7 +68,7 @@ def _compact(folder: Path, split: str) -> Examples:
     return _examples(rows, torch.from_numpy(content["labels"].astype(np.int64)))
 
 
-def _parquet(folder: Path, split: str) -> Examples:
+def _parquet(folder: Path, split: str, read: Tokenize) -> Examples:
     try:
         import pyarrow.parquet as pq
     except ImportError:
@@ -73,13 +79,17 @@ def _parquet(folder: Path, split: str) -> Examples:
         table = pq.read_table(path)
         texts += table.column("text").to_pylist()
         labels += table.column("label").to_pylist()
-    return _hashed(texts, labels)
+    return _texts(texts, labels, read)
 
 
-def _hashed(texts: Iterable[str], labels: Iterable[int]) -> Examples:
+def _texts(texts: list[str], labels: Iterable[int], read: Tokenize) -> Examples:
+    return _examples(read(texts), torch.tensor(list(labels)))
+
+
+def _hashed(texts: list[str]) -> Tensor:
     rows = []
     for text in texts:
         words = _WORD.findall(text.lower())[:LENGTH]
         ids = [1 + zlib.crc32(word.encode()) % (VOCABULARY - 1) for word in words]
         rows.append(ids + [PADDING] * (LENGTH - len(ids)))
-    return _examples(torch.tensor(rows, dtype=torch.int32), torch.tensor(list(labels)))
+    return torch.tensor(rows, dtype=torch.int32)

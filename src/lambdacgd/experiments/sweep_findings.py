@@ -93,7 +93,7 @@ def _against_theory(settings: list[Setting], error: str) -> str:
     said = []
     for task, some in _by_task(settings).items():
         below = [one for one in some if one.place == "below"]
-        by = f" ({_range([one.smaller_by for one in below], '.1f')} times smaller)" if below else ""
+        by = f" ({_range([one.smaller_by for one in below], '.1f')} times smaller{_doubt(below)})" if below else ""
         counts = {place: sum(one.place == place for one in some) for place in ("at", "above")}
         text = (
             f"on {task} the best λ lies below it in {len(below)} of {len(some)} settings{by}, is the one nearest to it "
@@ -105,6 +105,11 @@ def _against_theory(settings: list[Setting], error: str) -> str:
     depends = "depends on the task, and on CIFAR-10 is much smaller"
     observed = smaller if "amplified" in error else depends
     return f"**Against the λ of the {error}** (the paper: the best {observed}): {'; '.join(said)}."
+
+
+def _doubt(settings: list[Setting]) -> str:
+    unsure = sum(one.unsure for one in settings)
+    return f"; in {unsure} of these a larger λ was left at the outermost rate it tried, so it may win" if unsure else ""
 
 
 def _gains(settings: list[Setting]) -> str:
@@ -200,15 +205,9 @@ def edges(settings: list[Setting]) -> str:
             said.append(f"{len(found)} of {len(points)} points on {task} ({each})")
     if not said:
         return "Every search ended between the smallest and the largest rate it tried."
-    text = (
+    return (
         f"The best rate was the smallest or the largest tried at {', '.join(said)}: these may be short of their best."
     )
-    unsure = sum(one.unsure for one in settings)
-    if unsure:
-        text += (
-            f" In {unsure} of {len(settings)} settings such a λ lies above the best one: there the best may be larger."
-        )
-    return text
 
 
 def _range(values: list[float], form: str) -> str:

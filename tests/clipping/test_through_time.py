@@ -233,6 +233,48 @@ def test_uses_of_a_layer(oracle: Oracle, kind: Any) -> None:
     oracle(Net(lambda m, x: m.net(x)[0], net=normed), x, 3)
 
 
+class Dropped(nn.Module):
+    """Recurrent weights made anew in every forward pass from a parameter of this module's own (weight drop)."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        self.layer, self.raw = layer, nn.Parameter(layer.weight_hh_l0.detach().clone())
+        del layer._parameters["weight_hh_l0"]
+
+    def forward(self, batch: Any) -> Tensor:
+        self.layer.weight_hh_l0 = self.raw * 0.9
+        return packed_outputs(self.layer, batch)
+
+
+def packed_outputs(layer: Any, batch: Any) -> Tensor:
+    x, lengths = batch
+    y = layer(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[0]
+    return pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("computed", ["by a parametrization", "outside"])
+@pytest.mark.parametrize("kind", KINDS[:3], ids=["lstm", "gru", "rnn"])
+def test_computed_weights_on_sequences_of_any_length(oracle: Oracle, kind: Any, computed: str) -> None:
+    """Example i is row i wherever a record is made, whatever the order that the recurrence likes; and as many steps as
+    examples are no reason to doubt which is which.
+    """
+    layer = layer_of(kind, bidirectional=True)
+    if computed == "outside":
+        model: nn.Module = Dropped(layer)
+    else:
+        model = Net(
+            lambda m, b: packed_outputs(m.net, b), net=nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
+        )
+    clipper = attach(model.double(), math.inf)  # the probe sees sequences that are in order, and later ones are not
+    for steps, lengths in ((3, [3, 3, 3]), (5, [1, 5, 2]), (2, [1, 2]), (3, [1, 3, 2])):
+        x = torch.randn(len(lengths), steps, 4, dtype=torch.float64)
+        model((x, torch.tensor(lengths))).square().mean(1).sum().backward()
+    clipper.detach()
+    x = torch.randn(3, 5, 4, dtype=torch.float64) * torch.tensor([0.2, 1.0, 3.0]).view(3, 1, 1)
+    oracle(model, (x, torch.tensor([1, 5, 2])), 3)
+    oracle(model, (x, torch.tensor([1, 5, 2])), 3, probe=False)
+
+
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])
 @pytest.mark.parametrize("kind", KINDS[:3], ids=["lstm", "gru", "rnn"])
 def test_frozen_parts(oracle: Oracle, kind: Any, frozen: str) -> None:

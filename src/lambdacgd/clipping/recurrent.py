@@ -141,7 +141,8 @@ def _layer(
     if seen is not None:
         if m.mode == "GRU" and reset is None:
             with torch.no_grad(), uncast(px):
-                reset = reset_gates(px.detach(), h.detach(), y.detach(), w_hh, b_hh)
+                values: list[Any] = [None if w is None else w.as_subclass(Tensor) for w in (w_hh, b_hh)]
+                reset = reset_gates(px.detach(), h.detach(), y.detach(), *values)
         y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), reset)
     return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
 
@@ -153,7 +154,10 @@ def recurrence(
     given = [x for x in (px, h, c, w_hh, b_hh) if x is not None]
     followed = torch.is_grad_enabled() and any(x.requires_grad for x in (w_hh, b_hh) if x is not None)
     if followed or torch._C._are_functorch_transforms_active() or not all(_is_plain(x) for x in given):
-        return plain(mode, px, h, c, w_hh, b_hh, span)
+        # A stand-in records row i as example i's: the batch in its own order.
+        own = span.unsort(px, 1), span.unsort(h), None if c is None else span.unsort(c)
+        y, h, c, _ = plain(mode, *own, w_hh, b_hh, span)
+        return span.sort(y, 1), span.sort(h), None if c is None else span.sort(c), None
     if torch.is_autocast_enabled(px.device.type):
         h, w_hh = h.to(px.dtype), w_hh.to(px.dtype)
         c, b_hh = None if c is None else c.to(px.dtype), None if b_hh is None else b_hh.to(px.dtype)
@@ -164,9 +168,11 @@ def recurrence(
 
 
 def plain(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
-    """In ordinary operations, for weights that autograd or a stand-in follows: the twin of the fast ones."""
+    """In ordinary operations, for weights that autograd or a stand-in follows: the twin of the fast ones, but for the
+    order of the sequences, which is the batch's.
+    """
     outputs: list[Tensor] = []
-    lengths = None if span.lengths is None else span.lengths.to(px.device)
+    lengths = None if span.lengths is None else span.unsort(span.lengths.to(px.device))
     for t, step in enumerate(px.unbind(0)):
         new_h, new_c = _cell(mode, step, F.linear(h, w_hh, b_hh), h, c)
         if lengths is not None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lambdacgd.clipping import attach, convert, register
+from lambdacgd.clipping import ClippingError, attach, convert, register
 from lambdacgd.clipping.capture import tap
 from lambdacgd.clipping.records import Stored
 
@@ -197,6 +197,28 @@ def test_a_rule_of_your_own(oracle: Oracle) -> None:
 
     oracle(Wrapped(Shift()), seeded(3, 2, 4), 3)
     assert used
+
+
+def test_a_rule_that_gives_gradients_of_another_shape_is_refused() -> None:
+    """A kernel would read them as if they had the parameter's: other examples' numbers."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by = nn.Parameter(torch.ones(1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.by
+
+    @register(Scale)
+    def scale(site: Any, x: Tensor) -> Tensor:
+        return tap(site, site.hidden(x), lambda gradient, x: [Stored(site.names["by"], gradient * x)], x)
+
+    model = Wrapped(Scale())
+    clipper = attach(model)
+    with pytest.raises(ClippingError, match=r"'layer.by' have shape \(4,\)"):
+        model(torch.randn(3, 4)).sum(1).mean().backward()
+    assert not clipper.sums
 
 
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])

@@ -15,7 +15,7 @@ from lambdacgd.clipping.capture import Call, Site, uncast
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
-from lambdacgd.clipping.records import Norm, Record
+from lambdacgd.clipping.records import Norm, Record, Stored
 from lambdacgd.clipping.sizing import Buffers, Sizing, probe
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
@@ -305,6 +305,11 @@ class Clipper:
             if record.examples != call.batch:
                 raise call.site.refuse(
                     f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension."
+                )
+            if type(record) is Stored and record.gradients.shape[1:] != self.shapes[record.name][0]:
+                raise call.site.refuse(
+                    f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
+                    f"the parameter has {tuple(self.shapes[record.name][0])}."
                 )
             self._pending.setdefault(record.name, []).append(record)
             self._norm_pass.put(record)

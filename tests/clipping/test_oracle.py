@@ -82,10 +82,11 @@ def test_transposed_convolution(oracle: Oracle, data: Any) -> None:
 
 
 @quick
-@given(small, small, st.booleans())
-def test_embedding(oracle: Oracle, batch: int, length: int, padded: bool) -> None:
+@given(small, st.lists(small, max_size=2), st.booleans())
+def test_embedding(oracle: Oracle, batch: int, rest: list[int], padded: bool) -> None:
+    """Of one index an example, of a row of them, of a matrix."""
     torch.manual_seed(batch)
-    oracle(Wrapped(nn.Embedding(4, 3, padding_idx=1 if padded else None)), torch.randint(0, 4, (batch, length)), batch)
+    oracle(Wrapped(nn.Embedding(4, 3, padding_idx=1 if padded else None)), torch.randint(0, 4, (batch, *rest)), batch)
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean"])

@@ -152,7 +152,8 @@ class Tied(Record):
 def embedding_records(
     gradient: Tensor, index: Tensor, *, name: str, padding: int | None, shape: torch.Size
 ) -> Iterator[Record]:
-    index, b = index.flatten(1), gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
+    index = index.unsqueeze(-1).flatten(1)  # one index an example is one token
+    b = gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
     if padding is not None:
         unused = index == padding
         index = torch.where(unused, torch.full((), -1, dtype=index.dtype, device=index.device), index)

@@ -148,15 +148,31 @@ def test_rates_may_move_outwards_more_than_once() -> None:
     assert row["learning_rate"] == 8.0
 
 
-def test_a_point_of_a_sweep_keeps_its_lambda() -> None:
-    land = Landscape(0.5)
+@pytest.mark.parametrize(("away", "tried"), [(1.0, 3), (0.25, 5), (0.01, 6)])
+def test_a_point_of_a_sweep_keeps_its_lambda_and_looks_for_its_rate(away: float, tried: int) -> None:
     cell = lambda_cells(Settings())[3]
+    land = Landscape(away * cell["learning_rate"])
     row = answer(sweep_search(cell), RunStore(None), land)
     assert row is not None
     assert {run.lam for run in land.runs} == {cell["lam"]}
     assert {run.split for run in land.runs} == {"validation"}
-    assert len(land.runs) == 3 + 2  # the search's own seed counts as the first of three
+    assert len(row["tried"]) == tried
+    assert len(land.runs) == tried + 2  # the search's own seed counts as the first of three
+    assert row["learning_rate"] == pytest.approx(cell["learning_rate"] * max(away, 1 / 16))
     assert row["accuracy"] == pytest.approx(sum(row["scores"]) / 3)
+
+
+def test_reviews_between_two_searches_begin_where_those_ended() -> None:
+    cells = {(cell["method"], cell["epsilon"]): cell for cell in imdb_cells(Settings())}
+    assert {epsilon for _, epsilon in cells} == set(CENTRES)
+    lands = {epsilon: Landscape(20.0) for epsilon in (8.0, 4.0)}
+    for epsilon, land in lands.items():
+        land.row(cells["dp-sgd", epsilon])
+    own = [run for run in lands[8.0].runs if run.split == "validation"]
+    assert own[0].learning_rate == 32.0
+    assert own == [run for run in lands[4.0].runs if run.epsilon == 8.0]
+    assert next(run.learning_rate for run in lands[4.0].runs if run.epsilon == 2.0) == 16.0
+    assert len([run for run in lands[4.0].runs if run.epsilon == 4.0]) == 2 + 3
 
 
 def test_what_matters_most_comes_first() -> None:

@@ -49,17 +49,18 @@ def imdb_cells(settings: Settings) -> list[Cell]:
     """The same comparison on reviews, pretrained weights fine-tuned where they are given, else a model trained from
     scratch; rates may move outwards twice.
     """
-    base, rate = IMDB, {8.0: 32.0, 2.0: 16.0, 0.5: 8.0}
+    base, rates = IMDB, {"8": 32.0, "2": 16.0, "0.5": 8.0}
     if settings.weights is not None:
-        base, rate = IMDB | {"model": register(settings.weights)}, {8.0: 1.0, 2.0: 0.5, 0.5: 0.25}
+        base, rates = IMDB | {"model": register(settings.weights)}, {"8": 1.0, "2": 0.5, "0.5": 0.25}
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 2}
-        return [_cell(base, name, 8.0, learning_rate=rate[8.0] / 4, **small) for name in ("lambda-cgd", "dp-sgd")]
-    search = {"tries": 6, "moves": ["edge", "edge", "other", "linear"]}
+        return [_cell(base, name, 8.0, learning_rate=rates["8"] / 4, **small) for name in ("lambda-cgd", "dp-sgd")]
+    search = {"tries": 6, "moves": ["edge", "edge", "other", "linear"], "learning_rates": rates}
     return [
-        _cell(base, name, epsilon, learning_rate=rate[epsilon], **search)
+        _cell(base, name, epsilon, **search)
+        for epsilons in (SEARCHED, NEIGHBOURS)
         for names in (FIRST, OTHERS)
-        for epsilon in SEARCHED
+        for epsilon in epsilons
         for name in names
     ]
 

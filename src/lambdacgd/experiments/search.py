@@ -19,7 +19,7 @@ from lambdacgd.experiments.runs import Result, TrainingRun
 Cell = dict[str, Any]
 Row = dict[str, Any]
 Search = Generator[list[TrainingRun], list[Result], Row]
-# Where learning rates begin, by ε, at ζ = 0.3: the same for all methods.
+# Where learning rates begin, by ε, at ζ = 0.3: the same for all methods. Cells may have their own.
 CENTRES = {8.0: 2.0, 4.0: 1.4, 2.0: 1.0, 1.0: 0.7, 0.5: 0.4, 0.25: 0.25}
 NEIGHBOURS = {4.0: (8.0, 2.0), 1.0: (2.0, 0.5), 0.25: (0.5, 2.0)}  # ε that learn from two others, the nearest first
 SMALLER_CLIP = 1 / 3
@@ -36,7 +36,8 @@ def best(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tuple[Traini
 def start(cell: Cell, *, epsilon: float | None = None) -> TrainingRun:
     """Where the search of a cell begins (for another ε, if given)."""
     epsilon = cell["epsilon"] if epsilon is None else epsilon
-    centre = cell.get("learning_rate") or CENTRES[min(CENTRES, key=lambda e: abs(math.log(e / epsilon)))]
+    known = {float(e): rate for e, rate in cell.get("learning_rates", {}).items()} or CENTRES
+    centre = cell.get("learning_rate") or known[min(known, key=lambda e: abs(math.log(e / epsilon)))]
     return TrainingRun(
         task=cell["task"],
         model=cell["model"],

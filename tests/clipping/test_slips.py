@@ -11,6 +11,7 @@ import torch
 from tests.clipping.small import mlp, step, total_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lambdacgd.clipping import ClippingError, attach, check_model, convert
@@ -126,6 +127,40 @@ def test_a_layer_that_changes_what_its_forward_calls(oracle: Oracle) -> None:
 def test_computed_biases(oracle: Oracle, layer: nn.Module) -> None:
     nn.utils.parametrize.register_parametrization(layer, "bias", nn.Softplus())
     oracle(nn.Sequential(layer, nn.Tanh()), torch.randn(4, 3, 4).double(), 4)
+
+
+WITH_BIAS = {
+    "linear": lambda: nn.Linear(4, 3),
+    "conv": lambda: nn.Conv1d(3, 2, 2),
+    "group norm": lambda: nn.GroupNorm(3, 3),
+    "layer norm": lambda: nn.LayerNorm(4),
+}
+
+
+@pytest.mark.parametrize("kind", WITH_BIAS)
+def test_a_pruned_bias_is_refused(kind: str) -> None:
+    """A hook makes it before the forward pass, out of sight: its share must not vanish."""
+    model = nn.Sequential(prune.l1_unstructured(WITH_BIAS[kind](), "bias", 1))
+    attach(model)
+    with pytest.raises(ClippingError, match=r"bias_orig.*not clipped"):
+        step(model, torch.randn(3, 3, 4))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize("kind", [k for k in WITH_BIAS if k != "linear"])
+def test_what_a_module_around_a_layer_computes_for_it(oracle: Oracle, kind: str, name: str) -> None:
+    """Not there yet when clipping is attached."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        setattr(m.layer, name, m.raw * 0.9)
+        y: Tensor = m.layer(x).tanh() * torch.linspace(-1, 2, x.shape[-1] - (kind == "conv"))
+        delattr(m.layer, name)
+        return y
+
+    layer = WITH_BIAS[kind]()
+    raw = nn.Parameter(torch.randn_like(getattr(layer, name)))
+    delattr(layer, name)
+    oracle(Net(run, layer=layer, raw=raw), torch.randn(4, 3, 4, dtype=torch.float64), 4)
 
 
 def test_recurrent_layers_that_share_weights(oracle: Oracle) -> None:

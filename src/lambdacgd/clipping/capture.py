@@ -130,6 +130,13 @@ def tap(site: Site, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tenso
     return apply_tap(output, site.clipper.anchor, Call(site, recorder), *saved)
 
 
+def computed(m: nn.Module) -> bool:
+    """Whether a layer's weight or bias is no parameter of its own but made from others (pruning, weight drop): autograd
+    has to see it then.
+    """
+    return "weight" not in m._parameters or "bias" not in m._parameters
+
+
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The type that autocast runs products in on ``x``'s device; None without autocast."""
     kind = x.device.type

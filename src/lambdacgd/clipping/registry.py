@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 Rule = Callable[..., Any]
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -37,8 +37,9 @@ def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
 def rule_for(module: nn.Module) -> Rule | None:
     """The rule for a module, or None: then its parameters are followed one by one (`batchfree`)."""
     kind = type(module)
-    if nn.utils.parametrize.is_parametrized(module) or (
-        hasattr(module, "weight") and "weight" not in module._parameters
+    if nn.utils.parametrize.is_parametrized(module) or any(
+        name not in module._parameters and isinstance(getattr(module, name, None), Tensor)
+        for name in ("weight", "bias")
     ):
         return None  # what is computed from parameters is no parameter
     for base in kind.__mro__:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import fused, precision
-from lambdacgd.clipping.capture import Call, Site, autocast_dtype, fast_apply, tap
+from lambdacgd.clipping.capture import Call, Site, autocast_dtype, computed, fast_apply, tap
 from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows, direct
 from lambdacgd.clipping.registry import register
 
@@ -161,7 +161,7 @@ def conv(site: Site, input: Tensor) -> Tensor:
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
-    if not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
+    if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
         return tap(site, site.hidden(x), recorder, x)
     return apply_conv(site.clipper.anchor, x, weight, bias, geometry, Call(site, recorder))
 

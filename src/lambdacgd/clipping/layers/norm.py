@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import fused, grouped, precision
-from lambdacgd.clipping.capture import Call, Site, apply_layer_norm, autocast_dtype, fast_apply, tap
+from lambdacgd.clipping.capture import Call, Site, apply_layer_norm, autocast_dtype, computed, fast_apply, tap
 from lambdacgd.clipping.records import Record, Stored
 from lambdacgd.clipping.registry import register
 
@@ -38,7 +38,7 @@ def _trailing(module: nn.Module) -> slice:
 def layer_norm(site: Site, input: Tensor) -> Tensor:
     m: nn.LayerNorm = site.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
-    if x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype:
+    if computed(m) or x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype:
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
         recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
         return tap(site, site.hidden(input), recorder, input)
@@ -105,7 +105,8 @@ def group_norm(site: Site, input: Tensor) -> Tensor:
     m: nn.GroupNorm = site.module  # type: ignore[assignment]
     normalise = partial(F.group_norm, num_groups=m.num_groups, eps=m.eps)
     x = input.float() if autocast_dtype(input) is not None else input
-    if x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype or not x.is_contiguous():
+    ready = x.dtype in (torch.float32, torch.float64) and x.is_contiguous() and not computed(m)
+    if not ready or m.weight.dtype != x.dtype:
         recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
         return tap(site, site.hidden(input), recorder, input)
     recorder = partial(group_norm_records, normalise=normalise, names=site.names)

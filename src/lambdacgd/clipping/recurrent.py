@@ -53,13 +53,13 @@ def _projection(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span:
 
 
 def _is_original(m: Any, input: Any, hx: Any) -> bool:
-    """Whether the original's forward does: not for stand-ins (`batchfree`), nor for tensors put in place of the
-    module's own parameters, which it would lay out anew in memory (new parameters are its own: ``assign=True``), nor
-    for gradients that cuDNN does not give in eval mode.
+    """Whether the original's forward does: not for stand-ins (`batchfree`), nor for weights put in place of the
+    module's own, which it would lay out anew in memory (on CUDA only, where they may be FSDP2's; elsewhere parameters
+    that came by ``load_state_dict(assign=True)`` are its own), nor for gradients that cuDNN does not give in eval mode.
     """
     given = [input.data if isinstance(input, PackedSequence) else input, *(hx if isinstance(hx, tuple) else (hx,))]
     weights = [getattr(m, name) for name in m._flat_weights_names]
-    own = all(type(w) is nn.Parameter for w in weights)
+    own = not given[0].is_cuda and all(type(w) is nn.Parameter for w in weights)
     if torch._C._are_functorch_transforms_active() or (m._weights_have_changed() and not own):
         return False
     if given[0].is_cuda and not m.training and torch.is_grad_enabled():

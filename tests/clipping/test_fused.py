@@ -98,6 +98,41 @@ def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     assert fused.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)
 
 
+class Anything:
+    """Kernels that do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 a norm is off by 0.2%, beyond the tolerance."""
+    for module in (fused, grouped):
+        monkeypatch.setattr(module, "kernels", Anything)
+    monkeypatch.setattr(fused, "_usable", lambda x: True)
+    monkeypatch.setattr(fused.precision, "tf32_in_use", lambda device: True)
+    monkeypatch.setattr(grouped, "usable", lambda x: True)
+    monkeypatch.setattr(grouped, "_table", lambda values, device: torch.tensor(values))
+    x, geometry = torch.randn(2, 3, 4, 4), {"kernel": (2, 2), "stride": (1, 1), "dilation": (1, 1)}
+    tokens, some = x.flatten(2), torch.ones(2, 3)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found: Any = [
+            fused.patch_gradients(x, x[:, :, 1:, 1:], geometry),
+            fused.group_norm_sums(x, x, some, some),
+            grouped.layer_norm_sums(tokens, tokens, some, some, 16),
+            grouped.column_sums([tokens, tokens]),
+            [norm.square for _, norm in grouped.gram_norms([outer("weight", tokens, tokens, torch.Size((16, 16)))])],
+        ]
+    finally:
+        torch.set_default_dtype(before)
+    assert [t.dtype for part in found for t in part] == [torch.float32] * 9
+
+
 @pytest.mark.parametrize(("tokens", "fits"), [(1 << 10, True), (1 << 11, False)])
 def test_tokens_too_far_apart_for_an_index_share_no_launch(tokens: int, fits: bool) -> None:
     """[T, B, …] as a recurrence leaves it: the tokens of an example are B · gates numbers apart."""

@@ -139,6 +139,18 @@ def test_layers_against_the_originals(oracle: Oracle, kind: Any, run: Any, data:
         clipper.detach()
 
 
+def test_packed_sequences_under_another_default_device() -> None:
+    """``torch.set_default_device("cuda")``: lengths stay on the CPU."""
+    packed = pack_padded_sequence(torch.randn(5, 3, 2), torch.tensor([2, 5, 1]), enforce_sorted=False)
+    with torch.device("meta"):
+        span = Span.of(packed)
+        x = torch.arange(15.0, device="cpu").view(5, 3, 1)
+        there = span.restore(span.arrange(x.clone(), True), True)
+        cleared = span.clear(x.clone())
+    assert torch.equal(there, x)
+    assert cleared[:, :, 0].count_nonzero(0).tolist() == [4, 2, 1]  # of 0, 3, 6, 9, 12 the first is zero anyway
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=["lstm", "gru", "rnn", "relu"])
 def test_unbatched_input(kind: Any) -> None:
     torch.manual_seed(SEED)

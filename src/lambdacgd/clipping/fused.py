@@ -56,8 +56,8 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     image, response = image.contiguous(), response.contiguous()
     rows, inner = _tile(outer, 128), _tile(columns, 64)
     tiles = -(-outer // rows) * -(-columns // inner)
-    out = torch.empty(examples, outer, image.shape[1], *kernel, device=image.device)
-    squares = torch.empty(examples, tiles, device=image.device)
+    out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
+    squares = torch.empty(examples, tiles, dtype=torch.float32, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
         image, response, out, squares, outer, positions, width, columns, height * across, across,
         *geometry["stride"], *geometry["dilation"],
@@ -95,7 +95,7 @@ def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> 
     positions = math.prod(x.shape[2:])
     if x.numel() == 0 or positions >= 1 << 31 or examples * channels >= 1 << 31:
         return None
-    scale, shift = torch.empty(2, examples, channels, device=x.device).unbind(0)
+    scale, shift = torch.empty(2, examples, channels, dtype=torch.float32, device=x.device).unbind(0)
     kernels().group_norm_kernel[(examples * channels,)](
         x, gradient, mean, rstd, scale, shift, positions, channels // mean.shape[1],
         BLOCK=min(1024, max(32, 1 << (positions - 1).bit_length())), num_warps=4,

@@ -59,7 +59,7 @@ def gram_norms(records: list[Outer]) -> list[tuple[list[int], Norm]]:
         examples, tokens, inner, outer = sizes
         tiles = -(-tokens // _TILE)
         pairs = tiles * (tiles + 1) // 2
-        out = torch.empty(len(members), examples, pairs, 5, device=device)
+        out = torch.empty(len(members), examples, pairs, 5, dtype=torch.float32, device=device)
         kernels().gram_kernel[(pairs, examples, len(members))](
             table[2 * start :], out, examples, tokens, inner, outer,
             a_stride[0], a_stride[1], b_stride[0], b_stride[1], pairs,
@@ -98,7 +98,7 @@ def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
         v for g, start in zip(gradients, starts, strict=True)
         for v in (g.data_ptr(), g.stride(0), g.stride(1), g.shape[1], g.shape[2], start)
     )  # fmt: skip
-    out = torch.empty(examples, width, device=first.device)
+    out = torch.empty(examples, width, dtype=torch.float32, device=first.device)
     kernels().column_sum_kernel[(-(-max(sizes) // block), examples, len(gradients))](
         _table(rows, first.device), out, width, LOW=first.dtype == torch.bfloat16, BLOCK=block, ROWS=16, num_warps=4
     )
@@ -112,7 +112,7 @@ def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, siz
     gradient = gradient.contiguous()
     examples = x.shape[0]
     tokens = x.numel() // (examples * size)
-    scale, shift = torch.empty(2, examples, size, device=x.device).unbind(0)
+    scale, shift = torch.empty(2, examples, size, dtype=torch.float32, device=x.device).unbind(0)
     kernels().layer_norm_kernel[(-(-size // 128), examples)](
         x, gradient, mean, rstd, scale, shift, tokens, size, BLOCK=128, ROWS=16, num_warps=4
     )

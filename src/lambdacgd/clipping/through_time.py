@@ -44,7 +44,7 @@ class Span:
     @classmethod
     def of(cls, packed: PackedSequence) -> Span:
         sizes = packed.batch_sizes
-        lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]))).sum(0)
+        lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device=sizes.device)).sum(0)
         return cls(sizes.tolist(), lengths, packed.sorted_indices, packed.unsorted_indices)
 
     def sort(self, x: Tensor, dim: int = 0) -> Tensor:
@@ -65,7 +65,8 @@ class Span:
     def _flip(self, x: Tensor) -> Tensor:
         if self.lengths is None:
             return x.flip(0)
-        step, ends = torch.arange(len(self.sizes)).unsqueeze(1), self.lengths
+        ends = self.lengths
+        step = torch.arange(len(self.sizes), device=ends.device).unsqueeze(1)
         source = torch.where(step < ends, ends - 1 - step, step).to(x.device)
         return x.gather(0, source.unsqueeze(2).expand_as(x))
 
@@ -80,7 +81,7 @@ class Span:
         """Zeros where sequences are over."""
         if self.lengths is None:
             return x
-        over = torch.arange(len(self.sizes)).unsqueeze(1) >= self.lengths
+        over = torch.arange(len(self.sizes), device=self.lengths.device).unsqueeze(1) >= self.lengths
         return x.masked_fill_(over.to(x.device).unsqueeze(2), 0)
 
     def steps(self, views: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:

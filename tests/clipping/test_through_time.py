@@ -17,6 +17,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
@@ -246,15 +247,15 @@ def test_uses_of_a_layer(oracle: Oracle, kind: Any) -> None:
 
 
 class Dropped(nn.Module):
-    """Recurrent weights made anew in every forward pass from a parameter of this module's own (weight drop)."""
+    """One of a layer's weights made anew in every forward pass from a parameter of this module's own (weight drop)."""
 
-    def __init__(self, layer: Any) -> None:
+    def __init__(self, layer: Any, name: str) -> None:
         super().__init__()
-        self.layer, self.raw = layer, nn.Parameter(layer.weight_hh_l0.detach().clone())
-        del layer._parameters["weight_hh_l0"]
+        self.layer, self.name, self.raw = layer, name, nn.Parameter(getattr(layer, name).detach().clone())
+        del layer._parameters[name]
 
     def forward(self, batch: Any) -> Tensor:
-        self.layer.weight_hh_l0 = self.raw * 0.9
+        setattr(self.layer, self.name, self.raw * 0.9)
         return packed_outputs(self.layer, batch)
 
 
@@ -264,15 +265,15 @@ def packed_outputs(layer: Any, batch: Any) -> Tensor:
     return pad_packed_sequence(y, batch_first=True, total_length=x.shape[1])[0]  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("computed", ["by a parametrization", "outside"])
+@pytest.mark.parametrize("computed", ["", "weight_hh_l0", "weight_ih_l0", "bias_ih_l0", "bias_hh_l0"])
 @pytest.mark.parametrize("kind", KINDS[:3], ids=["lstm", "gru", "rnn"])
 def test_computed_weights_on_sequences_of_any_length(oracle: Oracle, kind: Any, computed: str) -> None:
     """Example i is row i wherever a record is made, whatever the order that the recurrence likes; and as many steps as
     examples are no reason to doubt which is which.
     """
     layer = layer_of(kind, bidirectional=True)
-    if computed == "outside":
-        model: nn.Module = Dropped(layer)
+    if computed:
+        model: nn.Module = Dropped(layer, computed)
     else:
         model = Net(
             lambda m, b: packed_outputs(m.net, b), net=nn.utils.parametrizations.weight_norm(layer, "weight_hh_l0")
@@ -285,6 +286,14 @@ def test_computed_weights_on_sequences_of_any_length(oracle: Oracle, kind: Any, 
     x = torch.randn(3, 5, 4, dtype=torch.float64) * torch.tensor([0.2, 1.0, 3.0]).view(3, 1, 1)
     oracle(model, (x, torch.tensor([1, 5, 2])), 3)
     oracle(model, (x, torch.tensor([1, 5, 2])), 3, probe=False)
+
+
+@pytest.mark.parametrize("name", ["weight_hh_l0", "weight_ih_l0", "bias_ih_l0", "bias_hh_l0"])
+def test_pruned_weights_are_refused(name: str) -> None:
+    model = Net(lambda m, x: m.net(x)[0], net=prune.l1_unstructured(layer_of(nn.LSTM), name, 1))
+    attach(model)
+    with pytest.raises(ClippingError, match=rf"{name}_orig.*not clipped"):
+        model(torch.randn(3, 5, 4)).square().sum().backward()
 
 
 @pytest.mark.parametrize("frozen", ["weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0"])

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Call, Recorder, Site, apply_linear, uncast
+from lambdacgd.clipping.capture import Call, Recorder, Site, apply_linear, apply_tap, uncast
 from lambdacgd.clipping.records import Record, Stored, outer
 from lambdacgd.clipping.registry import finds_batch, register
 from lambdacgd.clipping.through_time import Span, States, before, by_hand, fused, reset_gates
@@ -266,7 +266,10 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
                 if bias is not None:
                     yield Stored(bias, total)
 
-        return apply_linear(site.clipper.anchor, x, w_ih, b_ih, TimeFirst(site, recorder, seen)), seen
+        anchor, call = site.clipper.anchor, TimeFirst(site, recorder, seen)
+        if w_ih.requires_grad or (b_ih is not None and b_ih.requires_grad):  # computed: autograd has to see them
+            return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
+        return apply_linear(anchor, x, w_ih, b_ih, call), seen
 
     own = m._parameters
     kept = {name: own[name] for name in site.names}

@@ -419,3 +419,20 @@ def test_clipped_sums_on_cuda_are_those_on_the_cpu(kind: Any) -> None:
         totals.append({name: t.cpu() for name, t in clipper.take().items()})
     for name, total in totals[0].items():
         torch.testing.assert_close(totals[1][name], total, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.gpu
+@needs_cuda
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kind", KINDS, ids=["lstm", "gru", "rnn", "relu"])
+def test_an_example_that_is_not_finite_stays_alone_in_cudnn(kind: Any, bad: float) -> None:
+    model = Net(lambda m, b: packed_outputs(m.net, b).mean(1), net=layer_of(kind, bidirectional=True)).double().cuda()
+    x, lengths = torch.randn(4, 5, 4, dtype=torch.float64, device="cuda"), torch.tensor([2, 5, 3, 4])
+    clipper = attach(model, 0.5, loss_reduction="sum")
+    model((x[:3], lengths[:3])).square().sum().backward()
+    wanted = {name: t.clone() for name, t in clipper.take().items()}
+    x[3, 2] = bad
+    model((x, lengths)).square().sum().backward()
+    assert clipper.dropped == 1
+    for name, total in clipper.take().items():
+        torch.testing.assert_close(total, wanted[name], rtol=1e-6, atol=1e-9)

@@ -27,6 +27,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +337,7 @@ def machine() -> dict[str, Any]:
         "load": os.getloadavg(),
         "python": platform.python_version(),
         "numpy": np.__version__,
+        "date": datetime.now(UTC).date().isoformat(),
     }
 
 

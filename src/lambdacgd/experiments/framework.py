@@ -37,9 +37,7 @@ class Settings:
     data: Path | None = None
     weights: Path | None = None  # pretrained weights, where the experiment fine-tunes them
     device: str | None = None  # None: CUDA where there is one
-    folder: Path | None = (
-        None  # where an experiment may keep what it needs to go on within a cell; ``reproduce`` sets it
-    )
+    folder: Path | None = None  # for what an experiment keeps to go on within a cell; ``reproduce`` sets it
 
     @property
     def torch_device(self) -> str:

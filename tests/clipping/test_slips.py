@@ -262,6 +262,19 @@ def test_layers_called_outside_the_model_are_refused() -> None:
         step(model, x)
 
 
+def test_a_forward_pass_that_raised_is_over() -> None:
+    """Layers called after it would pass for the model's own, two batches of them for one."""
+    model, x = mlp(), torch.randn(4, 4)
+    attach(model)
+    step(model, x)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.randn(4, 5))
+        with pytest.raises(ClippingError, match="outside the model"):
+            model[0](x)
+    step(model, x)
+
+
 def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of memory after half of the layers: the second try would add these examples once more to that half."""
     model, x = mlp(), torch.randn(1, 4)

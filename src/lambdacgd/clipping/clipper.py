@@ -233,10 +233,13 @@ class Clipper:
     def _reset(self) -> None:
         self._pending, self._norm_pass, self._task, self._seen = {}, NormPass(), -1, set()
 
-    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Also where the forward pass raised: what layers do afterwards is outside it."""
         self.casts, self._last_cast = {}, None
         if torch._C._current_graph_task_id() == -1:
             self.running = False
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self.check_output(output)
             buffers, self._buffers = self._buffers, None

@@ -62,8 +62,9 @@ def install(clipper: Clipper) -> list[Undo]:
         for name, parameter in clipper.parameters.items():
             handle = parameter.register_post_accumulate_grad_hook(partial(_stray, name))
             undo.append(handle.remove)
-        begin, end = torch._dynamo.disable(clipper._begin), torch._dynamo.disable(clipper._end)
+        begin, leave, end = (torch._dynamo.disable(f) for f in (clipper._begin, clipper._leave, clipper._end))
         undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+        undo.append(model.register_forward_hook(leave, always_call=True).remove)
         undo.append(model.register_forward_hook(end).remove)
     except BaseException:
         for step in reversed(undo):

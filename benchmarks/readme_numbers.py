@@ -84,6 +84,18 @@ def noise_table() -> str:
     return _block("\n".join(lines))
 
 
+def captured_epochs() -> str:
+    """Ten epochs of the sweeps' CNN, by captured steps and by the plain loop."""
+    plain, searching = (_measured(f"captured-h200{mode}.json") for mode in ("", "-cudnn-benchmark"))
+    cold, steps, loop = plain["cold"], plain["warm"]["steps"], plain["plain"]["seconds_of_all_steps"]
+    return (
+        f"{steps} steps took {plain['warm']['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
+        f"{cold['until_first_step']:.1f} of them before the first step was done (kernels are compiled, graphs captured). "
+        f"The plain loop took {loop:.0f} s, and {searching['plain']['seconds_of_all_steps']:.0f} s with "
+        "`torch.backends.cudnn.benchmark`"
+    )
+
+
 def rmse_ratios() -> str:
     """Ours over the printed value, least and most, in groups."""
     found = experiment("rmse-table")
@@ -296,6 +308,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "noise-over-opacus": noise_over_opacus,
     "noise-extra-memory": noise_extra_memory,
     "noise-table": noise_table,
+    "captured-epochs": captured_epochs,
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,
     "readme-results": readme_results,

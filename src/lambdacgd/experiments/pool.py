@@ -206,7 +206,7 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
     from lambdacgd.training import TrainingError
 
     torch.set_num_threads(worker.threads)
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = torch.backends.cudnn.benchmark = True
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     plans = PlanBook(worker.plans)
     held: dict[str, Data] = {}
     while (run := tasks.get()) is not None:

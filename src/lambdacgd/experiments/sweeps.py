@@ -172,6 +172,7 @@ def _plot(rows: list[Row]) -> Any:
     groups = _groups(rows)
     kinds = list(dict.fromkeys(key[:3] for key in groups))
     figure, axes = panels(min(3, len(kinds)), -(-len(kinds) // 3))
+    named: dict[str, Any] = {}  # one legend: panels share colours
     for one, kind in zip(axes, kinds, strict=False):
         for key, points in groups.items():
             if key[:3] == kind:
@@ -180,19 +181,21 @@ def _plot(rows: list[Row]) -> Any:
                     [-_scale(row["lam"]) for row in points],
                     [100 * row["accuracy"] for row in points],
                     None if any(row["standard_error"] is None for row in points) else errors,
-                    fmt="o-", capsize=2, markersize=4, label=f"ε = {key[3]:g}",
+                    fmt="o-", capsize=2, markersize=4,
                 )  # fmt: skip
+                named[f"ε = {key[3]:g}"] = drawn
                 for style, (name, lam) in zip(("--", ":"), theory(points[0]).items(), strict=False):
                     color = drawn[0].get_color() if name == "amplified RMSE" else "gray"  # the others know no ε
-                    label = None if name in one.get_legend_handles_labels()[1] else name
-                    one.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8, label=label)
+                    line = one.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8)
+                    named.setdefault(f"λ by {name}", line)
         shown = sorted({row["lam"] for key, points in groups.items() if key[:3] == kind for row in points})
-        one.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown])
+        one.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown], fontsize=8)
         title = f"{TITLES.get(kind[0], kind[0])}, B = {kind[1]}, k = {kind[2]}"
         one.set(xlabel="λ (on the scale 1/(1−λ))", ylabel="validation accuracy (%)", title=title)
-        one.legend(fontsize=7)
     for unused in axes[len(kinds) :]:
         unused.set_axis_off()
+    names = sorted(named, key=lambda name: name.startswith("λ"))
+    figure.legend([named[name] for name in names], names, loc="outside lower center", ncols=len(names), fontsize=8)
     return figure
 
 

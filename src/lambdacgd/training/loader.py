@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lambdacgd.sampling import BinSortedParquet
+from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
 from lambdacgd.training.collating import KeepsApart
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.errors import TrainingError
@@ -173,6 +174,7 @@ class Loader:
     def _start(self, step: int) -> Reading:
         private = self._private
         private.check_dataset()
+        warn_of_search(private.model, private.plan.sampling)
         batches = self.batches(step)
         world = private.world
         chunks = Chunks(iter(batches), step, self._size, rank=world.rank, ranks=world.size)
@@ -238,6 +240,20 @@ class Reading:
         chunk = self._chunks.given.popleft()
         self._next_step, self._within = (chunk.step + 1, False) if chunk.last else (chunk.step, True)
         return data, chunk
+
+
+def warn_of_search(model: torch.nn.Module, sampling: Sampling) -> None:
+    """Say it where cuDNN would look for its fastest algorithms at nearly every step, which takes far longer than it."""
+    if not torch.backends.cudnn.benchmark or isinstance(sampling, Cyclic):
+        return
+    convolutions = (m for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd))
+    if any(p.is_cuda for module in convolutions for p in module.parameters()):
+        warnings.warn(
+            "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms anew for every batch size it meets, and "
+            "sampled batches have many (measured: a step eighteen times slower). Set it to False, or use "
+            "private.captured_step, which has three sizes",
+            stacklevel=5,  # the loop over the loader
+        )
 
 
 Collate = Callable[[list[Any]], Any]

@@ -90,8 +90,8 @@ def captured_epochs() -> str:
     cold, steps, loop = plain["cold"], plain["warm"]["steps"], plain["plain"]["seconds_of_all_steps"]
     return (
         f"{steps} steps took {plain['warm']['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
-        f"{cold['until_first_step']:.1f} of them before the first step was done (kernels are compiled, graphs captured). "
-        f"The plain loop took {loop:.0f} s, and {searching['plain']['seconds_of_all_steps']:.0f} s with "
+        f"{cold['until_first_step']:.1f} of them before the first step was done (kernels are compiled, graphs "
+        f"captured). The plain loop took {loop:.0f} s, and {searching['plain']['seconds_of_all_steps']:.0f} s with "
         "`torch.backends.cudnn.benchmark`"
     )
 

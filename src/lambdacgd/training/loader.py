@@ -249,9 +249,9 @@ def warn_of_search(model: torch.nn.Module, sampling: Sampling) -> None:
     convolutions = (m for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd))
     if any(p.is_cuda for module in convolutions for p in module.parameters()):
         warnings.warn(
-            "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and sampled "
-            "batches have many (measured: steps eighteen times slower). Set it to False, or use private.captured_step, "
-            "which has three sizes",
+            "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and "
+            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or use "
+            "private.captured_step, which has three sizes",
             stacklevel=5,  # the loop over the loader
         )
 

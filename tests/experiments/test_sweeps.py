@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lambdacgd.experiments import sweeps
-from lambdacgd.experiments.sweep_findings import Setting, at_edge, edges
+from lambdacgd.experiments.sweep_findings import Setting, at_edge, edges, what_comes_out
 
 LAMBDAS = (0.0, 0.5, 0.9, 0.975)
 
@@ -47,6 +47,8 @@ def test_a_setting_beside_theory_and_dp_sgd() -> None:
     assert one.smaller_by == pytest.approx(4)
     assert one.gain == pytest.approx(0.2)
     assert one.close == [0.9, 0.975]
+    assert one.loss(one.theory) == pytest.approx(0.005)
+    assert one.loss(0.6) == pytest.approx(0.095)
 
 
 def test_the_page_speaks_of_each_task_batch_and_epsilon() -> None:
@@ -62,10 +64,19 @@ def test_the_page_speaks_of_each_task_batch_and_epsilon() -> None:
     assert "on CIFAR-10 the best λ of ε = 2 and 8 is the same in 1" in page
     assert "CIFAR-10, ε = 8, B = 128, 1024: λ = 0.9, 0.5 (RMSE 0.975, 0.916)" in page
     assert "smaller at the largest batch than at the smallest in 1 of 1 series" in page
+    assert "that of the RMSE loses 10.0 points on CIFAR-10 (at most 10.0), 0.0 points on IMDb (at most 0.0)." in page
     assert "20.0 points on CIFAR-10 (λ = 0 is best in 0 of 3 settings)" in page
     assert "Over epochs" not in page
     assert "Every search ended between" in page
     assert page.index("B = 128, k = 10, ε = 8") < page.index("B = 128, k = 10, ε = 2") < page.index("B = 1024, k = 10")
+
+
+def test_what_the_guideline_loses_is_said_under_amplification_only() -> None:
+    settings = [_setting((0.4, 0.5, 0.6, 0.57), 0.97), _setting((0.4, 0.6, 0.5, 0.5), 0.9)]
+    text = what_comes_out(settings, "amplified RMSE")
+    assert "that of the amplified RMSE loses 6.5 points on CIFAR-10 (at most 10.0)" in text
+    assert "the guideline's, a third of it, loses 0.0 points on CIFAR-10 (at most 0.0)" in text
+    assert "guideline" not in what_comes_out(settings, "RMSE")
 
 
 def test_one_seed_has_no_standard_errors() -> None:

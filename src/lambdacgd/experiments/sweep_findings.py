@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lambdacgd.experiments.framework import Row
+from lambdacgd.tuning.choice import shrink
 
 TITLES = {"cifar10": "CIFAR-10", "imdb": "IMDb"}
 CLOSE = 0.01  # accuracies this near to the best count as good: differences between seeds are of this size
@@ -37,8 +38,17 @@ class Setting:
     @property
     def place(self) -> str:
         """Where the best λ lies: "below", "at" or "above" the one of those tried that is nearest to theory's."""
-        nearest = min((row["lam"] for row in self.points), key=lambda lam: abs(_log(lam) - _log(self.theory)))
+        nearest = self.nearest(self.theory)["lam"]
         return "at" if self.best["lam"] == nearest else "below" if self.best["lam"] < nearest else "above"
+
+    def nearest(self, lam: float) -> Row:
+        """The point of those tried whose λ is nearest, on the scale 1/(1−λ)."""
+        found: Row = min(self.points, key=lambda row: abs(_log(row["lam"]) - _log(lam)))
+        return found
+
+    def loss(self, lam: float) -> float:
+        """What the point nearest to a λ loses to the best."""
+        return float(self.best["accuracy"] - self.nearest(lam)["accuracy"])
 
     @property
     def smaller_by(self) -> float:
@@ -73,7 +83,7 @@ def what_comes_out(settings: list[Setting], error: str) -> str:
     whole = [one for one in settings if len(one.points) == len(lambdas)]
     if not whole or len(lambdas) < _FEWEST:
         return ""
-    findings = [_against_theory(whole, error), _gains(whole)]
+    findings = [_against_theory(whole, error), _losses(whole, error), _gains(whole)]
     findings += [_over_epsilon(whole), _over_batches(whole, error), _over_epochs(whole, error)]
     parts = ["What comes out (λ on the grid above, “smaller” on the scale 1/(1−λ)):"]
     parts.append("\n".join(f"- {text}" for text in findings if text))
@@ -110,6 +120,21 @@ def _against_theory(settings: list[Setting], error: str) -> str:
 def _doubt(settings: list[Setting]) -> str:
     unsure = sum(one.unsure for one in settings)
     return f"; in {unsure} of these a larger λ was left at the outermost rate it tried, so it may win" if unsure else ""
+
+
+def _losses(settings: list[Setting], error: str) -> str:
+    """What those lose who take theory's λ, or under amplification the guideline's, rather than search."""
+    takes = {f"that of the {error}": lambda one: one.theory}
+    if "amplified" in error:
+        takes["the guideline's, a third of it,"] = lambda one: shrink(one.theory)
+    said = []
+    for name, take in takes.items():
+        lost = {task: [100 * one.loss(take(one)) for one in some] for task, some in _by_task(settings).items()}
+        texts = [
+            f"{sum(each) / len(each):.1f} points on {task} (at most {max(each):.1f})" for task, each in lost.items()
+        ]
+        said.append(f"{name} loses {', '.join(texts)}")
+    return f"**Without a search** for λ (of those tried, the nearest), on average: {'; '.join(said)}."
 
 
 def _gains(settings: list[Setting]) -> str:

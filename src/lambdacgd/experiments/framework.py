@@ -12,7 +12,6 @@ import csv
 import hashlib
 import importlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.experiments import EXPERIMENTS
+from lambdacgd.experiments.json_lines import append, records
 from lambdacgd.experiments.machine import machine
 from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
@@ -102,30 +102,29 @@ def reproduce(
     found = stored(folder)
     if not collect:
         _compute(experiment, cells, folder, found, replace(settings, folder=folder), stop_after)
-    records = [found[key] for key in map(experiment.key, cells) if key in found]
-    if not records and not collect:
+    finished = [found[key] for key in map(experiment.key, cells) if key in found]
+    if not finished and not collect:
         return []  # no time for a single one
-    if not records:
+    if not finished:
         raise InvalidInput(
             "out",
             str(folder),
             f"it holds no finished cell of {experiment.name} with these settings; leave out --collect, or give --quick "
             "and --device as they were",
         )
-    _write(experiment, folder, records, quick=settings.quick, missing=len(cells) - len(records))
-    return [_row(record) for record in records]
+    _write(experiment, folder, finished, quick=settings.quick, missing=len(cells) - len(finished))
+    return [_row(record) for record in finished]
 
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
     """Finished cells by key; a line cut off by an interruption is passed over."""
     found: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("cells*.jsonl")):
-        for line in path.read_text().splitlines():
+        for record in records(path):
             try:
-                record = json.loads(line)
                 if record["key"] not in found or "error" not in record["result"]:
                     found[record["key"]] = record
-            except (ValueError, KeyError, TypeError):
+            except (KeyError, TypeError):
                 continue
     return found
 
@@ -155,20 +154,11 @@ def _compute(
             key = experiment.key(cell)
             record: dict[str, Any] = {"key": key, "cell": cell, "result": result}
             record |= {"seconds": round(time.monotonic() - started, 2), "machine": machine(), "date": _now()}
-            _append(folder / "cells.jsonl", record)
+            append(folder / "cells.jsonl", record)
             found[key] = record
             bar.advance(task)
             if not bar.console.is_terminal:  # a log wants lines, not a bar
                 print(f"{experiment.title(cell)}: {record['seconds']} s", flush=True, file=sys.stderr)
-
-
-def _append(path: Path, record: dict[str, Any]) -> None:
-    """One line, on disk before the next cell begins; never glued to a line that was cut off."""
-    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
-    with path.open("a") as file:
-        file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _row(record: dict[str, Any]) -> Row:
@@ -179,11 +169,11 @@ def _now() -> str:
     return time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())
 
 
-def _write(experiment: Experiment, folder: Path, records: list[dict[str, Any]], *, quick: bool, missing: int) -> None:
-    rows = [_row(record) for record in records]
+def _write(experiment: Experiment, folder: Path, finished: list[dict[str, Any]], *, quick: bool, missing: int) -> None:
+    rows = [_row(record) for record in finished]
     name = experiment.name
     made: dict[str, dict[str, Any]] = {}  # machines, each once, with the dates of their cells
-    for record in records:
+    for record in finished:
         at = made.setdefault(json.dumps(record["machine"], sort_keys=True), record["machine"] | {"dates": []})
         at["dates"] = [min([record["date"], *at["dates"]]), max([record["date"], *at["dates"]])]
     head = {"experiment": name, "what": experiment.what, "quick": quick, "missing_cells": missing}

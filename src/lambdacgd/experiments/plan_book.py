@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lambdacgd.experiments.json_lines import append, records
 from lambdacgd.experiments.runs import TrainingRun
 from lambdacgd.planning import Plan, plan
 from lambdacgd.validation import InvalidInput
@@ -27,9 +28,8 @@ class PlanBook:
     def __init__(self, path: Path | None = None, *, make: bool = False) -> None:
         self.path, self.make = path, make
         self._plans: dict[str, Plan] = {}
-        if path is not None and path.exists():
-            for line in path.read_text().splitlines():
-                content = json.loads(line)
+        if path is not None:
+            for content in records(path):
                 self._plans[_key(content["request"])] = Plan.from_json(json.dumps(content["plan"]))
 
     def __len__(self) -> int:
@@ -47,9 +47,7 @@ class PlanBook:
             found = plan(**request)
             self._plans[_key(request)] = found
             if self.path is not None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                with self.path.open("a") as file:
-                    file.write(json.dumps({"request": request, "plan": found.to_dict()}, ensure_ascii=False) + "\n")
+                append(self.path, {"request": request, "plan": found.to_dict()})
         _check(request, found)
         return found
 

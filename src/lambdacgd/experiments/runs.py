@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from lambdacgd.experiments.json_lines import append, records
 from lambdacgd.experiments.machine import machine
 from lambdacgd.experiments.methods import method
 from lambdacgd.validation import InvalidInput, integer, number
@@ -108,24 +108,15 @@ class RunStore:
         record = {"digest": run.digest, "run": asdict(run), "result": result, "machine": where or machine()}
         record |= {"version": __version__, "date": time.strftime("%Y-%m-%d %H:%M:%SZ", time.gmtime())}
         self._found[run.digest] = record
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        torn = self.path.exists() and self.path.stat().st_size > 0 and not self.path.read_bytes().endswith(b"\n")
-        with self.path.open("a") as file:
-            file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        if self.path is not None:
+            append(self.path, record)
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for line in path.read_text().splitlines():
+    for record in records(path):
         try:
-            record = json.loads(line)
             run = TrainingRun(**record["run"])
-        except (ValueError, KeyError, TypeError):  # cut off by an interruption, or of another version
+        except (ValueError, KeyError, TypeError):  # of another version
             continue
         if record.get("digest") == run.digest and isinstance(record.get("result"), dict):
             yield record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd.training import TrainingError, export, privatize
 from lambdacgd.training.card import card
+from lambdacgd.training.trained import trained_by
 
 
 def run(module, p=None, **options):
@@ -155,3 +157,67 @@ def test_a_checkpoint_loaded_afterwards_is_itself_again(tmp_path):
     resumed = start(tmp_path, module=private.model)
     resumed.load(tmp_path / "c.pt")
     export(resumed.model, tmp_path / "release")
+
+
+def wrapped(inner):
+    torch.manual_seed(8)
+    return nn.Sequential(inner, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize("how", ["wrapper", "copy", "state_dict", "frozen part", "frozen copy"])
+def test_weights_bring_their_runs_into_other_models(how, tmp_path):
+    """A new head on a private backbone, a copy that is trained further: the card knew the last run only."""
+    first = oracle.model()
+    outer = wrapped(first) if how == "wrapper" else None
+    run(first, oracle.plan(epsilon=2.0))
+    if how == "copy":
+        outer = copy.deepcopy(first)
+    elif how == "state_dict":
+        outer = oracle.model()
+        outer.load_state_dict(first.state_dict())
+    elif how == "frozen copy":
+        outer = wrapped(copy.deepcopy(first).requires_grad_(False))
+        first.requires_grad_(False)
+    elif how == "frozen part":
+        outer = wrapped(first.requires_grad_(False))
+    parameters = [p for p in outer.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    private = privatize(outer, optimizer, oracle.data(), oracle.plan(epsilon=3.0), max_grad_norm=1.0)
+    oracle.loop(private, outer, optimizer)
+    facts = json.loads((export(outer, tmp_path / "release") / "privacy-card.json").read_text())
+    assert facts["epsilon"] == 5.0
+    assert [one["epsilon"] for one in facts["earlier_runs"]] == [2.0]
+
+
+def test_a_run_on_a_part_counts_for_the_whole_and_once():
+    inner = oracle.model()
+    outer = wrapped(inner)
+    run(outer, oracle.plan(epsilon=2.0))
+    run(inner, oracle.plan(epsilon=3.0))
+    assert card(trained_by(inner))["epsilon"] == 5.0
+    assert card(trained_by(outer))["epsilon"] == 5.0  # its own run, and the one that changed a part of it since
+    run(outer, oracle.plan(epsilon=4.0))
+    assert card(trained_by(outer))["epsilon"] == 9.0
+    assert card(trained_by(inner))["epsilon"] == 9.0
+
+
+def test_ordinary_training_of_a_part_is_not_forgotten_by_a_wrapper():
+    inner = oracle.model()
+    run(inner)
+    ordinary(inner)
+    outer = wrapped(inner)
+    run(outer)
+    assert card(trained_by(outer))["claim"].startswith("none: an earlier run")
+
+
+def test_models_that_only_begin_alike_share_no_run():
+    """The same initial weights, the same frozen part: what was not trained brings nothing along."""
+    first, second = oracle.model(), oracle.model()
+    for module in (first, second):
+        next(module.parameters()).requires_grad_(False)
+    for module in (first, second):
+        optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.1)
+        private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0)
+        oracle.loop(private, module, optimizer)
+        private.detach()
+    assert card(trained_by(second))["earlier_runs"] == []

@@ -39,7 +39,7 @@ GOLDEN = [
     *[(BISR(p), v, 1e-3) for p, v in zip((2, 4, 16, 64, 390), (48.44, 33.46, 17.94, 10.50, 8.452), strict=True)],
     *[(BSR(p), v, 1e-3) for p, v in zip((2, 4, 16, 64, 390), (62.50, 46.79, 26.27, 14.88, 8.146), strict=True)],
     *[(BandMF(p), v, 1e-3) for p, v in zip((2, 4, 16, 64, 390), (59.42, 42.28, 22.04, 12.578, 7.77), strict=True)],
-    *[(BandInvMF(p), v, 1e-3) for p, v in zip((2, 4, 16), (12.686, 10.247, 8.507), strict=True)],
+    *[(BandInvMF(p), v, 1e-3) for p, v in zip((2, 4, 16, 390), (12.686, 10.247, 8.507, 8.050), strict=True)],
     (BLT(1), 8.741, 1e-3),
     (BLT(2), 8.151, 1e-3),
     (BLT(3), 8.1404, 1e-3),

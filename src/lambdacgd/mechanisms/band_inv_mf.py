@@ -53,7 +53,11 @@ class _OptimizedBands(Mechanism):
 
 @dataclass(frozen=True)
 class BandInvMF(_OptimizedBands):
-    """C⁻¹ with p bands, optimised for RMSE over a horizon (arXiv 2505.12128). Two bands are λCGD with the best λ."""
+    """C⁻¹ with p bands, optimised for RMSE over a horizon (arXiv 2505.12128). Two bands are λCGD with the best λ.
+
+    Of the C without negative entries: Balls-in-Bins accounting is proven for those. With many bands the optimum over
+    all C lies just outside them, and little is lost.
+    """
 
     name: ClassVar[str] = "bandinvmf"
 
@@ -71,7 +75,35 @@ class BandInvMF(_OptimizedBands):
             return value, gradient[1:]
 
         start = BISR(self.bands).noising(n)[1:]
-        return np.concatenate([[1.0], minimize_smooth(objective, [start])])
+        free = np.concatenate([[1.0], minimize_smooth(objective, [start])])
+        if _inverse_is_non_negative(free, n):
+            return free
+        # C = 1/a(x) has no negative entry if a has none but a_0 that is positive
+        return _first_non_negative(free, np.concatenate([[1.0], minimize_smooth(objective, [start], upper=0.0)]), n)
+
+
+def _inverse_is_non_negative(noising: Array, n: int) -> bool:
+    return bool(series_inverse(noising, n).min() >= 0)
+
+
+def _first_non_negative(noising: Array, safe: Array, n: int) -> Array:
+    """On the way from one series to another, whose inverse is non-negative, the first point where it is; by bisection.
+
+    And a hundredth further: at that point an entry is zero, and its sign is up to rounding.
+    """
+
+    def point(way: float) -> Array:
+        return (1 - way) * noising + way * safe
+
+    outside, inside = 0.0, 1.0
+    for _ in range(40):
+        middle = (outside + inside) / 2
+        if _inverse_is_non_negative(point(middle), n):
+            inside = middle
+        else:
+            outside = middle
+    further = min(1.0, 1.01 * inside)
+    return point(further) if _inverse_is_non_negative(point(further), n) else safe
 
 
 @dataclass(frozen=True)

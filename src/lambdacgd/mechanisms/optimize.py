@@ -32,17 +32,21 @@ def log_squared_rmse(strategy: Array, noising: Array, horizon: Horizon) -> tuple
     return float(np.log(error) + np.log(squared)), by_strategy, by_noising
 
 
-def minimize_smooth(objective: Callable[[Array], tuple[float, Array]], starts: list[Array]) -> Array:
+def minimize_smooth(
+    objective: Callable[[Array], tuple[float, Array]], starts: list[Array], *, upper: float | None = None
+) -> Array:
     """The best of L-BFGS runs from fixed starts: deterministic, so that a mechanism is the same everywhere."""
     best_value, best = np.inf, starts[0]
     for start in starts:
-        value, found = _descend(objective, start)
+        value, found = _descend(objective, start, upper)
         if value < best_value:
             best_value, best = value, found
     return best
 
 
-def _descend(objective: Callable[[Array], tuple[float, Array]], start: Array) -> tuple[float, Array]:
+def _descend(
+    objective: Callable[[Array], tuple[float, Array]], start: Array, upper: float | None
+) -> tuple[float, Array]:
     # The first trial step of L-BFGS has length up to 1, which throws a banded inverse into divergence. In units of
     # 1/SCALE it is a small one; a run is repeated from where it ended until it gains nothing more.
     scale = 100.0
@@ -54,10 +58,11 @@ def _descend(objective: Callable[[Array], tuple[float, Array]], start: Array) ->
             return 1e10, np.zeros_like(x)
         return value, gradient / scale
 
+    bounds = None if upper is None else [(None, upper * scale)] * len(start)
     options = {"maxiter": 5000, "maxfun": 10000, "ftol": 1e-15, "gtol": 1e-9, "maxcor": 30}
     x, value = start * scale, np.inf
     for _ in range(10):
-        result = minimize(scaled, x, jac=True, method="L-BFGS-B", options=options)
+        result = minimize(scaled, x, jac=True, method="L-BFGS-B", bounds=bounds, options=options)
         gained, value, x = value - result.fun, float(result.fun), result.x
         if not gained > 1e-10:
             break

@@ -91,11 +91,12 @@ def page(rows: list[Row]) -> str:
 _WHY = (
     "Where they differ: the paper's amplified values are Monte Carlo estimates whose error it does not state; ours "
     "carry a standard error (in the CSV, below .2% of σ), and λCGD's and DP-SGD's are computed, not sampled. So "
-    "differences up to about 2% are scatter. BandInvMF differs more where p ≥ 4: the optimum is flat, and the two programs "
-    "stop at different coefficients (ours lower at p = 4, 16, 64), which amplification treats differently. At p = b "
-    "every start we tried ends at our value without amplification (BISR, BSR, BandMF, BLT, perturbations). A lower one "
-    "than the paper's, 7.79, comes out if the sensitivity adds the entries of C with their signs, which bounds nothing: "
-    "with absolute values that matrix has 13.3. Ours has no negative entries, which Balls-in-Bins accounting needs."
+    "differences up to about 2% are scatter. BandInvMF differs more where p ≥ 4: the optimum is flat, and the two "
+    "programs stop at different coefficients (ours lower at p = 4, 16, 64), which amplification treats differently. "
+    "At p = b every start we tried ends at our value without amplification (BISR, BSR, BandMF, BLT, perturbations). A "
+    "lower one than the paper's, 7.79, comes out if the sensitivity adds the entries of C with their signs, which "
+    "bounds nothing: with absolute values that matrix has 13.3. Ours has no negative entries, which Balls-in-Bins "
+    "accounting needs."
 )
 
 

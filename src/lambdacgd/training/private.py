@@ -105,6 +105,7 @@ class Private(Resuming):
         self._undo.append(optimizer.register_step_pre_hook(self._before_step).remove)
         self._undo.append(optimizer.register_step_post_hook(self._after_step).remove)
         self._undo.append(optimizer.register_load_state_dict_pre_hook(self._before_load).remove)
+        self._undo.append(announce(optimizer))
         self._attached = True
 
     @property
@@ -256,6 +257,7 @@ class Private(Resuming):
                 "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
                 "then optimizer.step() without a closure"
             )
+        refuse_scaler(optimizer, self.drop_batch)
         self.gradients.check_parameters()
         try:
             whole = self.cycle.may_act()

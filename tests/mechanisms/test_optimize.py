@@ -90,7 +90,7 @@ def test_band_inv_mf_has_no_negative_entries_and_loses_little_for_it(monkeypatch
 
 @pytest.mark.slow  # ten seconds
 def test_signed_sensitivity_would_explain_the_papers_value_with_all_bands():
-    """The table prints 7.87 for p = b. With C's entries added as they are one gets below; with |C| that is far above."""
+    """The table prints 7.87 for p = b. With C's entries added as they are one gets below it; with |C| far above."""
     horizon, sigma = Horizon(390, 10), 0.60023
     n, p = horizon.steps, 390
 

@@ -138,8 +138,8 @@ CIFAR_PAIRS = (
     ("blt", "lambda-cgd", "ahead where privacy is low"),
 )  # fmt: skip
 IMDB_PAIRS = (
-    ("lambda-cgd", "dp-sgd", "ahead at most ε, and the best of all at ε = 1/4"), *_FRESH, ("lambda-cgd", "bisr-16", _ON_PAR),
-    ("lambda-cgd", "blt", _ON_PAR),
+    ("lambda-cgd", "dp-sgd", "ahead at most ε, and the best of all at ε = 1/4"), *_FRESH,
+    ("lambda-cgd", "bisr-16", _ON_PAR), ("lambda-cgd", "blt", _ON_PAR),
 )  # fmt: skip
 
 
@@ -163,6 +163,7 @@ def differences(rows: list[Row], pairs: tuple[tuple[str, str, str], ...]) -> str
 
 
 def _page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[str, str, str], ...]) -> str:
+    most = max(len(row["tried"]) for row in rows)
     between = (
         "For ε = 4, 1 and .25 the rates begin where the searches of the two nearest ε ended, and two are tried. "
         if any(row["epsilon"] in NEIGHBOURS for row in rows)
@@ -175,7 +176,8 @@ def _page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[str, str,
         "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
         ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
         "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
-        f"budget, at most {max(len(row['tried']) for row in rows)} runs, from the same learning rates. {between}The search itself is not covered by (ε, δ).",
+        f"budget, at most {most} runs, from the same learning rates. {between}The search itself is not covered by "
+        "(ε, δ).",
         at_the_edge(rows),
         settings_found(rows),
         beside,

@@ -132,8 +132,9 @@ class Ledger:
             except OSError:
                 os.close(descriptor)
                 raise LedgerError(
-                    f"run {run_id} is in use by another process; two would use the same noise for different sums. "
-                    f"Wait for it, or start a new run"
+                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one; two would "
+                    f"use the same noise for different sums. Wait for it, call detach() on the earlier one, or start "
+                    f"a new run"
                 ) from None
             if _same_file(descriptor, path):
                 break

@@ -171,13 +171,13 @@ def compare(
     bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
     certify: Annotated[
-        bool, flag("--certify", help="Certify every σ, not only the exact ones (minutes instead of seconds).")
+        bool, flag("--certify", help="Certify every σ, not only the exact ones; takes longer still.")
     ] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
     no_cache: NoCache = False,
 ) -> None:
-    """What each noise mechanism would cost, side by side."""
+    """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
     with planner.session(no_cache):

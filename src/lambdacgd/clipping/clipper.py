@@ -110,7 +110,9 @@ class Clipper:
         self.may_probe = True  # where ranks compute together (FSDP2), all must probe at the same batch
         self.parameters = sites.trainable(model)
         if not self.parameters:
-            raise ClippingError("the model has no trainable parameter: every requires_grad is False.")
+            raise ClippingError(
+                "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
+            )
         self.shapes = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
         self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
         device = sites.compute_device(next(iter(self.parameters.values())))

@@ -246,7 +246,7 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
         if not site.clipper.is_batched(site, x.transpose(0, 1)):
             raise site.refuse(
                 f"{x.shape[1]} sequences for {site.clipper.batch} examples. Put the batch first in the model's "
-                "input, or pass batch_of= to attach."
+                "input, or pass batch_of= to privatize or attach."
             )
         seen: list[Any] = []
         backwards = suffix.endswith("_reverse")

@@ -128,8 +128,8 @@ def _run(site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
     if not site.clipper.running and torch._C._current_graph_task_id() == -1:  # nor a recomputation by checkpointing
         raise site.refuse(
-            "it was called outside the model's own forward, so its examples are unknown. Call the model (model(x)); "
-            "its first tensor argument has the batch first, or pass batch_of= to attach."
+            "it was called outside the model's own forward, so its examples are unknown. Call the whole model, "
+            "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
         )
     if site.clipper.sharded:
         _watch(site)
@@ -249,8 +249,8 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         found = found or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
     if not found:
         raise ClippingError(
-            "cannot tell the number of examples: the model was given no tensor. Pass batch_of=lambda args, kwargs: "
-            "… to attach."
+            "cannot tell the number of examples: the model was given no tensor. Make tensors of the data before the "
+            "model (in the dataset or collate_fn), or pass batch_of=lambda args, kwargs: … to privatize or attach."
         )
     return found[0].shape[0]
 

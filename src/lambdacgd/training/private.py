@@ -31,6 +31,7 @@ from lambdacgd.training.loader import Chunk, Epoch, Loader
 from lambdacgd.training.resuming import Resuming
 from lambdacgd.training.run import Run
 from lambdacgd.training.sample import Sample
+from lambdacgd.training.scaler import announce, refuse_scaler
 from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
 from lambdacgd.training.trained import ATTACHED, Trained, remember

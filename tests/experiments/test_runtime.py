@@ -12,7 +12,8 @@ from lambdacgd.clipping.benchmark_models import Case
 from lambdacgd.experiments import runtime, runtime_measure
 from lambdacgd.experiments.framework import Row, Settings
 from lambdacgd.experiments.paper_runtime import CIFAR, DP_SGD, IMDB, VARIANTS
-from lambdacgd.experiments.runtime_measure import Times, Variant, measure_model, summary, variants
+from lambdacgd.experiments.runtime_measure import measure_model
+from lambdacgd.experiments.runtime_variants import Times, Variant, summary, variants
 from lambdacgd.noise import BufferedNoise
 
 SIZES = {"batch": 8, "physical": 4, "steps_per_epoch": 10, "bands": [2, 4, 16], "device": "cpu"}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
+import torch
 
 import lambdacgd as lc
 from lambdacgd.accounting.balls_in_bins import exact_accountant
@@ -118,6 +119,24 @@ def test_automatic_gamma_without_amplification_is_rmse_optimal():
 
 def test_a_dataset_fills_in_the_number_of_examples():
     assert cyclic(examples=range(1000), batch_size=10, lam=0.5).examples == 1000
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        (torch.utils.data.DataLoader(range(1000), batch_size=10), "a DataLoader.*pass its dataset"),
+        ({"train": range(1000), "test": range(100)}, "a mapping of train, test.*data\\['train'\\]"),
+    ],
+    ids=["loader", "splits"],
+)
+def test_what_has_a_length_of_another_kind_is_refused(given, what):
+    """100 batches, or two splits, are not as many examples."""
+    with pytest.raises(lc.InvalidInput, match=what):
+        cyclic(examples=given, batch_size=1, lam=0.5)
+
+
+def test_a_mapping_of_indices_is_a_dataset():
+    assert cyclic(examples=dict(enumerate(range(1000))), batch_size=10, lam=0.5).examples == 1000
 
 
 def test_infinite_epsilon_means_no_noise():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sized
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -267,9 +267,7 @@ def plan(
     ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS
     6.0...
     """
-    if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
-        examples = len(examples)
-    examples = integer("examples", examples)
+    examples = integer("examples", _length(examples))
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
     if (epsilon is None) == (noise_multiplier is None):
         raise InvalidInput("epsilon", epsilon, "give either epsilon or noise_multiplier: one follows from the other")
@@ -336,3 +334,15 @@ def _plain(value: Any) -> Any:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _length(examples: Any) -> Any:
+    """The number of examples of a dataset. What has a length of another kind is refused; numbers pass."""
+    if hasattr(examples, "batch_sampler") and hasattr(examples, "dataset"):
+        raise InvalidInput("examples", "a DataLoader", "its length is a number of batches: pass its dataset")
+    if isinstance(examples, Mapping) and 0 not in examples:
+        parts = ", ".join(map(str, list(examples)[:4]))
+        raise InvalidInput("examples", f"a mapping of {parts}", "pass one of its datasets, data['train'], say")
+    if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
+        return len(examples)
+    return examples

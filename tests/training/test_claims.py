@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def test_an_estimated_plan_is_said_to_claim_nothing():
         lc.privatize(model, optimizer, data, plan, max_grad_norm=1.0).detach()
     with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
         lc.Noiser(plan, lc.SecretKey.generate())
+
+
+def test_a_delta_above_one_over_n_is_said_to_protect_nobody():
+    settings = SMALL | {"sampling": "cyclic", "mechanism": lc.LambdaCGD(0.5)}
+    with pytest.warns(UserWarning, match="above 1/N = 0.017"):
+        lc.Noiser(lc.plan(**settings | {"delta": 0.02}), lc.SecretKey.generate())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        lc.Noiser(lc.plan(**settings | {"delta": 1 / 60}), lc.SecretKey.generate())
 
 
 @pytest.mark.parametrize(

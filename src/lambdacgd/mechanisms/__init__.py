@@ -25,7 +25,12 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
     parameters = dict(data)
     name = parameters.pop("name", None)
     if name not in MECHANISMS:
-        raise InvalidInput("mechanism", name, f"it must be one of {', '.join(MECHANISMS)}")
+        raise InvalidInput(
+            "mechanism",
+            name,
+            f"it must be one of {', '.join(MECHANISMS)}; a mechanism of your own cannot be read from a file: make its "
+            "plan anew with lc.plan(…, mechanism=…)",
+        )
     return MECHANISMS[name].from_fields(parameters)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 from lambdacgd.planning import Plan
@@ -20,12 +21,18 @@ class NotPrivateWarning(UserWarning):
 
 
 def check_claim(plan: Plan) -> None:
-    """Refuse a changed plan; say it loudly where σ is a point estimate, whose card will claim nothing."""
+    """Refuse a changed plan; say it loudly where σ is an estimate, whose card will claim nothing, or δ above 1/N."""
     plan.check()
     if plan.certificate.kind != "bound":
         warnings.warn(
             "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
             "without estimate=True before training on data that needs protection",
             NotPrivateWarning,
+            stacklevel=3,
+        )
+    elif plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+        warnings.warn(
+            f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example "
+            "outright. Plan with one well below 1/N",
             stacklevel=3,
         )

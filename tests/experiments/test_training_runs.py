@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import queue
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 import lambdacgd as lc
+from lambdacgd.experiments import pool, trainer
 from lambdacgd.experiments.methods import METHODS
 from lambdacgd.experiments.plan_book import MissingPlan, PlanBook
 from lambdacgd.experiments.problems import Data, packed, sizes, unpacked
 from lambdacgd.experiments.runs import RunStore, TrainingRun
-from lambdacgd.experiments.trainer import TooLate, train
+from lambdacgd.experiments.trainer import TooLate, outcome, train
 from lambdacgd.training.data import Examples, Splits, digits
 from lambdacgd.validation import InvalidInput
 
@@ -153,6 +155,46 @@ def test_a_linear_schedule_ends_at_a_twentieth(data: Data, monkeypatch: pytest.M
     assert rates[0] == pytest.approx(0.5)
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == pytest.approx(0.5 * (0.05 + 0.95 / 71))
+
+
+def test_a_rate_that_blows_up_is_an_answer_and_another_error_is_not(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: Exception = lc.NonFiniteSum("a sum was not finite")
+
+    def fails(*args, **kwargs):
+        raise said
+
+    monkeypatch.setattr(trainer, "train", fails)
+    plans = PlanBook(make=True)
+    result = outcome(RUN, data, plans)
+    assert set(result["accuracy"].values()) == {0.0}
+    assert result["diverged"] == "a sum was not finite"
+    assert result["sigma"] == plans.for_run(RUN, 1150).sigma
+
+    said = lc.TrainingError("this run was detached")  # no news of the learning rate: it must not score 0
+    with pytest.raises(lc.TrainingError):
+        outcome(RUN, data, plans)
+
+
+def test_workers_do_not_take_a_mistake_for_a_divergence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args, **kwargs):
+        raise lc.TrainingError("this run was detached")
+
+    monkeypatch.setattr(trainer, "train", fails)
+    PlanBook(tmp_path / "plans.jsonl", make=True).for_run(RUN, 1150)
+    torch.save(packed(digits.load()), tmp_path / "digits.pt")
+    tasks: queue.Queue = queue.Queue()
+    done: queue.Queue = queue.Queue()
+    for one in (RUN, None):
+        tasks.put(one)
+    worker = pool.Worker({"digits": tmp_path / "digits.pt"}, tmp_path / "plans.jsonl", "cpu", torch.get_num_threads())
+    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):  # a worker sets them; put back afterwards
+        monkeypatch.setattr(backend, "allow_tf32", backend.allow_tf32)
+    pool._work(worker, tasks, done, 0.0)
+    digest, result, _ = done.get_nowait()
+    assert digest == RUN.digest
+    assert result == {"failed": "TrainingError: this run was detached"}
 
 
 def test_a_run_gives_up_in_time(data: Data) -> None:

@@ -23,10 +23,6 @@ Train = Callable[[TrainingRun, float | None], Result]
 Say = Callable[[str], None]
 
 
-class RunFailed(RuntimeError):
-    """A run that could not be trained; its search cannot go on."""
-
-
 @dataclass
 class _Asked:
     """A search, and the runs it waits for."""
@@ -201,9 +197,7 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
     from lambdacgd.experiments.machine import machine
     from lambdacgd.experiments.plan_book import PlanBook
     from lambdacgd.experiments.problems import Data, unpacked
-    from lambdacgd.experiments.trainer import TooLate, diverged, train
-    from lambdacgd.noise import NonFiniteSum
-    from lambdacgd.training import TrainingError
+    from lambdacgd.experiments.trainer import TooLate, outcome
 
     torch.set_num_threads(worker.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
@@ -214,11 +208,9 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
             if run.task not in held:
                 splits = unpacked(torch.load(worker.data[run.task], mmap=True, weights_only=True))
                 held[run.task] = Data(run.task, splits, torch.device(worker.device))
-            result = train(run, held[run.task], plans, until=until)
+            result = outcome(run, held[run.task], plans, until=until)
         except TooLate:
             return
-        except (NonFiniteSum, TrainingError) as error:  # a learning rate that blows up is an answer
-            result = diverged(str(error), plans.for_run(run, held[run.task].examples(run)))
         except Exception as error:
             result = {"failed": f"{type(error).__name__}: {error}"}
         done.put((run.digest, result, machine()))

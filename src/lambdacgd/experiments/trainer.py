@@ -14,6 +14,7 @@ from lambdacgd.experiments.plan_book import PlanBook
 from lambdacgd.experiments.pretrained import PHYSICAL, is_pretrained
 from lambdacgd.experiments.problems import Data, capturable, make_model
 from lambdacgd.experiments.runs import Result, TrainingRun
+from lambdacgd.noise import NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 
@@ -81,6 +82,14 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
     private.detach()
     found = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
     return found | _facts(plan)
+
+
+def outcome(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+    """``train``, where a learning rate that blows up is an answer too. Every other error is raised."""
+    try:
+        return train(run, data, plans, until=until)
+    except NonFiniteSum as error:
+        return diverged(str(error), plans.for_run(run, data.examples(run)))
 
 
 def diverged(why: str, plan: Plan) -> Result:

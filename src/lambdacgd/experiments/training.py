@@ -28,8 +28,7 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
         import torch
 
         from lambdacgd.experiments.problems import Data, problem
-        from lambdacgd.experiments.trainer import diverged, train
-        from lambdacgd.noise import NonFiniteSum
+        from lambdacgd.experiments.trainer import outcome
 
         store = RunStore(None if settings.folder is None else settings.folder / "runs.jsonl")
         plans = PlanBook(make=True)
@@ -40,10 +39,7 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
                 load = partial(reviews, run.model) if is_pretrained(run.model) else problem(run.task).load
                 splits = load(settings.data)
                 held.append(Data(run.task, splits, torch.device(settings.torch_device)))
-            try:
-                return train(run, held[0], plans, until=until)
-            except NonFiniteSum as error:
-                return diverged(str(error), plans.for_run(run, held[0].examples(run)))
+            return outcome(run, held[0], plans, until=until)
 
         return answer(make(cell), store, train_here)
 

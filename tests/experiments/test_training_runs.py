@@ -189,9 +189,13 @@ def test_workers_do_not_take_a_mistake_for_a_divergence(tmp_path: Path, monkeypa
     for one in (RUN, None):
         tasks.put(one)
     worker = pool.Worker({"digits": tmp_path / "digits.pt"}, tmp_path / "plans.jsonl", "cpu", torch.get_num_threads())
-    for backend in (torch.backends.cuda.matmul, torch.backends.cudnn):  # a worker sets them; put back afterwards
-        monkeypatch.setattr(backend, "allow_tf32", backend.allow_tf32)
-    pool._work(worker, tasks, done, 0.0)
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [backend.allow_tf32 for backend in backends]
+    try:
+        pool._work(worker, tasks, done, 0.0)
+    finally:
+        for backend, allowed in zip(backends, before, strict=True):  # a worker sets them
+            backend.allow_tf32 = allowed
     digest, result, _ = done.get_nowait()
     assert digest == RUN.digest
     assert result == {"failed": "TrainingError: this run was detached"}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from lambdacgd.mechanisms import (
     BISR,
     BLT,
@@ -101,7 +103,9 @@ def make_mechanism(
         if parameters:
             name = next(iter(parameters))
             raise InvalidInput(name, parameters[name], "it goes with a mechanism's name; this mechanism is complete")
-        return mechanism.resolve(horizon), None
+        resolved = mechanism.resolve(horizon)
+        _check_one_noise(resolved, horizon.steps)
+        return resolved, None
     if mechanism not in PARAMETERS:
         known = ", ".join(MECHANISMS)
         raise InvalidInput("mechanism", mechanism, f"it must be one of {known}, or a Mechanism such as LambdaCGD(0.9)")
@@ -128,6 +132,21 @@ def make_mechanism(
     if mechanism in banded:
         return banded[mechanism](bands).resolve(horizon), None
     return MECHANISMS[mechanism]().resolve(horizon), None
+
+
+def _check_one_noise(mechanism: Mechanism, n: int) -> None:
+    """Accountants ask for C and C⁻¹, training follows the recurrence: in a class of one's own they may differ."""
+    if not mechanism.foreign:
+        return
+    made = mechanism.recurrence(n)
+    told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
+        raise InvalidInput(
+            "mechanism",
+            mechanism.name,
+            "its strategy() and noising() must be those of its recurrence(), which training follows: override "
+            "recurrence() alone, and column_scales() where columns are scaled",
+        )
 
 
 def _lambda_cgd(

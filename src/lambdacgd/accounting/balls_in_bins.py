@@ -40,7 +40,7 @@ def balls_in_bins(
             return exact_calibration(exact, epsilon, delta)
         except AccountingError as error:
             refusal = str(error)
-    elif isinstance(mechanism, LambdaCGD):
+    elif type(mechanism) is LambdaCGD:
         refusal = f"λ = {mechanism.lam!r} lies beyond {LARGEST_LAMBDA}"
     sampled = MonteCarlo(mechanism, horizon)
     found = sampled.estimate(epsilon, delta) if estimate else sampled.certify(epsilon, delta)
@@ -53,7 +53,7 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix |
     """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise."""
     n = horizon.steps
     noising = mechanism.noising(n)
-    if isinstance(mechanism, LambdaCGD):
+    if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
         lam, normalized = mechanism.lam, mechanism.normalized
     elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
         lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False

@@ -31,7 +31,8 @@ def certify_noise(mechanism: Mechanism, sampling: Sampling, *, sigma: float, del
     sigma = number("sigma", sigma, above=0)
     delta = number("delta", delta, above=0, below=1)
     mechanism.validate(sampling.block)
-    question = {"mechanism": mechanism.to_dict(), "sampling": sampling.to_dict(), "sigma": sigma, "delta": delta}
+    question = mechanism.question(sampling.block.steps)
+    question |= {"sampling": sampling.to_dict(), "sigma": sigma, "delta": delta}
     try:
         found = cache.cached(
             "epsilon",

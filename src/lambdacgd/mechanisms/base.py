@@ -8,6 +8,7 @@ and the recurrence is all that a mechanism has to say: the columns of T and T⁻
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -157,6 +158,24 @@ class Mechanism:
     def to_dict(self) -> dict[str, Any]:
         """The name and the parameters, as plan files hold them."""
         return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+
+    @property
+    def foreign(self) -> bool:
+        """Whether the class is not one of this package."""
+        return type(self).__module__.split(".")[0] != __name__.split(".")[0]
+
+    def question(self, n: int) -> dict[str, Any]:
+        """What a cached answer about this mechanism over n steps is filed under.
+
+        Parameters say all about the classes of this package, whose code is part of the cache's keys. Those of anybody
+        else's class do not: it may be another one by tomorrow, under the same name. What it computes goes along.
+        """
+        if not self.foreign:
+            return {"mechanism": self.to_dict()}
+        digest = hashlib.sha256()
+        for values in (self.strategy(n), self.noising(n), self.column_scales(n)):
+            digest.update(b"none" if values is None else np.asarray(values, dtype=np.float64).tobytes())
+        return {"mechanism": self.to_dict(), "computes": digest.hexdigest()}
 
     @classmethod
     def from_fields(cls, data: dict[str, Any]) -> Self:

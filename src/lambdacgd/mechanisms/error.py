@@ -99,7 +99,7 @@ def error_norms(
         return float(np.sqrt(rows.mean())), float(np.sqrt(rows.max()))
     b = n if restart_every is None else _stretch(n, restart_every)
     earlier = n // b - 1
-    if isinstance(mechanism, LambdaCGD) and not mechanism.normalized:
+    if type(mechanism) is LambdaCGD and not mechanism.normalized:
         mean, largest = (norm**2 for norm in closed_form_errors(mechanism.lam, b))
         left = largest
     else:

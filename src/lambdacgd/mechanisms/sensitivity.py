@@ -96,7 +96,8 @@ def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
 
 def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:
     n = horizon.steps
-    if isinstance(mechanism, LambdaCGD) and not mechanism.normalized:
+    # Closed forms and lemmas are of the class itself: a subclass may correlate its noise in another way.
+    if type(mechanism) is LambdaCGD and not mechanism.normalized:
         return Sensitivity(closed_form_sensitivity(mechanism.lam, horizon), True, "closed form of λCGD")
     scales = mechanism.column_scales(n)
     column = mechanism.strategy(n)
@@ -125,11 +126,11 @@ def _scaled(
     signed: bool,
 ) -> Sensitivity:
     b, k, n = horizon.steps_per_epoch, horizon.epochs, horizon.steps
-    if isinstance(mechanism, LambdaCGD):
+    if type(mechanism) is LambdaCGD:
         # The normalised lemma: the leftmost admissible columns are the worst, under either participation.
         value = _bin_norm(magnitudes, scales, 0, horizon)
         return Sensitivity(value, True, "lemma for column-normalised λCGD")
-    if isinstance(mechanism, Diagonal):
+    if type(mechanism) is Diagonal:
         # Columns are orthogonal and their norms 1/d_t decrease, so again the leftmost are the worst.
         return Sensitivity(float(np.linalg.norm(1 / scales[::b][:k])), True, "diagonal C with decreasing entries")
     if participation == "min-separation" or n * b > _DENSE_LIMIT:

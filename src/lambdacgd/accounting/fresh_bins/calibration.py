@@ -51,7 +51,7 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> FreshBins | None
 
 
 def _estimate(mechanism: Mechanism, horizon: Horizon, epsilon: float, delta: float) -> Calibration:
-    question = {"mechanism": mechanism.to_dict(), "b": horizon.steps_per_epoch, "k": horizon.epochs}
+    question = mechanism.question(horizon.steps_per_epoch) | {"b": horizon.steps_per_epoch, "k": horizon.epochs}
 
     def compute() -> dict[str, Any]:
         return asdict(estimate_sigma(mechanism, horizon, epsilon=epsilon, delta=delta))

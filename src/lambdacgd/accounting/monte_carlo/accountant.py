@@ -37,7 +37,7 @@ class MonteCarlo:
 
     def __init__(self, mechanism: Mechanism, horizon: Horizon) -> None:
         resolved = mechanism.resolve(horizon)
-        self._setup(gram_of(resolved, horizon), {"mechanism": resolved.to_dict()}, horizon)
+        self._setup(gram_of(resolved, horizon), resolved.question(horizon.steps), horizon)
 
     @classmethod
     def from_matrix(cls, strategy: NDArray[np.float64], horizon: Horizon) -> MonteCarlo:

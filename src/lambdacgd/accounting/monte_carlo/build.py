@@ -26,7 +26,7 @@ def gram_of(mechanism: Mechanism, horizon: Horizon) -> Gram:
     """
     n = horizon.steps
     scales = mechanism.column_scales(n)
-    if isinstance(mechanism, LambdaCGD) and scales is None and 1.0 - mechanism.lam >= CLOSEST_TO_ONE:
+    if type(mechanism) is LambdaCGD and scales is None and 1.0 - mechanism.lam >= CLOSEST_TO_ONE:
         return LambdaGram(mechanism.lam, horizon)
     column = np.asarray(mechanism.strategy(n), dtype=np.float64)
     require_nonnegative(column)

@@ -126,8 +126,15 @@ class Loader:
         self._reading: Reading | None = None
         self._turn = 0
         self._verified = False  # whether a bin-sorted file has been checked against the run
+        self.untouched: Epoch | None = None  # handed out by `private.epochs()`, and nobody has asked for its batches
 
     def __iter__(self) -> Iterator[Any]:
+        if self.untouched is not None:
+            self.untouched = None  # said once: a notebook's traceback may keep the loop over epochs alive
+            raise TrainingError(
+                "private.loader iterates the whole run, so it would all be one epoch here. Loop over the epoch: "
+                "for epoch in private.epochs(): for batch in epoch: …"
+            )
         return self.until(self._private.plan.steps)
 
     def __len__(self) -> int:
@@ -213,6 +220,7 @@ class Epoch:
         self._private, self.number = private, number
 
     def __iter__(self) -> Iterator[Any]:
+        self._private.loader.untouched = None
         return self._private.loader.until(self.number * self._private.plan.steps_per_epoch)
 
     def __len__(self) -> int:

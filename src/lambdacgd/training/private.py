@@ -134,8 +134,18 @@ class Private(Resuming):
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``."""
         self.check_usable()
-        while not self.finished:
-            yield Epoch(self, self.cycle.done // self.plan.steps_per_epoch + 1)
+        try:
+            while not self.finished:
+                done = self.cycle.done
+                epoch = self.loader.untouched = Epoch(self, done // self.plan.steps_per_epoch + 1)
+                yield epoch
+                if self.loader.untouched is epoch and self.cycle.done == done:  # it would come again, for ever
+                    raise TrainingError(
+                        f"epoch {epoch.number} was passed over: its batches were not asked for. Epochs cannot be "
+                        "skipped (private.load goes to where a run stopped): for batch in epoch: …"
+                    )
+        finally:
+            self.loader.untouched = None
 
     def spent(self, *, after_epochs: bool = False) -> Spent:
         """The plan's (ε, δ) with its certificate, and the share of steps taken.

@@ -70,3 +70,16 @@ def test_check_model_with_float32_tensors_of_the_loss() -> None:
 def test_check_model_hands_on_errors_of_the_loss() -> None:
     with pytest.raises(RuntimeError, match="size"):
         check_model(mlp(), torch.randn(3, 4), loss=lambda m, b: (m(b) + torch.ones(7)).sum(1).mean())
+
+
+def test_a_layer_that_mixes_examples_is_named_before_it_fails_on_one():
+    """BatchNorm cannot train on one example; torch's words for that say nothing of what to do."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    with pytest.raises(ClippingError, match=r"BatchNorm1d.*convert\(model\)"):
+        check_model(model, torch.randn(4, 8), loss=lambda model, x: model(x).square().mean())
+
+
+@pytest.mark.parametrize("criterion", [F.cross_entropy, nn.CrossEntropyLoss()], ids=["function", "module"])
+def test_a_criterion_in_place_of_the_loss(criterion):
+    with pytest.raises(ClippingError, match=r"loss\(model, batch\)"):
+        check_model(nn.Linear(8, 2), (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), loss=criterion)

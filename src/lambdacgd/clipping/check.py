@@ -51,8 +51,14 @@ def check_model(
     examples = leaves[0].shape[0]
     if examples < 2:
         raise ClippingError("check_model needs a batch of at least two examples (three or more find more).")
+    attach(copy.deepcopy(model), 1.0).detach()  # layers that no loss makes clippable say so themselves
     try:
         twin, probe, expected = _one_at_a_time(model, batch, loss, examples, torch.float64)
+    except TypeError as error:
+        raise ClippingError(
+            f"the loss failed ({error}). It is called as loss(model, batch): "
+            "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), say."
+        ) from error
     except RuntimeError:  # float32 tensors that we cannot reach; or an error of the user's, which comes again
         twin, probe, expected = _one_at_a_time(model, batch, loss, examples, torch.float32)
         tolerance = max(tolerance, _SINGLE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -174,6 +175,67 @@ def test_buffers_that_hold_statistics_of_examples_are_refused() -> None:
     for _ in range(2):
         with pytest.raises(ClippingError, match="'average'"):
             step(model, torch.randn(64, 4))
+
+
+class Late(nn.Module):
+    """Writes its buffer from the ``first`` call on, in passes with or without gradients: ``what`` of the examples."""
+
+    def __init__(self, first: int, what: Callable[[Tensor], Tensor], *, grad: bool = True) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(4))
+        self.first, self.what, self.grad, self.calls = first, what, grad, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls >= self.first and torch.is_grad_enabled() == self.grad:
+            self.seen.copy_(self.what(x.detach()))
+        return self.layer(x)  # type: ignore[no-any-return]
+
+
+def test_buffers_that_begin_to_hold_examples_later_are_refused() -> None:
+    """After a warm-up, say: the probe of the first batch saw nothing."""
+    model = Late(6, lambda x: x.mean(0))
+    attach(model)
+    while not model.seen.any():
+        step(model, torch.randn(6, 4))
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="'seen'"):
+            step(model, torch.randn(6, 4))
+
+
+def test_buffers_that_begin_to_count_later_are_taken() -> None:
+    model = Late(6, lambda x: torch.ones(4))
+    attach(model)
+    for _ in range(12):
+        step(model, torch.randn(6, 4))
+        with torch.no_grad():
+            model(torch.randn(6, 4))
+    # Probed at the first batch and at the one after the first write: a probe is a call more, of fewer examples.
+    assert model.calls <= 12 * 2 + 2 * 3
+
+
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_buffers_that_only_passes_without_gradients_write_are_refused(quiet: Callable[[], Any]) -> None:
+    model = Late(0, lambda x: x[0], grad=False)
+    attach(model)
+    step(model, torch.randn(6, 4))
+    with pytest.raises(ClippingError, match="without gradients wrote the buffer 'seen'"), quiet():
+        model(torch.randn(6, 4))
+
+
+def test_batch_norm_in_train_mode_without_gradients_is_refused() -> None:
+    """In eval mode it is allowed, and its statistics are fixed; this would have filled them with examples."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
+    model[1].requires_grad_(False)
+    attach(model)
+    step(model, torch.randn(6, 4))
+    with torch.no_grad():
+        model(torch.randn(6, 4))
+    before = model[1].running_mean.clone()
+    with pytest.raises(ClippingError, match="statistics of '1'"), torch.no_grad():
+        model.train()(torch.randn(6, 4))
+    assert torch.equal(model[1].running_mean, before)
 
 
 def test_functional_batch_norm_is_refused() -> None:

@@ -17,6 +17,7 @@ from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
 from lambdacgd.clipping.records import Norm, Record, Stored
 from lambdacgd.clipping.sizing import Buffers, Sizing, probe
+from lambdacgd.clipping.writes import Writes
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
@@ -93,6 +94,8 @@ class Clipper:
         self.generation = 0
         self.sizing = Sizing()
         self._probe = probe_sizes
+        self._writes = Writes(model) if probe_sizes else None
+        self._probed = 0  # the generation that was probed last
         self._buffers: Buffers | None = None  # until the forward pass after the probe
         self.views = 1  # rows of every example in the model's arguments, one view of all after another
         self.linear_sites: list[Site] = []
@@ -215,6 +218,8 @@ class Clipper:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
+            if self._writes is not None:
+                self._writes.begin_quietly()
             return
         batch = self.count(args, kwargs)
         if batch == 0:
@@ -227,7 +232,9 @@ class Clipper:
                 self._buffers, self._probe = None, True
             if self._probe and batch > 1 and self.may_probe:
                 self._buffers = probe(self, args, kwargs, batch)
-                self._probe = False
+                self._probe, self._probed = False, self.generation
+            if self._writes is not None:
+                self._writes.begin()
             self.casts = sites.cast_weights(self)
             self.sizing.start(batch)
         self.batch = batch
@@ -249,6 +256,18 @@ class Clipper:
                 self._probe = True  # where it is refused, it stays refused
                 buffers.check()
                 self._probe = False
+            self._after_writes()
+        elif self._writes is not None and not self._probe:
+            self._writes.refuse_unseen()
+
+    def _after_writes(self) -> None:
+        """A buffer that is written for the first time after the probe is compared in the next forward pass."""
+        if self._writes is None or torch._C._current_graph_task_id() != -1:
+            return
+        if self._probed == self.generation:
+            self._writes.compared()
+        elif self._writes.since():
+            self._probe = True
 
     def check_output(self, output: Any) -> None:
         sites.check_output(self, output)

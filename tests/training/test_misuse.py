@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -392,3 +393,22 @@ def test_epochs_whose_steps_are_taken_by_other_means():
             optimizer.step()
             optimizer.zero_grad()
     assert numbers == list(range(1, private.plan.epochs + 1))
+
+
+def test_a_loss_that_is_nan_for_all_and_for_one():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    x, y = next(batches)
+    (F.cross_entropy(module(x), y) * float("nan")).backward()
+    assert private.clipper.dropped == len(x)
+    with pytest.warns(UserWarning, match="no example of step 1 has a finite gradient"):
+        optimizer.step()
+    assert all(torch.isfinite(w).all() for w in module.parameters())
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    assert len(x) > 1
+    losses = F.cross_entropy(module(x), y, reduction="none")
+    (losses * torch.where(torch.arange(len(x)) == 0, float("nan"), 1.0)).mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()

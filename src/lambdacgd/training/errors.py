@@ -36,3 +36,13 @@ def check_claim(plan: Plan) -> None:
             "outright. Plan with one well below 1/N",
             stacklevel=3,
         )
+
+
+def warn_of_noise_alone(dropped: int, examples: int, step: int) -> None:
+    """Say it where not one example of a batch has a gradient: training would go on, and learn nothing."""
+    if dropped >= examples > 0:
+        warnings.warn(
+            f"no example of step {step} has a finite gradient, so it adds noise and nothing else. Look for NaN and "
+            "infinities in the data, the loss and the learning rate (steps are looked at once an epoch)",
+            stacklevel=4,
+        )

@@ -25,7 +25,7 @@ from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.distributed.wrapping import check_not_sharded_since
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.errors import TrainingError, warn_of_noise_alone
 from lambdacgd.training.gradients import Gradients
 from lambdacgd.training.loader import Chunk, Epoch, Loader
 from lambdacgd.training.resuming import Resuming
@@ -282,6 +282,8 @@ class Private(Resuming):
         if self.cycle.phase is not Phase.NOISED:
             self.gradients.check_clear(self.cycle.done)
             if whole:
+                if self.cycle.done % self.plan.steps_per_epoch == 0:  # now and then: it waits for the device
+                    warn_of_noise_alone(self.clipper.dropped, self.cycle.handed_out, self.cycle.current)
                 self._write_gradients()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

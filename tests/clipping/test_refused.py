@@ -238,6 +238,36 @@ def test_batch_norm_in_train_mode_without_gradients_is_refused() -> None:
     assert torch.equal(model[1].running_mean, before)
 
 
+class Centred(nn.Module):
+    """A normalisation of one's own, which mixes the examples of a batch in train mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_a_model_that_mixes_examples_in_train_mode_only_is_refused() -> None:
+    """Loaded models are in eval mode: the first batches may be, too, and the probe saw nothing."""
+    model = nn.Sequential(nn.Linear(4, 3), Centred(), nn.Linear(3, 2)).eval()
+    attach(model)
+    step(model, torch.randn(6, 4))
+    model.train()
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="mixes the examples"):
+            step(model, torch.randn(6, 4))
+    step(model.eval(), torch.randn(6, 4))
+
+
+def test_every_mode_is_probed_once() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5), nn.Linear(3, 2))
+    calls = []
+    model[2].register_forward_pre_hook(lambda *_: calls.append(model.training))
+    attach(model)
+    for _ in range(5):
+        for mode in (True, False):
+            step(model.train(mode), torch.randn(6, 4))
+    assert len(calls) == 10 + 2 * 2  # a probe is two calls
+
+
 def test_functional_batch_norm_is_refused() -> None:
     class Functional(nn.Module):
         def __init__(self) -> None:

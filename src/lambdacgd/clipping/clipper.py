@@ -17,7 +17,7 @@ from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
 from lambdacgd.clipping.records import Norm, Record, Stored
 from lambdacgd.clipping.sizing import Buffers, Sizing, probe
-from lambdacgd.clipping.writes import Writes
+from lambdacgd.clipping.writes import Modes, Writes
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
@@ -95,6 +95,7 @@ class Clipper:
         self.sizing = Sizing()
         self._probe = probe_sizes
         self._writes = Writes(model) if probe_sizes else None
+        self._modes = Modes(model) if probe_sizes else None
         self._probed = 0  # the generation that was probed last
         self._buffers: Buffers | None = None  # until the forward pass after the probe
         self.views = 1  # rows of every example in the model's arguments, one view of all after another
@@ -230,9 +231,12 @@ class Clipper:
             sites.check_unchanged(self)
             if self._buffers is not None:  # the forward pass after the probe failed
                 self._buffers, self._probe = None, True
+            self._probe |= self._modes is not None and self._modes.new()
             if self._probe and batch > 1 and self.may_probe:
                 self._buffers = probe(self, args, kwargs, batch)
                 self._probe, self._probed = False, self.generation
+                if self._modes is not None:
+                    self._modes.probed()
             if self._writes is not None:
                 self._writes.begin()
             self.casts = sites.cast_weights(self)

@@ -1,7 +1,8 @@
-"""Which buffers of a model's state_dict a forward pass writes, by their version counters: cheap enough for every pass.
+"""What the probe of one forward pass has not seen, told cheaply enough for every pass: other modes, later writes.
 
-The probe compares what one forward pass writes with what it would write for other examples. A buffer that is written
-for the first time later on (after a warm-up, in evaluation) was not compared.
+The probe sees whether examples stay apart, and compares what a forward pass writes into buffers with what it would
+write for other examples. A layer may mix them in train mode only, and a buffer may be written for the first time later
+on (after a warm-up, in evaluation).
 """
 
 from __future__ import annotations
@@ -10,6 +11,26 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from lambdacgd.clipping.errors import ClippingError
+
+MOST_MODES = 32
+"""combinations of modes that are probed: a model that draws its own anew for every batch is not probed for ever"""
+
+
+class Modes:
+    """Which modules were in train mode and which in eval mode when the model was probed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = list(model.modules())
+        self._last, self._seen = b"", set[bytes]()
+
+    def new(self) -> bool:
+        """Whether the model is in a mode that was not probed."""
+        self._last = bytes(m.training for m in self._modules)
+        return self._last not in self._seen and len(self._seen) < MOST_MODES
+
+    def probed(self) -> None:
+        """The probe has seen the mode that ``new`` was asked about last."""
+        self._seen.add(self._last)
 
 
 class Writes:

@@ -27,7 +27,7 @@ from lambdacgd.experiments.search import method_search, sweep_search
 from lambdacgd.experiments.training import plan_requests, rows_from
 
 FOLDER = Path("results/training")
-SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "bert-path"), method_search)
+SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb", "bert-path"), method_search)
 SWEEPS = ("lambda-sweep", "amplified-sweep", "epochs-sweep")
 NAMES = [*SEARCHES, *SWEEPS]
 

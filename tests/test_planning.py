@@ -315,7 +315,7 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
         ({"noise_multiplier": 0.0}, "noise_multiplier is 0.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"noise_multiplier": 1.0}, "lam is 'auto', but amplified-rmse chooses it for an ε"),
-        ({"noise_multiplier": 1.0, "bins": "fixed", "mechanism": "gamma-bifr"}, "gamma is 'auto', but guideline"),
+        ({"noise_multiplier": 1.0, "bins": "fixed", "mechanism": "gamma-bifr"}, "gamma is 'auto', but amplified-rmse"),
         ({"noise_multiplier": 1.0, "mechanism": "bandinvmf", "amplified": True}, "finite epsilon"),
         ({"noise_multiplier": 1.0, "lam": 0.5, "estimate": True}, "always certified"),
     ],

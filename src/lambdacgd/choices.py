@@ -209,14 +209,14 @@ def _refuse_objective(parameters: dict[str, Any], given: str) -> None:
 def _objective(
     chosen: str, sampling: Sampling, parameters: dict[str, Any], epsilon: float | None, delta: float
 ) -> dict[str, Any]:
-    """What an automatic parameter is chosen by: RMSE, amplified with fresh bins, the paper's guideline with fixed ones.
+    """What an automatic parameter is chosen by: RMSE, amplified with bins; λ with fixed ones by the paper's guideline.
 
     The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
-    fresh bins is three times lower already, on the scale 1/(1−λ).
+    fresh bins is three times lower already, on the scale 1/(1−λ). Nothing is known of γ that asks for it.
     """
     amplified = isinstance(sampling, BallsInBins) and (epsilon is None or math.isfinite(epsilon))
     fresh = sampling.restart_every is not None
-    default = ("amplified-rmse" if fresh else "guideline") if amplified else "rmse"
+    default = ("guideline" if chosen == "lam" and not fresh else "amplified-rmse") if amplified else "rmse"
     objective = parameters.get("objective", default)
     if not amplified and objective in ("amplified-rmse", "guideline"):
         raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")

@@ -17,7 +17,7 @@ from lambdacgd.experiments.framework import Settings
 from lambdacgd.experiments.methods_table import cifar_page, plot
 from lambdacgd.experiments.plan_book import PlanBook
 from lambdacgd.experiments.pool import Worker, _Pace, solve
-from lambdacgd.experiments.problems import RandomBert, packed, problem
+from lambdacgd.experiments.problems import DistinctWords, RandomBert, ReviewLSTM, packed, problem
 from lambdacgd.experiments.runs import RunStore, TrainingRun
 from lambdacgd.experiments.search import method_search
 from lambdacgd.experiments.training import compute_with, plan_requests
@@ -209,7 +209,8 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     assert plot(rows) is not None
 
 
-def test_bert_with_random_weights_takes_private_steps() -> None:
+@pytest.mark.parametrize("model", ["lstm", "bert-tiny"])
+def test_models_that_read_in_order_take_private_steps(model: str) -> None:
     from lambdacgd.experiments.problems import Data
     from lambdacgd.experiments.trainer import train
     from lambdacgd.training.data import Examples, Splits
@@ -218,8 +219,25 @@ def test_bert_with_random_weights_takes_private_steps() -> None:
     tokens[:, 9:] = 0
     reviews = Examples(tokens, (tokens[:, 0] % 2).long())
     data = Data("imdb", Splits(reviews, reviews, 2), torch.device("cpu"))
-    run = TrainingRun("imdb", "bert-tiny", "lambda-cgd", 8.0, 12, 1, 0.1, 1.0, lam=0.8)
+    run = TrainingRun("imdb", model, "lambda-cgd", 8.0, 12, 1, 0.1, 1.0, lam=0.8)
     result = train(run, data, PlanBook(make=True))
     assert result["steps"] == 4
     assert 0 <= result["accuracy"]["last"] <= 1
-    assert sum(p.numel() for p in RandomBert(layers=2, width=128, heads=2).parameters()) > 1_000_000
+
+
+def test_sizes_of_the_models_for_reviews() -> None:
+    made = (ReviewLSTM(), DistinctWords(), RandomBert(layers=2, width=128, heads=2))
+    lstm, words, bert = (sum(p.numel() for p in model.parameters()) for model in made)
+    assert (lstm, words) == (137_538, 131_106)
+    assert bert > 1_000_000
+
+
+def test_the_lstm_reads_in_order_and_no_padding() -> None:
+    torch.manual_seed(3)
+    model, tokens = ReviewLSTM(vocabulary=50), torch.randint(1, 50, (4, 9))
+    with torch.no_grad():
+        found = model(tokens)
+        torch.testing.assert_close(model(torch.nn.functional.pad(tokens, (0, 5))), found)
+        assert not torch.allclose(model(tokens.flip(1)), found, atol=1e-4)
+        longer = torch.cat([tokens.repeat(1, 15), tokens], 1)
+        torch.testing.assert_close(model(longer), model(longer[:, : ReviewLSTM.LENGTH]))

@@ -221,3 +221,25 @@ def test_models_that_only_begin_alike_share_no_run():
         oracle.loop(private, module, optimizer)
         private.detach()
     assert card(trained_by(second))["earlier_runs"] == []
+
+
+def test_weights_that_a_run_has_not_moved_are_nobodys():
+    """A schedule that begins at zero: a second model from the same seed is not a copy of the first."""
+    first, second = oracle.model(), oracle.model()
+    optimizer = torch.optim.SGD(first.parameters(), lr=0.0)
+    private = privatize(first, optimizer, oracle.data(), oracle.plan(epsilon=2.0), max_grad_norm=1.0)
+    oracle.loop(private, first, optimizer)
+    assert card(run(second, oracle.plan(epsilon=3.0)).trained)["epsilon"] == 3.0
+
+
+def test_a_copy_of_a_copy_that_its_own_run_has_not_moved():
+    first, second, third = oracle.model(), oracle.model(), oracle.model()
+    run(first, oracle.plan(epsilon=2.0))
+    second.load_state_dict(first.state_dict())
+    del first
+    optimizer = torch.optim.SGD(second.parameters(), lr=0.0)
+    private = privatize(second, optimizer, oracle.data(), oracle.plan(epsilon=3.0), max_grad_norm=1.0)
+    oracle.loop(private, second, optimizer)
+    private.detach()
+    third.load_state_dict(second.state_dict())
+    assert card(run(third, oracle.plan(epsilon=1.0)).trained)["epsilon"] == 6.0

@@ -36,8 +36,12 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "lambdacgd.experiments.methods_table:IMDB_METHODS",
         "test accuracy on IMDb over ε, a model trained from scratch or a BERT from --weights (needs the data: --data)",
     ),
+    "lstm-imdb": (
+        "lambdacgd.experiments.sequence_models:LSTM",
+        "test accuracy of an LSTM on IMDb, trained from scratch (needs the data: --data)",
+    ),
     "bert-path": (
-        "lambdacgd.experiments.methods_table:BERT_PATH",
+        "lambdacgd.experiments.sequence_models:BERT_PATH",
         "a BERT with random weights on IMDb, end to end (needs the data: --data)",
     ),
     "lambda-sweep": (

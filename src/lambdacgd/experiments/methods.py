@@ -88,7 +88,7 @@ METHODS: dict[str, Method] = {
             lam=_FRESH,
             other=_FRESH_OTHER,
         ),
-        Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4), ours=True),
+        Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4, objective="guideline"), ours=True),
         Method(
             "bandinvmf-amplified-4",
             "amplified BandInvMF (p = 4)",

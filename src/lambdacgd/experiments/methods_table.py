@@ -1,7 +1,4 @@
-"""``methods-cifar`` and ``methods-imdb``: test accuracy of every method over ε, each tuned with the same budget.
-
-``bert-path`` takes the way of fine-tuning once, with random weights.
-"""
+"""``methods-cifar`` and ``methods-imdb``: test accuracy of every method over ε, each tuned with the same budget."""
 
 from __future__ import annotations
 
@@ -26,7 +23,8 @@ IMDB = {"task": "imdb", "model": "words", "batch_size": 512, "epochs": 10, "max_
 BUDGET = {"tries": 5, "seeds": 3, "splits": ["validation", "test"]}
 
 
-def _cell(base: dict[str, Any], name: str, epsilon: float, **more: Any) -> Cell:
+def method_cell(base: dict[str, Any], name: str, epsilon: float, **more: Any) -> Cell:
+    """A method at an ε, tuned and tested by the common budget."""
     between = epsilon in NEIGHBOURS and "examples" not in more
     return {"method": name, "epsilon": epsilon} | base | BUDGET | ({"between": True} if between else {}) | more
 
@@ -38,11 +36,11 @@ def cifar_cells(settings: Settings) -> list[Cell]:
     """Most valuable first: our methods and DP-SGD at three ε, then at the others, then everything else."""
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 2, "seeds": 2}
-        return [_cell(CIFAR, name, 8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
-    cells = [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in FIRST]
-    cells += [_cell(CIFAR, name, epsilon) for name in FIRST for epsilon in NEIGHBOURS]
-    cells += [_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in OTHERS]
-    return cells + [_cell(CIFAR, name, epsilon) for epsilon in NEIGHBOURS for name in OTHERS]
+        return [method_cell(CIFAR, name, 8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
+    cells = [method_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in FIRST]
+    cells += [method_cell(CIFAR, name, epsilon) for name in FIRST for epsilon in NEIGHBOURS]
+    cells += [method_cell(CIFAR, name, epsilon) for epsilon in SEARCHED for name in OTHERS]
+    return cells + [method_cell(CIFAR, name, epsilon) for epsilon in NEIGHBOURS for name in OTHERS]
 
 
 def imdb_cells(settings: Settings) -> list[Cell]:
@@ -54,22 +52,17 @@ def imdb_cells(settings: Settings) -> list[Cell]:
         base, rates = IMDB | {"model": register(settings.weights)}, {"8": 1.0, "2": 0.5, "0.5": 0.25}
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 2}
-        return [_cell(base, name, 8.0, learning_rate=rates["8"] / 4, **small) for name in ("lambda-cgd", "dp-sgd")]
+        return [
+            method_cell(base, name, 8.0, learning_rate=rates["8"] / 4, **small) for name in ("lambda-cgd", "dp-sgd")
+        ]
     search = {"tries": 6, "moves": ["edge", "edge", "other", "linear"], "learning_rates": rates}
     return [
-        _cell(base, name, epsilon, **search)
+        method_cell(base, name, epsilon, **search)
         for epsilons in (SEARCHED, NEIGHBOURS)
         for names in (FIRST, OTHERS)
         for epsilon in epsilons
         for name in names
     ]
-
-
-def bert_cells(settings: Settings) -> list[Cell]:
-    """One epoch of a BERT with random weights: that the path works, not what it is worth."""
-    small = {"examples": 160, "batch_size": 32} if settings.quick else {"batch_size": 128}
-    bert = {"model": "bert-tiny", "epochs": 1, "tries": 1, "seeds": 1, "learning_rate": 0.5} | small
-    return [_cell(IMDB, "lambda-cgd", 8.0, **bert)]
 
 
 def percent(row: Row) -> str:
@@ -108,7 +101,8 @@ def settings_found(rows: list[Row]) -> str:
     return table(header, lines)
 
 
-def _sizes(rows: list[Row]) -> str:
+def sizes_of(rows: list[Row]) -> str:
+    """B and k."""
     return f"B = {rows[0]['batch_size']}, k = {rows[0]['epochs']}"
 
 
@@ -162,7 +156,8 @@ def differences(rows: list[Row], pairs: tuple[tuple[str, str, str], ...]) -> str
     return "\n".join(["What comes out, in points:", "", *lines]) if lines else ""
 
 
-def _page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[str, str, str], ...]) -> str:
+def methods_page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[str, str, str], ...]) -> str:
+    """The comparison, what comes out of it, and how every method was tuned."""
     most = max(len(row["tried"]) for row in rows)
     between = (
         "For ε = 4, 1 and .25 the rates begin where the searches of the two nearest ε ended, and two are tried. "
@@ -189,15 +184,15 @@ def cifar_page(rows: list[Row]) -> str:
     about = (
         "The rates that searches start from, and ζ, came from earlier prototypes that had looked at test accuracy, so "
         "they may suit λCGD better than the others. "
-        f"CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), {_sizes(rows)}, plain SGD, no augmentation. Test images "
-        "are those that are exact where the data folder marks them."
+        f"CIFAR-10, the 0.3M-parameter CNN with GroupNorm(8), {sizes_of(rows)}, plain SGD, no augmentation. Test "
+        "images are those that are exact where the data folder marks them."
     )
     beside = (
         "The paper shows its comparison as a figure, and names 49.05% for DP-λCGD at ε = .5. Its network has no "
         "normalisation and ζ = 8, with which ours diverged; so differences between methods can be compared, "
         "accuracies only roughly."
     )
-    return _page(rows, about, beside, CIFAR_PAIRS)
+    return methods_page(rows, about, beside, CIFAR_PAIRS)
 
 
 def imdb_page(rows: list[Row]) -> str:
@@ -208,19 +203,8 @@ def imdb_page(rows: list[Row]) -> str:
     tuned = "IMDb (first 256 word pieces), pretrained weights and a new output layer, fine-tuned as a whole, "
     beside = "The paper fine-tunes a pretrained BERT-base, which reaches 87.7% at ε = .5"
     if is_pretrained(rows[0]["model"]):
-        return _page(rows, f"{tuned}{_sizes(rows)}.", f"{beside}.", IMDB_PAIRS)
-    return _page(rows, f"{words}{_sizes(rows)}.", f"{beside}: not comparable in height.", IMDB_PAIRS)
-
-
-def bert_page(rows: list[Row]) -> str:
-    row = rows[0]
-    return (
-        "BERT-tiny (two layers, width 128) with random weights on IMDb reviews, one epoch of DP-λCGD through "
-        f"`lc.privatize` ({_sizes(rows)}, ε = {row['epsilon']:g}, σ = {row['sigma']:.3g}): test accuracy "
-        f"{percent(row)}%, {row['training_seconds']:.0f} s of training. Random weights learn little in an epoch; this "
-        "shows that the path that fine-tuning takes is whole. With weights from a hub, "
-        "`methods-imdb --weights DIR` compares methods and `LambdaCGDTrainer` fine-tunes."
-    )
+        return methods_page(rows, f"{tuned}{sizes_of(rows)}.", f"{beside}.", IMDB_PAIRS)
+    return methods_page(rows, f"{words}{sizes_of(rows)}.", f"{beside}: not comparable in height.", IMDB_PAIRS)
 
 
 def plot(rows: list[Row]) -> Any:
@@ -267,13 +251,4 @@ IMDB_METHODS = Experiment(
     imdb_page,
     plot,
     lambda cell: f"{cell['method']} ε={cell['epsilon']:g}",
-)
-BERT_PATH = Experiment(
-    "bert-path",
-    "a BERT with random weights on IMDb, end to end",
-    bert_cells,
-    compute_with(method_search),
-    COLUMNS,
-    bert_page,
-    title=lambda cell: cell["model"],
 )

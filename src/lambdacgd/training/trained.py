@@ -72,7 +72,8 @@ ATTACHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _OWNERS: Any = WeakIdKeyDictionary()  # a parameter's last run
-_CHANGED: Any = WeakIdKeyDictionary()  # parameters that a run trained; it has others, frozen, which stay as they were
+# Parameters that a run trains (it has others, frozen), with how they began: None where they came from other runs.
+_BEGAN: Any = WeakIdKeyDictionary()
 
 
 def remember(model: nn.Module, trained: Trained) -> None:
@@ -81,8 +82,8 @@ def remember(model: nn.Module, trained: Trained) -> None:
     _RUNS[model] = trained
     for p in model.parameters():
         _OWNERS[p] = trained
-        if p.requires_grad:
-            _CHANGED[p] = True
+        if p.requires_grad and p not in _BEGAN:
+            _BEGAN[p] = None if trained.earlier or not _holds(p) else _first(p)
     _STRANGERS.clear()
 
 
@@ -99,15 +100,17 @@ def _others(model: nn.Module, trained: Trained) -> list[Trained]:
 def _copied(parameters: list[nn.Parameter], trained: Trained) -> list[Trained]:
     """Runs that trained what these parameters hold: a deep copy, or a state_dict loaded into another model.
 
-    Every step puts noise on every trained weight, so equal values are no coincidence, nor those of before the run. Seen
-    as long as the original is there and has not moved on.
+    Every step puts noise on every trained weight, so equal values are no coincidence, unless they are those that the
+    run began with (a learning rate of zero). Seen as long as the original is there and has not moved on.
     """
     if not parameters:
         return []
     originals: dict[Any, list[tuple[nn.Parameter, Trained]]] = {}
     for original, owner in list(_OWNERS.items()):
-        if owner is not trained and owner.whole and original in _CHANGED and _holds(original):
-            originals.setdefault(_first(original), []).append((original, owner))
+        if owner is not trained and owner.whole and original in _BEGAN and _holds(original):
+            values = _first(original)
+            if values != _BEGAN[original]:
+                originals.setdefault(values, []).append((original, owner))
     return [
         owner
         for p in (parameters if originals else ())

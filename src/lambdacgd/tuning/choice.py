@@ -91,12 +91,12 @@ def choose_gamma(
     bands: int,
     horizon: Horizon,
     *,
-    objective: Objective = "guideline",
+    objective: Objective = "amplified-rmse",
     epsilon: float | None = None,
     delta: float | None = None,
     bins: Bins = "fixed",
 ) -> Choice:
-    """γ for γ-BIFR with ``bands`` bands, by the same search; the guideline is carried over from λ by analogy.
+    """γ for γ-BIFR with ``bands`` bands, by the same search. The guideline is known to be good for λ only.
 
     More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ.
     """

@@ -46,24 +46,27 @@ class DistinctWords(nn.Module):
 
 
 class ReviewLSTM(nn.Module):
-    """An LSTM over the first word pieces of a review; its states are summed as ``DistinctWords`` sums words.
+    """An LSTM over the first word pieces of a review; the mean of its states goes to a linear layer.
 
-    137 538 parameters.
+    Embeddings are small and multiplied by ``SCALE``: so they, not the recurrent weights, take up the clipping norm, and
+    a rate at which they learn leaves the recurrence in order. 137 538 parameters.
     """
 
-    LENGTH = 128
+    LENGTH, SCALE = 128, 8.0
 
     def __init__(self, vocabulary: int = PIECES, width: int = 16, states: int = 32, classes: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width, padding_idx=imdb.PADDING)
+        with torch.no_grad():
+            self.embedding.weight.div_(self.SCALE)
         self.lstm = nn.LSTM(width, states, batch_first=True)
         self.output = nn.Linear(states, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens[:, : self.LENGTH]
         seen = (tokens != imdb.PADDING).unsqueeze(-1)
-        states, _ = self.lstm(self.embedding(tokens))
-        out: Tensor = self.output((states * seen).sum(1) / seen.sum(1).clamp_min(1).sqrt())
+        states, _ = self.lstm(self.SCALE * self.embedding(tokens))
+        out: Tensor = self.output((states * seen).sum(1) / seen.sum(1).clamp_min(1))
         return out
 
 

@@ -209,7 +209,7 @@ def training_summary() -> str:
     """What the training experiments came to: methods beside DP-SGD, and where the best λ of each sweep lies."""
     lines = []
     titles = {"lambda-cgd": "λCGD with fixed bins", "lambda-cgd-fresh-normalized": "normalised λCGD with fresh bins"}
-    for name, task in (("methods-cifar", "CIFAR-10"), ("methods-imdb", "IMDb")):
+    for name, task in (("methods-cifar", "CIFAR-10"), ("methods-imdb", "IMDb"), ("lstm-imdb", "IMDb with an LSTM")):
         rows = (experiment(name) or {"rows": []})["rows"]
         test = {(row["method"], row["epsilon"]): 100 * row["test"] for row in rows}
         said = []

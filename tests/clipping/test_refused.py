@@ -222,6 +222,19 @@ def test_buffers_that_only_passes_without_gradients_write_are_refused(quiet: Cal
     step(model, torch.randn(6, 4))
     with pytest.raises(ClippingError, match="without gradients wrote the buffer 'seen'"), quiet():
         model(torch.randn(6, 4))
+    with pytest.raises(ClippingError, match="without gradients wrote the buffer 'seen'"):  # it still holds them
+        step(model, torch.randn(6, 4))
+
+
+def test_so_are_those_written_before_the_first_batch() -> None:
+    """By a check of the data, say, before training: at the first batch no probe has said yet what is written."""
+    model = Late(0, lambda x: x[0], grad=False)
+    attach(model)
+    with torch.no_grad():
+        model(torch.randn(6, 4))
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="without gradients wrote the buffer 'seen'"):
+            step(model, torch.randn(6, 4))
 
 
 def test_batch_norm_in_train_mode_without_gradients_is_refused() -> None:

@@ -15,9 +15,9 @@ from lambdacgd.clipping.capture import Call, Site, uncast
 from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
 from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
+from lambdacgd.clipping.probing import Probing
 from lambdacgd.clipping.records import Norm, Record, Stored
-from lambdacgd.clipping.sizing import Buffers, Sizing, probe
-from lambdacgd.clipping.writes import Modes, Writes
+from lambdacgd.clipping.sizing import Sizing
 
 __all__ = ["Clipper", "LossReduction", "attach", "layers"]
 
@@ -93,11 +93,7 @@ class Clipper:
         self.running = False  # whether one is
         self.generation = 0
         self.sizing = Sizing()
-        self._probe = probe_sizes
-        self._writes = Writes(model) if probe_sizes else None
-        self._modes = Modes(model) if probe_sizes else None
-        self._probed = 0  # the generation that was probed last
-        self._buffers: Buffers | None = None  # until the forward pass after the probe
+        self._probing = Probing(model) if probe_sizes else None
         self.views = 1  # rows of every example in the model's arguments, one view of all after another
         self.linear_sites: list[Site] = []
         self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
@@ -219,8 +215,8 @@ class Clipper:
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
-            if self._writes is not None:
-                self._writes.begin_quietly()
+            if self._probing is not None:
+                self._probing.begin_quietly()
             return
         batch = self.count(args, kwargs)
         if batch == 0:
@@ -229,16 +225,8 @@ class Clipper:
             self.generation, self.running = self.generation + 1, True
             self._reset()  # what an interrupted backward pass left behind
             sites.check_unchanged(self)
-            if self._buffers is not None:  # the forward pass after the probe failed
-                self._buffers, self._probe = None, True
-            self._probe |= self._modes is not None and self._modes.new()
-            if self._probe and batch > 1 and self.may_probe:
-                self._buffers = probe(self, args, kwargs, batch)
-                self._probe, self._probed = False, self.generation
-                if self._modes is not None:
-                    self._modes.probed()
-            if self._writes is not None:
-                self._writes.begin()
+            if self._probing is not None:
+                self._probing.begin(self, args, kwargs, batch)
             self.casts = sites.cast_weights(self)
             self.sizing.start(batch)
         self.batch = batch
@@ -255,23 +243,10 @@ class Clipper:
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.is_grad_enabled():
             self.check_output(output)
-            buffers, self._buffers = self._buffers, None
-            if buffers is not None:
-                self._probe = True  # where it is refused, it stays refused
-                buffers.check()
-                self._probe = False
-            self._after_writes()
-        elif self._writes is not None and not self._probe:
-            self._writes.refuse_unseen()
-
-    def _after_writes(self) -> None:
-        """A buffer that is written for the first time after the probe is compared in the next forward pass."""
-        if self._writes is None or torch._C._current_graph_task_id() != -1:
-            return
-        if self._probed == self.generation:
-            self._writes.compared()
-        elif self._writes.since():
-            self._probe = True
+            if self._probing is not None and torch._C._current_graph_task_id() == -1:
+                self._probing.end()
+        elif self._probing is not None:
+            self._probing.end_quietly()
 
     def check_output(self, output: Any) -> None:
         sites.check_output(self, output)

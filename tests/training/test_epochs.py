@@ -1,0 +1,54 @@
+"""Loops over epochs that would train the whole run within one, or never end."""
+
+from __future__ import annotations
+
+import pytest
+from tests.training.disturbed import backward, check_same_end, start
+
+from lambdacgd.training import TrainingError
+
+
+def test_the_whole_run_within_one_epoch():
+    """``for epoch in private.epochs(): for batch in private.loader`` would train everything in epoch 1."""
+    private, module, optimizer = start()
+    epochs = private.epochs()
+    next(epochs)
+    with pytest.raises(TrainingError, match="loader iterates the whole run"):
+        iter(private.loader)
+    epochs.close()
+    assert private.steps_taken == 0
+    check_same_end(private, module, optimizer)
+
+
+def test_epochs_passed_over():
+    """They would be handed out for ever."""
+    private, module, optimizer = start()
+    with pytest.raises(TrainingError, match="epoch 1 was passed over"):
+        list(private.epochs())
+    check_same_end(private, module, optimizer)
+
+
+def test_the_loader_after_epochs_that_were_left():
+    private, module, optimizer = start()
+    for epoch in private.epochs():
+        backward(module, next(iter(epoch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    for _ in private.epochs():
+        break
+    check_same_end(private, module, optimizer)
+
+
+def test_epochs_whose_steps_are_taken_by_other_means():
+    """A captured step asks no loader for batches."""
+    private, module, optimizer = start()
+    numbers = []
+    for epoch in private.epochs():
+        numbers.append(epoch.number)
+        goal = private.plan.steps_per_epoch * epoch.number
+        for batch in private.loader.until(goal):
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert numbers == list(range(1, private.plan.epochs + 1))

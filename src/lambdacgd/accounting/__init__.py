@@ -1,5 +1,15 @@
-"""(mechanism, sampling, ε, δ) → σ with a certificate. NumPy and SciPy; torch only as a lazily imported backend."""
+"""(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy; torch only where it pays."""
 
-from lambdacgd.accounting.base import AccountingError, Calibration, Certificate, calibrate
+from lambdacgd.accounting.answers import Accountant, accountant_for
+from lambdacgd.accounting.base import AccountingError, Calibration, Certificate
+from lambdacgd.accounting.calibration import check_epsilon, methods
 
-__all__ = ["AccountingError", "Calibration", "Certificate", "calibrate"]
+__all__ = [
+    "Accountant",
+    "AccountingError",
+    "Calibration",
+    "Certificate",
+    "accountant_for",
+    "check_epsilon",
+    "methods",
+]

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
+from lambdacgd.training.checkpoint import check_identity
+from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.errors import CheckpointError, TrainingError, check_claim
-from lambdacgd.training.identity import check_identity, content_digest
 from lambdacgd.training.run import Run
 from lambdacgd.training.stage import NoiseStage, noise_stage
 from lambdacgd.validation import InvalidInput, number

@@ -7,10 +7,8 @@ The methods only. What a checkpoint holds and how it is written safely is in `ch
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 from collections.abc import Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,9 +20,8 @@ from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.distributed.sharded import ShardedTotals
 from lambdacgd.training.distributed.shards import local
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError, TrainingError
+from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.gradients import Gradients
-from lambdacgd.training.identity import content_digest
 from lambdacgd.training.loader import Loader
 from lambdacgd.training.run import Run
 from lambdacgd.training.stage import NoiseStage
@@ -77,28 +74,6 @@ class Resuming:
         """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
         found = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self._whole, path))
         return self.load(path) if found else None
-
-    def state_dict(self, *, extra: dict[str, Any] | None = None) -> dict[str, Any]:
-        """A copy of the run's state (weights, optimizer, position; no key, no noise) for a file of your own.
-
-        It counts as released from this moment: the run resumes from it or from something newer, not from before. Prefer
-        ``save``, which also survives a crash while writing.
-        """
-        if self.shards is not None:
-            raise CheckpointError("a sharded run's state is in no one process: use private.save(folder)")
-        _ = self.run.id
-        with self.world.together("state_dict"):
-            state = copy.deepcopy(checkpoint.gather(self._whole, extra))
-        release = partial(self.run.release, self.cycle.done, digest=content_digest(state), kind="state_dict")
-        self.world.from_first("state_dict", release)
-        return state
-
-    def load_state_dict(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Go on from a ``state_dict()``, which must be the run's newest release. Returns its ``extra``."""
-        place = {name: state.get(name) if isinstance(state, dict) else None for name in ("run", "step")}
-        self.world.agree("load_state_dict", place, {})
-        checkpoint.apply(self._whole, state)
-        return dict(state["extra"])
 
     # --- the position of a resumed run -------------------------------------------------------------------------------
 

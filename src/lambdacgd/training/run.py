@@ -6,6 +6,7 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
@@ -108,7 +109,7 @@ class Run:
             raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
         ledger = self.key.ledger()
         ledger.check_resume(run_id, step, digest)
-        self._hold(ledger, run_id)
+        self._hold(ledger, run_id, self._held)
         try:
             ledger.check_resume(
                 run_id, step, digest
@@ -118,11 +119,25 @@ class Run:
             raise
         self._ledger, self._id = ledger, run_id
 
-    def _hold(self, ledger: Ledger, run_id: str) -> None:
+    @contextlib.contextmanager
+    def holding(self, run_id: str) -> Iterator[None]:
+        """No other process has the run ``run_id`` in this block: what a dead one left behind can be settled.
+
+        Raises:
+            LedgerError: Another process has it, and did not let go of it within seconds.
+        """
+        if run_id == self._id:  # held since it began
+            yield
+            return
+        with contextlib.ExitStack() as held:
+            self._hold(self.key.ledger(), run_id, held)
+            yield
+
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack) -> None:
         deadline = time.monotonic() + _ORPHANS_S
         while True:
             try:
-                self._held.enter_context(ledger.lock(run_id))
+                held.enter_context(ledger.lock(run_id))
                 return
             except LedgerError:
                 if time.monotonic() > deadline:

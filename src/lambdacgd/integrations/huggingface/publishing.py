@@ -9,7 +9,7 @@ from transformers.utils import PushInProgress
 
 from lambdacgd.integrations.huggingface import hub
 from lambdacgd.training import Private, TrainingError
-from lambdacgd.training.identity import content_digest
+from lambdacgd.training.codec import content_digest
 
 _PushInProgress: Any = PushInProgress  # its jobs are annotated as one future
 _Base: Any = object  # stands before Trainer in the method resolution order

@@ -18,7 +18,7 @@ from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, Private
 from lambdacgd.training.checkpoint import adopt, check_belongs, check_savable, generators, identity
-from lambdacgd.training.identity import content_digest
+from lambdacgd.training.codec import content_digest
 
 ENTRY = "lambdacgd"
 

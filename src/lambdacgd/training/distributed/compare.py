@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lambdacgd.training.distributed.shards import is_sharded, local
-from lambdacgd.training.distributed.state import groups_by_name
 from lambdacgd.training.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -56,6 +55,16 @@ def optimizer_settings(private: Private) -> dict[str, Any]:
             if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
                 found[f"{name} of the optimizer's group {k}"] = value
     return found
+
+
+def groups_by_name(private: Private) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups with names in place of parameters (frozen parameters have none)."""
+    names = {id(p): name for name, p in private.clipper.parameters.items()}
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"names": [names.get(id(p), f"frozen {k}") for k, p in enumerate(group["params"])]}
+        for group in private.optimizer.param_groups
+    ]
 
 
 @torch.no_grad()

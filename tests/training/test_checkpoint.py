@@ -99,8 +99,6 @@ def test_not_within_a_logical_batch(tmp_path):
         assert not private.between_steps
         with pytest.raises(CheckpointError, match="between logical steps"):
             private.save(tmp_path / "c.pt")
-        with pytest.raises(CheckpointError, match="between logical steps"):
-            private.state_dict()
         if i == 1:
             break
 

@@ -15,7 +15,6 @@ from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.training import CheckpointError
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
@@ -125,22 +124,6 @@ def test_numbers_of_numpy_come_back(tmp_path):
     again = start(tmp_path, max_grad_norm=0.7)
     assert again.load(tmp_path / "c.pt") == extra
     assert again.optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_state_dict_of_your_own(tmp_path):
-    whole = start(tmp_path)
-    steps(whole, 3)
-    state = whole.state_dict(extra={"epoch": 1})
-    steps(whole, 99)
-    end = oracle.weights(whole.model)
-    assert whole.load_state_dict(state) == {"epoch": 1}  # back in the same process: nothing newer was released
-    assert whole.steps_taken == 3
-    steps(whole, 99)
-    assert all(torch.equal(v, end[n]) for n, v in oracle.weights(whole.model).items())
-    later = whole.state_dict()
-    with pytest.raises(CheckpointError, match="released weights after step 8"):
-        whole.load_state_dict(state)
-    whole.load_state_dict(later)
 
 
 def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):

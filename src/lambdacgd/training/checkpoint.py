@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from lambdacgd.keys import LedgerError
+from lambdacgd.training.card import History
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.distributed import folder
 from lambdacgd.training.distributed.compare import compare_weights
@@ -49,20 +50,20 @@ def identity(private: Private) -> dict[str, Any]:
         "optimizer": type(private.optimizer).__name__,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
-        "earlier": [list(claim) for claim in private.trained.history],
+        "history": private.history.to_dict(),
     }
 
 
 def check_belongs(private: Private, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint whose ``identity`` is not that of this run."""
     check_identity(saved, identity(private))
+    private.history.resumed(History.from_dict(saved["history"]))
     private.sample.check(saved.get("sample"), private.run.key)
 
 
 def adopt(private: Private, saved: dict[str, Any]) -> None:
     """The weights are the checkpoint's now: what they went through before is what it says."""
-    private.trained.earlier = tuple((epsilon, delta) for epsilon, delta in saved.get("earlier", ()))
-    private.trained.otherwise = False
+    private.adopt(saved["history"])
 
 
 def check_savable(private: Private) -> None:

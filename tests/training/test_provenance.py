@@ -15,6 +15,8 @@ import lambdacgd as lc
 from lambdacgd.training import CheckpointError, TrainingError, export, privatize
 from lambdacgd.training.card import NOT_DECLARED
 
+EMPTY = {"format": "lambdacgd-privacy-card-1", "claim": "", "earlier_runs": []}
+
 
 def run(module, p=None, *, detach=True, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -87,11 +89,8 @@ def test_cards_of_before_count_their_sums():
         ([{"epsilon": 2.0}], "must be a privacy card"),
         (["nowhere"], "no privacy card to be read"),
         ({"format": "lambdacgd-privacy-card-1"}, "give a list"),
-        ([{"format": "lambdacgd-privacy-card-1", "claim": "", "earlier_runs": []}], "damaged"),
-        (
-            [{"format": "lambdacgd-privacy-card-1", "claim": "", "earlier_runs": [], "epsilon": -1, "delta": 0}],
-            "damaged",
-        ),
+        ([EMPTY], "damaged"),
+        ([EMPTY | {"epsilon": -1, "delta": 0}], "damaged"),
     ],
 )
 def test_what_is_no_card_is_refused(given, words):

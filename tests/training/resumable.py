@@ -71,7 +71,8 @@ def go_on(
     for x, y in private.loader:
         F.cross_entropy(module(x), y).backward()
         private.optimizer.step()
-        scheduler.step()
+        if private.between_steps:
+            scheduler.step()
         private.optimizer.zero_grad()
         if private.between_steps:
             private.save(folder / "checkpoint", extra={"scheduler": scheduler.state_dict()})

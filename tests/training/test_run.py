@@ -36,7 +36,7 @@ def test_an_export_is_a_release_too(tmp_path):
     steps(private, 2)
     private.save(tmp_path / "two.pt")
     steps(private, 2)
-    export(private.model, tmp_path / "release")
+    export(private, tmp_path / "release")
     private.detach()
     with pytest.raises(CheckpointError, match="released weights after step 4"):
         start(tmp_path).load(tmp_path / "two.pt")

@@ -241,7 +241,6 @@ def _operator_log(folder: Path, console: Any) -> Any:
 
 
 def _finish(session: Any, console: Any) -> None:
-    from lambdacgd.training.card import card
     from lambdacgd.training.report import write_report
 
     reached = session.test_accuracy()
@@ -249,7 +248,7 @@ def _finish(session: Any, console: Any) -> None:
     if not folder.exists():
         session.release()
     report = write_report(
-        session.folder, session.config, session.plan, test_accuracy=reached, card=card(session.private.trained)
+        session.folder, session.config, session.plan, test_accuracy=reached, card=session.private.card()
     )
     session.private.detach()
     console.print(f"test accuracy [bold]{100 * reached:.2f}%[/bold], {session.private.spent()}", highlight=False)

@@ -1,5 +1,6 @@
 """Private training that drops into any PyTorch loop: `privatize` binds a Plan to model, optimizer and dataset."""
 
+from lambdacgd.training.card import Spent
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.training.export import export
@@ -7,7 +8,6 @@ from lambdacgd.training.loader import Epoch
 from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
-from lambdacgd.training.spent import Spent
 
 __all__ = [
     "EMA",

@@ -72,6 +72,7 @@ class CapturedStep:
         private = self._private
         private.check_usable()
         private.gradients.check_parameters()
+        private.note_changes()
         left = private.plan.steps - private.steps_taken
         private.cycle.refuse_half_done()
         if not private.between_steps:
@@ -105,7 +106,7 @@ class CapturedStep:
         except BaseException:
             self._at = 0  # counters in device memory are set anew
             raise
-        private.trained.steps_taken = private.cycle.done
+        private.weights_settled()
         private.loader.restart()
         for act in private.after_step:
             act()

@@ -34,6 +34,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lambdacgd.keys import LedgerError
+from lambdacgd.training.card import History
 from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
 from lambdacgd.training.cycle import Phase
 from lambdacgd.training.distributed.compare import compare_weights, groups_by_name
@@ -220,7 +221,7 @@ def identity(private: Private) -> dict[str, Any]:
         "optimizer": type(private.optimizer).__name__,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
-        "earlier": [list(claim) for claim in private.trained.history],
+        "history": private.history.to_dict(),
     }
 
 
@@ -244,13 +245,13 @@ def _short(value: Any) -> str:
 def check_belongs(private: Private, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint whose ``identity`` is not that of this run."""
     check_identity(saved, identity(private))
+    private.history.resumed(History.from_dict(saved["history"]))
     private.sample.check(saved.get("sample"), private.run.key)
 
 
 def adopt(private: Private, saved: dict[str, Any]) -> None:
     """The weights are the checkpoint's now: what they went through before is what it says."""
-    private.trained.earlier = tuple((epsilon, delta) for epsilon, delta in saved.get("earlier", ()))
-    private.trained.otherwise = False
+    private.adopt(saved["history"])
 
 
 def check_savable(private: Private) -> None:

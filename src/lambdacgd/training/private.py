@@ -2,48 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import weakref
+import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from lambdacgd.clipping import Clipper
 from lambdacgd.noise import Layout, NonFiniteSum
 from lambdacgd.planning import Plan
-from lambdacgd.training import schedulers
+from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
+from lambdacgd.training.card import History, Spent, card, epsilon_after_epochs
 from lambdacgd.training.cycle import Cycle, Phase
 from lambdacgd.training.distributed.compare import compare_weights
 from lambdacgd.training.distributed.reduction import all_reduce_
 from lambdacgd.training.distributed.sharded import ShardedTotals
-from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded
+from lambdacgd.training.distributed.shards import fsdp_modules, is_sharded, local
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.distributed.wrapping import check_not_sharded_since
 from lambdacgd.training.ema import EMA
 from lambdacgd.training.errors import TrainingError, warn_of_noise_alone
 from lambdacgd.training.gradients import Gradients
+from lambdacgd.training.guards import Weights
 from lambdacgd.training.loader import Chunk, Epoch, Loader
-from lambdacgd.training.resuming import Resuming
 from lambdacgd.training.run import Run
 from lambdacgd.training.sample import Sample
 from lambdacgd.training.scaler import announce, refuse_scaler
-from lambdacgd.training.spent import Spent, epsilon_after_epochs
 from lambdacgd.training.stage import NoiseStage, noise_stage
-from lambdacgd.training.trained import ATTACHED, Trained, remember
-from lambdacgd.validation import InvalidInput
 
 _ALONE = (
     "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
     "ranks from the newest checkpoint"
 )
 
+_LOADED_BY_HAND = (
+    "optimizer.load_state_dict() was called on the optimizer of a private run, with the state of another moment. A run "
+    "is resumed by private.load(path) or private.resume(path), which go on with its noise and batches and ask its "
+    "ledger. State loaded by hand (or by accelerator.load_state) would be a new run behind the old one's weights, "
+    "which costs its own (ε, δ). If that is meant, load before privatize"
+)
+_HALF_LOADED = (
+    "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
+    "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
+)
 
-class Private(Resuming):
+
+class Private:
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
 
     Guarantee
@@ -69,6 +79,7 @@ class Private(Resuming):
         data_fingerprint: str | None,
         loader_options: dict[str, Any],
         undo: list[Callable[[], None]],
+        history: History,
         world: World,
         reduce_every_batch: bool = False,
     ) -> None:
@@ -93,11 +104,8 @@ class Private(Resuming):
         self.loader = Loader(self, max_physical_batch_size=max_physical_batch_size, views=views, options=loader_options)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
-        self.trained = Trained(
-            plan, run, max_grad_norm, clipper.mode, views, world=world, optimizer=weakref.ref(optimizer)
-        )
-        remember(model, self.trained)
-        ATTACHED.add(model)
+        self.history = history
+        self._weights = Weights(model)
         self.gradients = Gradients(clipper.parameters, optimizer)
         self._stage: NoiseStage | None = None
         self.hooks_rest = False  # while a step is captured, which does all of it by itself
@@ -157,16 +165,52 @@ class Private(Resuming):
         informational = epsilon_after_epochs(plan) if after_epochs else None
         return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational)
 
+    def card(self) -> dict[str, Any]:
+        """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
+
+        Returns:
+            Public facts, as JSON can hold them.
+
+        Raises:
+            TrainingError: Something other than the run has changed the weights since its last step.
+        """
+        self.check_weights()
+        return card(
+            self.plan,
+            self.history,
+            steps_taken=self.steps_taken,
+            max_grad_norm=self.max_grad_norm,
+            clipping=self.clipper.mode,
+            augmentations=self.augmentations,
+        )
+
+    def check_weights(self) -> None:
+        """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
+        if not any(average.in_use for average in self.averages):
+            self._weights.check()
+
+    def adopt(self, saved: dict[str, Any]) -> None:
+        """The weights are a checkpoint's now: what they went through besides is what it says (``history.to_dict()``).
+
+        Raises:
+            CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
+        """
+        self.history = self.history.resumed(History.from_dict(saved))
+
     @property
     def between_steps(self) -> bool:
-        """Whether no logical batch is under way: then, and only then, a checkpoint can be saved."""
+        """Whether no logical batch is under way.
+
+        Then, and only then, a checkpoint can be saved. Schedulers that count logical steps act then, too:
+        ``if private.between_steps: scheduler.step()``.
+        """
         return self.cycle.phase is Phase.IDLE
 
     # --- what goes along with a run ----------------------------------------------------------------------------------
 
     def ema(self, decay: float) -> EMA:
         """An average of the weights, updated after every logical step and part of checkpoints. Costs no privacy."""
-        average = EMA(self.model, decay)
+        average = EMA(self.model, decay, put_back=self._weights.put_back)
         self.averages.append(average)
         self.after_step.append(average.update)
         return average
@@ -184,29 +228,84 @@ class Private(Resuming):
             raise TrainingError("a captured step is for one process; with several, loop over private.loader")
         return CapturedStep(self, loss, data, padded)
 
-    # --- schedulers, and the way back --------------------------------------------------------------------------------
+    # --- saving and going on -----------------------------------------------------------------------------------------
 
-    def attach(self, scheduler: LRScheduler) -> None:
-        """Let a scheduler made inside the loop rest between physical batches; earlier ones are found anyway."""
-        if scheduler.optimizer is not self.optimizer:
-            raise InvalidInput(
-                "scheduler", type(scheduler).__name__, "it must be a scheduler of the privatized optimizer"
+    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
+        """Write a checkpoint, whole or not at all, and enter it in the ledger.
+
+        ``extra`` is anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
+        ``state_dict()``). ``frozen=False`` leaves frozen parameters out, for small checkpoints of adapters: the model
+        that loads it brings them. Where ``torch.distributed`` is initialised, ``path`` becomes a folder that any number
+        of processes can go on from, and every rank must call this.
+        """
+        checkpoint.save(self, path, extra, frozen=frozen)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint, which must be the run's newest release. Returns what was given as ``extra``."""
+        return checkpoint.load(self, path)
+
+    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        found = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
+        return self.load(path) if found else None
+
+    # --- the position of a resumed run -------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def going_on_from(self, step: int) -> Iterator[None]:
+        """Restore weights and the rest in this block, once the run is that of the checkpoint.
+
+        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
+        done again under its noise. And nobody goes on.
+        """
+        with self.loading():
+            self.stand_at(step)
+            self._broken = _HALF_LOADED
+            yield
+        self._broken = None
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
+        self._loading = True
+        try:
+            yield
+        finally:
+            self._loading = False
+            self._weights.settle()
+
+    def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Loading its own state again is nobody's harm: accelerate does so to move it to a device."""
+        own = optimizer.state_dict()["state"]
+        if not self._loading and state.get("state") and not _same(state["state"], own):
+            raise TrainingError(_LOADED_BY_HAND)
+
+    def stand_at(self, step: int) -> None:
+        """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
+        forwards = step >= self.cycle.done and self.cycle.phase is Phase.IDLE
+        if not forwards and not self._loading:
+            raise TrainingError(
+                f"the run stands after step {self.cycle.done}, and other sums would get the noise of steps it has "
+                "taken or begun; only a checkpoint leads back: private.load(path)"
             )
-        self.check_usable()
-        schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
-        schedulers.attach(scheduler)
+        self.cycle.done = step
+        self.cycle.phase = Phase.IDLE
+        self.drop_batch()
+        self.loader.restart()
+        self.gradients.clear()
+        self._stage = None
+
+    # --- the way back ------------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Give back a plain model and optimizer. A logical batch under way is dropped."""
         if not self._attached:
             return
         self._attached = False
-        self.trained.optimizer = None
-        ATTACHED.discard(self.model)
+        self._weights.seal()
         self.loader.restart()
         for undo in reversed(self._undo):
             undo()
-        schedulers.release(self.optimizer)
         self.gradients.clear()
         self._stage = None
         self.run.hand_over(self.steps_taken)
@@ -235,10 +334,8 @@ class Private(Resuming):
             )
 
     def begin(self) -> None:
-        """Before the first batch of a loop: schedulers that exist by now are known."""
+        """Before the first batch of a loop."""
         check_not_sharded_since(self.model, self._sharded_modules)
-        if self.max_physical_batch_size is not None:
-            schedulers.watch(self.optimizer, lambda: self.cycle.schedulers_act)
 
     def hand_out(self, chunk: Chunk) -> None:
         """The loader gives this physical batch to the loop next."""
@@ -282,15 +379,25 @@ class Private(Resuming):
         if self.cycle.phase is not Phase.NOISED:
             self.gradients.check_clear(self.cycle.done)
             if whole:
+                self.note_changes()
                 if self.cycle.done % self.plan.steps_per_epoch == 0:  # now and then: it waits for the device
                     warn_of_noise_alone(self.clipper.dropped, self.cycle.handed_out, self.cycle.current)
                 self._write_gradients()
+
+    def note_changes(self) -> None:
+        """Before a step: the card will say it if something else has changed the weights since the step before."""
+        if not self.history.changed and self._weights.changed():
+            self.history = replace(self.history, changed=True)
+
+    def weights_settled(self) -> None:
+        """The weights are what a step of this run made them."""
+        self._weights.settle()
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.hooks_rest or self.cycle.phase is not Phase.NOISED:
             return
         self.cycle.acted()
-        self.trained.steps_taken = self.cycle.done
+        self._weights.settle()
         if self.cycle.done % self.plan.steps_per_epoch == 0:
             compare_weights(self)
         for act in self.after_step:
@@ -339,3 +446,11 @@ class Private(Resuming):
 
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(local(a).to(local(b).device), local(b)))
+    return type(a) is type(b) and bool(a == b)

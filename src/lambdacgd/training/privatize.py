@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from lambdacgd import clipping
 from lambdacgd.clipping.clipper import LossReduction
 from lambdacgd.clipping.factors import Mode
+from lambdacgd.clipping.sites import Replaced
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.augmentation import examples_in, run_by_view
+from lambdacgd.training.card import GivenCard, History
 from lambdacgd.training.distributed.run import SharedRun
 from lambdacgd.training.distributed.shards import is_sharded
 from lambdacgd.training.distributed.start import start_together
@@ -27,7 +29,6 @@ from lambdacgd.training.loader import Collate
 from lambdacgd.training.private import Private
 from lambdacgd.training.repeats import check_no_repeats
 from lambdacgd.training.run import Run
-from lambdacgd.training.trained import ATTACHED, remember
 from lambdacgd.validation import InvalidInput, integer, number
 
 
@@ -52,6 +53,7 @@ def privatize(
     multiprocessing_context: Any = None,
     batch_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     data_fingerprint: str | None = None,
+    earlier: Iterable[GivenCard] | None = None,
     process_group: Any = None,
     reduce_every_batch: bool = False,
 ) -> Private:
@@ -98,6 +100,7 @@ def privatize(
                 integer("max_physical_batch_size", max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
             views = integer("augmentations", augmentations)
+            history = History.of(earlier)
             if math.isinf(plan.epsilon):
                 max_grad_norm = math.inf
                 warnings.warn(
@@ -147,6 +150,7 @@ def privatize(
                     data_fingerprint=data_fingerprint,
                     loader_options=options,
                     undo=undo,
+                    history=history,
                     world=world,
                     reduce_every_batch=reduce_every_batch,
                 )
@@ -159,8 +163,6 @@ def privatize(
         if private is not None:
             private.detach()
         raise
-    if given is not model:
-        remember(given, private.trained)
     return private
 
 
@@ -190,7 +192,7 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             type(model).__name__,
             "it must be a torch.nn.Module; put several models into one module whose forward calls them",
         )
-    if any(module in ATTACHED for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
         raise InvalidInput(
             "model", "privatized already", "call detach() on what privatize returned for it, then privatize anew"
         )

@@ -204,9 +204,9 @@ class Session:
     def release(self) -> Path:
         """Export the weights (averaged where an average is kept) with their privacy card."""
         if self.average is None:
-            return export(self.model, self.folder / "release")
+            return export(self.private, self.folder / "release")
         with self.average.applied():
-            return export(self.model, self.folder / "release")
+            return export(self.private, self.folder / "release")
 
 
 @torch.no_grad()

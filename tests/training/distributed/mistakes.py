@@ -308,8 +308,8 @@ def _drifted(kind: str, rank: int) -> None:
         jobs.loop(private, model, optimizer)
     finally:
         # Whoever catches it and steps all the same would release sums of two steps.
-        for go_on in (optimizer.step, lambda: next(iter(private.loader)), private.state_dict):
-            with pytest.raises(lc.TrainingError, match=r"none goes on alone|use private\.save"):
+        for go_on in (optimizer.step, lambda: next(iter(private.loader))):
+            with pytest.raises(lc.TrainingError, match="none goes on alone"):
                 go_on()
         after = jobs.weights(model)
         assert all(torch.equal(before[name], after[name]) for name in before), "a rank stepped alone"

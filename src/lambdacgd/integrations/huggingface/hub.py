@@ -15,23 +15,22 @@ from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from safetensors.torch import save_model
-from torch import nn
 
-from lambdacgd.training.card import card, to_json, to_markdown
-from lambdacgd.training.export import CARD_JSON, CARD_MARKDOWN, WEIGHTS
-from lambdacgd.training.trained import trained_by
+from lambdacgd.training import Private
+from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
+from lambdacgd.training.export import WEIGHTS
 
 TAGS = ("differential-privacy", "lambdacgd")
 
 
-def write_card(model: nn.Module, folder: Path) -> None:
-    """The privacy card of a trained model, for machines and for people."""
-    facts = card(trained_by(model))
+def write_card(private: Private, folder: Path) -> None:
+    """The privacy card of a run's weights, for machines and for people."""
+    facts = private.card()
     (folder / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
     (folder / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
 
 
-def readme(model: Any, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
+def readme(model: Any, private: Private, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
     """A model card of public facts: no loss, no metric, no hyperparameter chosen on data."""
     is_adapter = hasattr(model, "peft_config")
     found = {"library_name": "peft" if is_adapter else "transformers", "tags": sorted({*TAGS, *tags})}
@@ -39,11 +38,11 @@ def readme(model: Any, *, name: str | None, tags: Iterable[str], **metadata: Any
     if re.fullmatch(r"[\w.-]+/[\w.-]+", base) and not Path(base).exists():  # a name on the hub, not a place of ours
         found["base_model"] = base
     data = ModelCardData(**(found | {key: value for key, value in metadata.items() if value is not None}))
-    privacy = to_markdown(card(trained_by(model))).removeprefix("# Privacy card\n")
+    privacy = to_markdown(private.card()).removeprefix("# Privacy card\n")
     return f"---\n{data.to_yaml()}\n---\n\n# {name or 'Model'}\n\nTrained with lambdacgd.\n\n## Privacy card\n{privacy}"
 
 
-def stage(model: Any, processing: Any, card_text: str) -> Path:
+def stage(model: Any, private: Private, processing: Any, card_text: str) -> Path:
     """A new folder with exactly what may be published."""
     folder = Path(tempfile.mkdtemp(prefix="lambdacgd-upload-"))
     try:
@@ -53,7 +52,7 @@ def stage(model: Any, processing: Any, card_text: str) -> Path:
             save_model(model, str(folder / WEIGHTS))
         if processing is not None:
             processing.save_pretrained(folder)
-        write_card(model, folder)
+        write_card(private, folder)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         ModelCard.load(folder / "README.md")  # its metadata must be readable
     except BaseException:

@@ -26,7 +26,7 @@ class Publishing(_Base):
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            hub.write_card(self.model, folder)
+            hub.write_card(self.private, folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
         if self.args.push_to_hub and not _internal_call:
@@ -57,7 +57,11 @@ class Publishing(_Base):
         if kwargs.get("finetuned_from"):
             given["base_model"] = kwargs["finetuned_from"]
         return hub.readme(
-            self.model, name=model_name, tags=[*tags, *(getattr(self.model, "model_tags", None) or [])], **given
+            self.model,
+            self.private,
+            name=model_name,
+            tags=[*tags, *(getattr(self.model, "model_tags", None) or [])],
+            **given,
         )
 
     def push_to_hub(
@@ -80,8 +84,9 @@ class Publishing(_Base):
             return None
         kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
         text = self._readme(**kwargs)
+        assert self.private is not None  # or there would be no card
         self._enter_release("push_to_hub")
-        folder = hub.stage(self.model, self._processing(), text)
+        folder = hub.stage(self.model, self.private, self._processing(), text)
         return hub.upload(
             folder,
             repo=str(self.hub_model_id),

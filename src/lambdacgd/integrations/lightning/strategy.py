@@ -23,7 +23,6 @@ from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError, privatize
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.trained import remember
 from lambdacgd.validation import InvalidInput
 
 _Base: Any = object  # stands before a strategy of Lightning in the method resolution order
@@ -77,7 +76,6 @@ class Privatising(_Base):
         self.private = privatize(
             self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
         )
-        remember(self.lightning_module, self.private.trained)  # for lc.export of the whole module
 
     def _check(self, trainer: Any) -> None:
         check_trainer(trainer, self.plan)

@@ -76,7 +76,7 @@ def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
         flat = p.detach().contiguous().view(-1)
         for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
             bits = part.to(torch.int64)
-            place = torch.arange(1, 2 * bits.numel(), 2, device=bits.device)
+            place = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # a shard may be empty
             plain = (plain * 31 + int(bits.sum())) % (1 << 63)
             weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
     return plain, weighted

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lambdacgd.training import Private, TrainingError
-from lambdacgd.training.cycle import Phase
+from lambdacgd.training.guards import Phase
 
 
 class LogicalBatch:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lambdacgd.clipping.sites import Replaced, batch_size
+from lambdacgd.torch_private import tree_flatten, tree_unflatten
 from lambdacgd.training.errors import TrainingError
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from safetensors.torch import save_file, save_model
 
 from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
-from lambdacgd.training.distributed.shards import is_sharded, whole_state
+from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.private import Private
 from lambdacgd.validation import InvalidInput

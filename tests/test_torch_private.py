@@ -82,8 +82,6 @@ def _exists(dotted: str) -> bool:
 
 def _on_instances(cls: type, name: str) -> bool:
     for base in cls.__mro__[:-1]:
-        if name in base.__dict__.get("__annotations__", {}) or re.search(
-            rf"self\.{name}\b.*=", inspect.getsource(base)
-        ):
+        if name in inspect.get_annotations(base) or re.search(rf"self\.{name}\b.*=", inspect.getsource(base)):
             return True
     return False

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lambdacgd.chacha import keystream_into
+from lambdacgd.keys import keystream_into
 from lambdacgd.noise.jobs import Job
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS
 

@@ -26,7 +26,8 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
-from lambdacgd.ledger import Ledger, LedgerError, Release
+from lambdacgd.errors import KeyFileError, LedgerError
+from lambdacgd.ledger import Ledger, Release
 
 __all__ = [
     "DestroyedKeyError",
@@ -52,10 +53,6 @@ _CHECK = b"fingerprint "
 _DIGITS = b"0123456789abcdef"
 _BYTES = 32
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-class KeyFileError(ValueError):
-    """A key file that cannot be trusted or used; the message says what to do and holds nothing secret."""
 
 
 class DestroyedKeyError(RuntimeError):

@@ -8,6 +8,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -246,6 +247,81 @@ def test_a_system_without_file_locks_imports_the_ledger_and_refuses_to_write_one
     )
     command = [sys.executable, "-c", program, str(tmp_path / "run.ledger")]
     assert "file locks" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which this machine remembers runs; tests do without unless they ask for it."""
+    monkeypatch.setenv("LAMBDACGD_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory: Path) -> None:
+    (tmp_path / "a").mkdir()
+    first = Ledger(tmp_path / "a" / "run.ledger")
+    run, other = first.new_run(), first.new_run()
+    first.record(run, 10, digest="a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copy = Ledger(tmp_path / "b" / "run.ledger")
+    copy.check_resume(run, 10, "a")  # either of the two may go on
+    first.record(run, 20, digest="b")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        copy.check_resume(run, 10, "a")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        copy.record(run, 15, digest="c")
+    copy.check_resume(other, 0)  # nothing happened to that one
+    copy.declare_destroyed(run, 10)  # the operator's word about what the first released
+    copy.check_resume(run, 10, "a")
+    copy.record(run, 15, digest="c")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        first.check_resume(run, 20, "b")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in memory.iterdir()} == {0o600}
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+
+
+def test_a_ledger_cut_off_at_the_end_of_a_line_is_refused(ledger: Ledger, memory: Path) -> None:
+    """Together with an old checkpoint it looked like a run that never went further."""
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    before = ledger.path.read_bytes()
+    ledger.record(run, 20, digest="b")
+    ledger.path.write_bytes(before)
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        ledger.check_resume(run, 10, "a")
+
+
+def test_a_ledger_that_went_on_elsewhere_or_before_its_memory_was_written_is_fine(
+    ledger: Ledger, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("LAMBDACGD_STATE", "off")  # another machine; or a crash before the memory was written
+        ledger.record(run, 20, digest="b")
+    ledger.check_resume(run, 20, "b")
+    ledger.record(run, 30, digest="c")
+    for content in ("", "not a number"):  # a crash cut it off
+        (memory / f"run-{run}").write_text(content)
+        ledger.check_resume(run, 30, "c")
+
+
+def test_a_home_that_cannot_be_written_remembers_nothing(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAMBDACGD_STATE", str(tmp_path / "file" / "state"))
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    ledger.check_resume(run, 10, "a")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("LAMBDACGD_STATE", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    ledger.record(run, 20, digest="b")
+    ledger.check_resume(run, 20, "b")
 
 
 def test_lines_are_json_and_hold_nothing_secret(ledger: Ledger) -> None:

@@ -11,6 +11,11 @@ damage is an error. Record a release *before* the file that holds it gets its fi
 leaves a run that refuses to go back, never one that goes back unnoticed.
 
 A process reads the file once, and afterwards only what was added since: a record costs the same whatever the length.
+
+What the file itself cannot show is that its last lines were cut off, or that it is an older copy of the ledger, as when
+a folder is copied and both are resumed. So the machine remembers, outside of the folder, the last record of each run
+that was written here: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE``
+names another folder, or ``off``). A ledger that lacks this record is refused.
 """
 
 from __future__ import annotations
@@ -45,9 +50,10 @@ class Ledger:
 
     Guarantee
     ---------
-    A record that a call returned from is on disk. A run that released weights resumes only from the newest of them, as
-    long as the file is kept whole: a changed, missing or swapped line is an error. A ledger from which the last lines
-    were cut off at the end of a line, or an older copy of the whole file, looks like a ledger that never had them.
+    A record that a call returned from is on disk. A run that released weights resumes only from the newest of them: a
+    changed, missing or swapped line is an error. That the last lines were cut off, or that the whole file is an older
+    copy, is noticed on the machine that wrote what is missing, by the user who wrote it, as long as that user's state
+    folder can be written and is kept. On another machine nothing tells such a file from a whole one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -96,6 +102,7 @@ class Ledger:
         _check_step(step)
 
         def check(contents: _Contents) -> None:
+            contents.check_remembered(run_id)
             newest = contents.newest_of(run_id)
             if newest is not None and step < newest.step:
                 raise LedgerError(
@@ -140,8 +147,10 @@ class Ledger:
                 damaged.
             ValueError: ``step`` is not an integer of at least 0.
         """
-        releases = self._read().releases_of(run_id)
+        contents = self._read()
+        releases = contents.releases_of(run_id)
         _check_step(step)
+        contents.check_remembered(run_id)
         if not releases:
             if step != 0:
                 raise LedgerError(
@@ -234,6 +243,7 @@ class Ledger:
                 record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
                 record["check"] = _checksum(contents.check, record)
                 self._write(file, contents.length, json.dumps(record, sort_keys=True).encode() + b"\n")
+                _remember(record["run"], record["check"])
 
     def _write(self, file: Any, length: int, line: bytes) -> None:
         """Put the line behind the whole lines: a torn one was never acknowledged, and must not run on into this one."""
@@ -269,6 +279,7 @@ class _Contents:
         self.path = path
         self.releases: dict[str, list[Release]] = {}  # by run, oldest first, without what was declared destroyed
         self.newest: dict[str, Release] = {}  # by run: the last entry of the furthest step, whatever came last
+        self._checks: dict[str, set[int]] = {}  # by run: the checksums of all its records
         self.lines = 0
         self.length = 0  # in bytes
         self.check = ""  # the last line's
@@ -285,6 +296,17 @@ class _Contents:
     def newest_of(self, run_id: str) -> Release | None:
         self.releases_of(run_id)
         return self.newest.get(run_id)
+
+    def check_remembered(self, run_id: str) -> None:
+        """Refuse a ledger without the last record of this run that this machine wrote."""
+        remembered = _remembered(run_id)
+        if remembered is not None and remembered not in self._checks.get(run_id, ()):
+            raise LedgerError(
+                f"{self.path} lacks the newest record of run {run_id} that was written on this machine: lines were cut "
+                f"off, or this is an older copy, and the run went on in another. Going on here would use the same "
+                f"noise for other sums. Use the newest ledger and checkpoint; or, if all that the other one released "
+                f"since is destroyed with all copies, say so here with ledger.declare_destroyed({run_id!r}, step)"
+            )
 
     def begins(self, file: Any) -> bool:
         """Whether this is the file that was read, with the same last line where it ended then."""
@@ -312,6 +334,7 @@ class _Contents:
             valid = False
         if not valid:
             raise self._damaged(self.lines + 1)
+        self._checks.setdefault(str(record["run"]), set()).add(int(record["check"], 16))
         self.lines += 1
         self.length += len(line) + 1
         self.check, self._last = record["check"], line + b"\n"
@@ -346,6 +369,39 @@ class _Contents:
 def _checksum(before: str, record: dict[str, Any]) -> str:
     body = json.dumps({k: v for k, v in record.items() if k != "check"}, sort_keys=True)
     return hashlib.blake2b((before + body).encode(), digest_size=8).hexdigest()
+
+
+def _memory_of(run_id: str) -> Path | None:
+    """Where this machine remembers the last record of a run; None if it shall not, or the user has no home."""
+    chosen = os.environ.get("LAMBDACGD_STATE", "")
+    if chosen == "off" or not run_id.isalnum():
+        return None
+    try:
+        folder = chosen or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lambdacgd"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
+    return Path(folder) / f"run-{run_id}"
+
+
+def _remember(run_id: str, check: str) -> None:
+    path = _memory_of(run_id)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # a home that cannot be written: nothing is remembered, as the guarantee says
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(check)
+        os.replace(draft, path)
+
+
+def _remembered(run_id: str) -> int | None:
+    path = _memory_of(run_id)
+    try:
+        return None if path is None else int(path.read_text(), 16)
+    except (OSError, ValueError):  # never written, or cut off by a crash
+        return None
 
 
 def _is_more_than_an_object(text: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""What CI shows, a desk repeats: hypothesis, keys, run ids and seeds draw the same every time. Cache and state are their own."""
+"""What CI shows, a desk repeats: keys, run ids and seeds draw the same every time. Cache and state are the tests' own."""
 
 from __future__ import annotations
 

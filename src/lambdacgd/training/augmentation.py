@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping.sites import Replaced, batch_size
+from lambdacgd.errors import TrainingError
 from lambdacgd.torch_private import tree_flatten, tree_unflatten
-from lambdacgd.training.errors import TrainingError
 
 
 def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:

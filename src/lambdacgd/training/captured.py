@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.guards import Phase
 from lambdacgd.training.loader import Loader, cut
 from lambdacgd.training.loop import Loop
 from lambdacgd.training.step import PrivateStep
-from lambdacgd.validation import InvalidInput, integer
 
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads

@@ -33,13 +33,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lambdacgd.errors import CheckpointError
 from lambdacgd.keys import LedgerError
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
 from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
 from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:

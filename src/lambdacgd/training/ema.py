@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd import torch_private
+from lambdacgd.errors import TrainingError, number
 from lambdacgd.training.distributed.models import reshard
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import number
 
 
 class EMA:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd import torch_private
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.distributed.models import fingerprint, is_sharded, local
-from lambdacgd.training.errors import TrainingError
 
 
 class Phase(Enum):

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lambdacgd import torch_private
+from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.guards import Phase
 from lambdacgd.training.loop import Loop
 

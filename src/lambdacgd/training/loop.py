@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.card import History
 from lambdacgd.training.distributed.agreement import compare_weights
 from lambdacgd.training.distributed.models import check_not_sharded_since, fsdp_modules, local
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.guards import Cycle, Gradients, Phase, Weights, announce, refuse_scaler
 from lambdacgd.training.step import PrivateStep
 

@@ -9,16 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training.checkpoint import check_identity
 from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError, TrainingError
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, check_precision
-from lambdacgd.validation import InvalidInput, number
 
 FORMAT = "lambdacgd-noiser-1"
 Tensors = TypeVar("Tensors", bound=dict[str, torch.Tensor])

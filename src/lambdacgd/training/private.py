@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
+from lambdacgd.errors import TrainingError
 from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
@@ -20,7 +21,6 @@ from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.guards import Cycle, Phase
 from lambdacgd.training.loader import Epoch, Loader
 from lambdacgd.training.loop import Loop

@@ -11,10 +11,9 @@ from typing import NoReturn
 
 import torch
 
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError, TrainingError
-from lambdacgd.validation import InvalidInput
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
 _ORPHANS_S = 15.0

@@ -24,14 +24,13 @@ from torch import Tensor, nn
 
 from lambdacgd import torch_private
 from lambdacgd.clipping import Clipper
+from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
 from lambdacgd.planning import Plan
 from lambdacgd.training.distributed.models import gradient_like
 from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import NotPrivateWarning
 from lambdacgd.training.run import Run
-from lambdacgd.validation import InvalidInput
 
 
 class PrivateStep:
@@ -128,6 +127,7 @@ class PrivateStep:
                 clip=self.max_grad_norm,
                 horizon=plan.steps,
                 restart_every=plan.restart_every,
+                float64_sums=not _claims(plan),  # where nothing is claimed, nothing is betrayed
             )
         return self._noise
 
@@ -158,13 +158,17 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
         )
 
 
+def _claims(plan: Plan) -> bool:
+    return plan.certificate.kind == "bound" and math.isfinite(plan.epsilon)
+
+
 def check_precision(parameter: str, tensors: Mapping[str, Tensor], plan: Plan) -> None:
-    """Refuse float64 where a plan adds noise: the noise has 32 random bits a number, and float64 shows which.
+    """Refuse float64 where a plan claims something: the noise has 32 random bits a number, and float64 shows which.
 
     Whoever knows two candidates for a sum could tell them apart by the bits below the noise's own.
     """
     wide = [name for name, tensor in tensors.items() if tensor.dtype in (torch.float64, torch.complex128)]
-    if wide and plan.sigma:
+    if wide and _claims(plan):
         raise InvalidInput(
             parameter,
             f"float64 in {wide[0]!r} ({len(wide)} of {len(tensors)} tensors)",

@@ -37,12 +37,12 @@ class Net(nn.Module):
         return out
 
 
-def net(dtype: torch.dtype = torch.float32, seed: int = 1) -> Net:
+def net(dtype: torch.dtype = torch.float64, seed: int = 1) -> Net:
     torch.manual_seed(seed)
     return Net().to(dtype)
 
 
-def data(dtype: torch.dtype = torch.float32, examples: int = 48) -> TensorDataset:
+def data(dtype: torch.dtype = torch.float64, examples: int = 48) -> TensorDataset:
     x, y = oracle.data(examples).tensors
     return TensorDataset(x.to(dtype), y)
 
@@ -94,7 +94,7 @@ def loop(private: Private, model: nn.Module, optimizer: torch.optim.Optimizer, u
 def train(
     kind: str,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype = torch.float64,
     mechanism: str = "cgd",
     bins: str = "fixed",
     batch: int = 8,

@@ -116,7 +116,7 @@ def other_sharded_modules(rank: int) -> None:
 
 @mistake
 def other_model(rank: int) -> None:
-    bind(model=nn.Linear(5, 3 + rank))
+    bind(model=nn.Linear(5, 3 + rank).double())
 
 
 @mistake
@@ -133,7 +133,7 @@ def layers_in_another_order(rank: int) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return self.b(self.a(x))
 
-    bind(model=Swapped())
+    bind(model=Swapped().double())
 
 
 @mistake
@@ -201,7 +201,7 @@ def sharding_columns(rank: int) -> None:
     from torch.distributed.tensor import Shard
 
     place = {"shard_placement_fn": lambda p: Shard(1) if p.dim() > 1 else None}
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)).double()
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -240,7 +240,7 @@ def convert_after_sharding(rank: int) -> None:
 @mistake
 def new_layer_after_wrapping(rank: int) -> None:
     model = jobs.wrap(jobs.net(), "ddp")
-    model.module.last = nn.Linear(7, 3)
+    model.module.last = nn.Linear(7, 3).double()
     bind(model=model)
 
 
@@ -277,7 +277,7 @@ def weights_changed_on_one_rank(rank: int) -> None:
     for step, (x, y) in enumerate(private.loader):
         if rank == 1 and step == 2:
             with torch.no_grad():
-                model.scale += 1e-6
+                model.scale += 1e-9
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -289,7 +289,7 @@ def shards_changed_on_one_rank(rank: int) -> None:
     private, model, optimizer = bind("hsdp")
     for step, (x, y) in enumerate(private.loader):
         if rank == 1 and step == 2:
-            model.last.weight._local_tensor.add_(1e-6)
+            model.last.weight._local_tensor.add_(1e-9)
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()

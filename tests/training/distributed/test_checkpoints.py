@@ -55,7 +55,7 @@ def test_from_two_processes_to_another_world(folder, first, second, size, bins):
         assert start == 5
         for found, wanted in zip((weights, averaged), expected(bins), strict=True):
             for name, value in found.items():
-                torch.testing.assert_close(value, wanted[name], rtol=0, atol=2e-6)
+                torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-10)
 
 
 def on_one_process(where: str) -> list[str]:
@@ -78,7 +78,7 @@ def test_one_process_saves_where_two_did(folder):
     for start, weights, _ in launch.run(2, jobs.go_on, "fsdp", str(folder), "fixed"):
         assert start == 7
         for name, value in weights.items():
-            torch.testing.assert_close(value, expected("fixed")[0][name], rtol=0, atol=2e-6)
+            torch.testing.assert_close(value, expected("fixed")[0][name], rtol=0, atol=1e-10)
 
 
 def test_no_secret_in_the_folder(folder):

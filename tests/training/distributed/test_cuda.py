@@ -75,20 +75,22 @@ def close(found, wanted, atol):
         torch.testing.assert_close(value.double(), wanted[name].double(), rtol=0, atol=atol)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("mechanism", ["cgd", "blt"])
-def test_a_whole_run_under_fsdp2(mesh, mechanism):
-    plain = train("plain", mesh, mechanism=mechanism)
-    close(train("fsdp", mesh, mechanism=mechanism), plain, 1e-5)
-    close(train("fsdp", mesh, mechanism=mechanism, physical=2), plain, 1e-5)
+def test_a_whole_run_under_fsdp2(mesh, dtype, mechanism):
+    plain = train("plain", mesh, dtype=dtype, mechanism=mechanism)
+    atol = 1e-12 if dtype == torch.float64 else 1e-5
+    close(train("fsdp", mesh, dtype=dtype, mechanism=mechanism), plain, atol)
+    close(train("fsdp", mesh, dtype=dtype, mechanism=mechanism, physical=2), plain, atol)
 
 
 def test_ddp(mesh):
-    close(train("ddp", mesh), train("plain", mesh), 1e-5)
+    close(train("ddp", mesh, dtype=torch.float64), train("plain", mesh, dtype=torch.float64), 1e-12)
 
 
 def test_adamw_under_fsdp2(mesh):
-    wanted = train("plain", mesh, optimizer="adamw")
-    close(train("fsdp", mesh, optimizer="adamw"), wanted, 1e-5)
+    wanted = train("plain", mesh, dtype=torch.float64, optimizer="adamw")
+    close(train("fsdp", mesh, dtype=torch.float64, optimizer="adamw"), wanted, 1e-10)
 
 
 def test_the_noise_of_shards_is_the_noise_of_the_whole(mesh):
@@ -128,8 +130,8 @@ def test_bfloat16_mixed_precision(mesh):
 def test_cpu_offload(mesh):
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    wanted = train("fsdp", mesh)
-    close(train("fsdp", mesh, offload_policy=CPUOffloadPolicy()), wanted, 1e-5)
+    wanted = train("fsdp", mesh, dtype=torch.float64)
+    close(train("fsdp", mesh, dtype=torch.float64, offload_policy=CPUOffloadPolicy()), wanted, 1e-12)
 
 
 def test_autocast_under_fsdp2(mesh):
@@ -153,7 +155,7 @@ def test_checkpoint_folder_of_a_gpu_run(mesh, tmp_path):
     key.save(tmp_path / "run.key")
     ends = []
     for kind, stop in (("fsdp", 5), ("fsdp", None)):
-        model = jobs.net().cuda()
+        model = jobs.net(torch.float64).cuda()
         model = jobs.shard(model, mesh=mesh) if kind == "fsdp" else model
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         private = privatize(

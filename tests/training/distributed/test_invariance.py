@@ -57,7 +57,7 @@ def test_same_weights_in_every_world(size, case):
     for rank, weights in enumerate(found(size)[case]):
         assert weights.keys() == expected()[case].keys()
         for name, value in weights.items():
-            torch.testing.assert_close(value, expected()[case][name], rtol=0, atol=2e-6, msg=lambda m: f"{rank} {m}")  # noqa: B023
+            torch.testing.assert_close(value, expected()[case][name], rtol=0, atol=1e-13, msg=lambda m: f"{rank} {m}")  # noqa: B023
 
 
 def test_the_cases_are_different_runs():
@@ -85,4 +85,4 @@ def test_the_whole_grid(size, case):
     (wanted,) = launch.run(0, jobs.train_many, [alone(case)])[0]
     for ranks in launch.run(size, jobs.train_many, [CASES[case]], timeout=240, together=120):
         for name, value in ranks[0].items():
-            torch.testing.assert_close(value, wanted[name], rtol=0, atol=2e-6)
+            torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-13)

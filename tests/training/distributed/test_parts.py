@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.loader import cut
 
 

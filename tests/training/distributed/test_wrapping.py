@@ -32,7 +32,7 @@ def plain() -> dict[str, torch.Tensor]:
     return found
 
 
-def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 2e-6) -> None:
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], atol: float = 1e-13) -> None:
     assert found.keys() == wanted.keys()
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=atol)
@@ -125,7 +125,7 @@ class Checkpointed(jobs.Net):
 
 def recomputed(kind: str) -> Any:
     torch.manual_seed(1)
-    model = jobs.wrap(Checkpointed(), kind)
+    model = jobs.wrap(Checkpointed().double(), kind)
     private, optimizer = bind(model)
     jobs.loop(private, model, optimizer)
     return jobs.weights(model)
@@ -178,7 +178,7 @@ def tied(kind: str) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(2)
-    model: Any = Tied()
+    model: Any = Tied().double()
     if kind == "fsdp":
         fully_shard(model.mix)
         fully_shard(model)
@@ -196,7 +196,7 @@ def tied(kind: str) -> Any:
 def test_tied_embeddings(ranks):
     wanted = launch.run(0, tied, "plain")[0]
     for found in launch.run(ranks, tied, "fsdp"):
-        same(found, wanted)
+        same(found, wanted, atol=1e-12)
 
 
 def part_not_sharded() -> Any:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.distributed.models import broadcast_, fingerprint, is_sharded, local
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.run import SharedRun
 
 _ADVICE = {

@@ -19,9 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lambdacgd import torch_private
 from lambdacgd.clipping.precision import accumulator
+from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import InvalidInput
 
 # --- parameters and their shards -------------------------------------------------------------------------------------
 

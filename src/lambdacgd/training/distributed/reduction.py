@@ -21,10 +21,9 @@ from lambdacgd.clipping.passes import Totals
 from lambdacgd.clipping.precision import accumulator
 from lambdacgd.clipping.records import Record
 from lambdacgd.clipping.sites import compute_device
+from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.models import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import InvalidInput
 
 BUCKET_BYTES = 25 << 20  #: tensors below this travel together (DDP's own bucket size); larger ones alone, uncopied
 TAGS = 2  #: numbers added to a bucket

@@ -92,25 +92,27 @@ def save(
     facts["resumable"] = not weights_only
     name = f"step-{private.steps_taken:08d}"
     draft, target = folder / f".{name}.{run_id}.draft", folder / name
-    try:
-        world.from_first("saving", lambda: _make_draft(draft, run_id))
-        with world.together("saving"):
-            digests, rows = _write_tensors(draft, tensors, world)
-        written = world.gather((digests, rows))
-        digest = world.from_first("saving", lambda: _write_facts(draft, facts, written))
-    except Exception as error:  # a full disk, a folder that not all ranks see, whatever the file system says
-        if world.first:
-            shutil.rmtree(draft, ignore_errors=True)
-        raise CheckpointError(
-            f"{folder} could not be written ({error}). The previous checkpoint and the ledger are as they were: make "
-            "room or choose another place (one that all ranks see), and save again"
-        ) from error
+    with contextlib.ExitStack() as held:  # a detached run has let go of its lock
+        world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
+        try:
+            world.from_first("saving", lambda: _make_draft(draft, run_id))
+            with world.together("saving"):
+                digests, rows = _write_tensors(draft, tensors, world)
+            written = world.gather((digests, rows))
+            digest = world.from_first("saving", lambda: _write_facts(draft, facts, written))
+        except Exception as error:  # a full disk, a folder that not all ranks see, whatever the file system says
+            if world.first:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"{folder} could not be written ({error}). The previous checkpoint and the ledger are as they were: "
+                "make room or choose another place (one that all ranks see), and save again"
+            ) from error
 
-    def release() -> None:
-        private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
-        _give_name(draft, target)
+        def release() -> None:
+            private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
+            _give_name(draft, target)
 
-    world.from_first("saving", release)
+        world.from_first("saving", release)
 
 
 def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -42,6 +42,7 @@ class Run:
         self._process = os.getpid()
         self._ledger: Ledger | None = None
         self._held = contextlib.ExitStack()
+        self._holds = False  # whether the lock of this run is in `_held`
 
     @property
     def id(self) -> str:
@@ -62,6 +63,7 @@ class Run:
         run_id = self._prepared or self._ledger.new_run(**self._facts)
         self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
         self._held.enter_context(self._ledger.lock(run_id))
+        self._holds = True
         return run_id
 
     @property
@@ -112,6 +114,7 @@ class Run:
         ledger = self.key.ledger()
         ledger.check_resume(run_id, step, digest)
         self._hold(ledger, run_id, self._held)
+        self._holds = True
         try:
             ledger.check_resume(
                 run_id, step, digest
@@ -128,7 +131,7 @@ class Run:
         Raises:
             LedgerError: Another process has it, and did not let go of it within seconds.
         """
-        if run_id == self._id:  # held since it began
+        if run_id == self._id and self._holds:
             yield
             return
         with contextlib.ExitStack() as held:
@@ -148,6 +151,7 @@ class Run:
 
     def close(self) -> None:
         """Let go of the lock."""
+        self._holds = False
         self._held.close()
 
 

@@ -10,10 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
-from lambdacgd.errors import TrainingError
 from lambdacgd.training.loader import cut
 
 

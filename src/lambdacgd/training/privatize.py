@@ -19,12 +19,11 @@ from lambdacgd.clipping.sites import Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
-from lambdacgd.training.augmentation import examples_in, run_by_view
 from lambdacgd.training.card import GivenCard, History
 from lambdacgd.training.distributed.agreement import start_together
 from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate
+from lambdacgd.training.loader import Collate, examples_in, run_by_view
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.sample import sample_of

@@ -114,13 +114,8 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
     batched = [x for place, x in zip(places, others, strict=True) if site.clipper.sizing.batch_first(place, x)]
     _refuse_writing(name, flat, roots, batched)
-    if not batched and any(x.requires_grad for x in others):
-        shape = tuple(next(x.shape for x in others if x.requires_grad))
-        raise _refuse(
-            roots,
-            f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have the "
-            f"batch ({batch}) first",
-        )
+    if not batched:
+        _refuse_statistics(name, flat, roots)
     if not batched or name == "expand_as":
         args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
@@ -139,6 +134,19 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
     return _product(site, func, name, flat, tree, roots, batched)
+
+
+def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> None:
+    """What carries a gradient and has no batch first is made of all examples: its gradient would be lost, since a
+    batch-free result passes gradients on to parameters alone. A tensor of no dimensions (``h.std()``) is one, too.
+    """
+    for x in flat:
+        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+            raise _refuse(
+                roots,
+                f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
+                f"have the batch ({roots[0].site.clipper.batch}) first",
+            )
 
 
 def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:

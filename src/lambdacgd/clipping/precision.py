@@ -4,9 +4,9 @@ The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ`
 of the same ``a`` and ``b``. Two things differ between them:
 
 * *Folding*: the factor ``c_i`` is multiplied into one operand, which is then rounded to the precision of the product
-  (nothing to speak of in float32; 2⁻⁸ in TF32, where either operand may be cut off or rounded in either product; 2⁻⁹ in
-  bfloat16, which the norms use as it is). The
-  contribution moves by at most ``κ ‖folded operand‖_F ‖other operand‖₂``.
+  (nothing to speak of in float32; at most half an ulp, 2⁻⁸ of the value, in bfloat16, which the norms use as it is;
+  four times 2⁻¹⁰ in TF32 and four times 2⁻⁸ where float32 products run in bfloat16, since either operand may be cut off
+  or rounded in either product). The contribution moves by at most ``κ ‖folded operand‖_F ‖other operand‖₂``.
 * *Accumulation*: an inner product of length n in float32 carries an error of at most γ(n) times the sum of the absolute
   terms. γ(n) = max(8√n, n/8)·2⁻²³: the first part is the probabilistic bound of Higham and Mary (2019) with λ = 16, the
   second covers tensor cores, which cut off once per group of at least eight products.
@@ -67,9 +67,9 @@ def folding_unit(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.float64:
         return 2.0**-52
     if dtype == torch.bfloat16:
-        return 2.0**-9 * (1 + 2.0**-6)
+        return 2.0**-8 * (1 + 2.0**-6)
     if tf32_in_use(device):
-        return 2.0**-7 if cpu_float32_is_bfloat16() else 2.0**-8
+        return 2.0**-6 if cpu_float32_is_bfloat16() else 2.0**-8
     return 2.0**-22
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import fused, grouped, precision
 from lambdacgd.clipping.capture import Call, Site, apply_layer_norm, autocast_dtype, computed, fast_apply, tap
+from lambdacgd.clipping.errors import ClippingError
 from lambdacgd.clipping.records import Record, Stored
 from lambdacgd.clipping.registry import register
 
@@ -100,10 +101,40 @@ class GroupNormTap(torch.autograd.Function):
 apply_group_norm = fast_apply(GroupNormTap)
 
 
-@register(nn.GroupNorm)
+class FittedGroupNorm(nn.GroupNorm):
+    """The GroupNorm that `convert` puts in the place of a BatchNorm: as many groups as the input's shape allows.
+
+    A BatchNorm may see [B, C] or [B, C, 1, 1], which only the input tells. Groups of one value would be normalised to
+    zero, groups of two to ±1. The number of groups is the largest divisor of the channels, up to ``num_groups``, that
+    leaves at least ``LEAST`` values of an example in each group; one group, if none does.
+    """
+
+    LEAST = 16
+
+    def __init__(self, groups: int, channels: int, *, eps: float, affine: bool) -> None:
+        fitting = max(g for g in range(1, min(groups, channels) + 1) if channels % g == 0)
+        super().__init__(fitting, channels, eps=eps, affine=affine)
+
+    def groups_for(self, x: Tensor) -> int:
+        """The number of groups for an input of this shape."""
+        values = math.prod(x.shape[1:])
+        if values == 1:
+            raise ClippingError(
+                f"a GroupNorm in place of a BatchNorm sees one value for each example (shape {tuple(x.shape)}), of "
+                "which nothing is left when it is normalised. Take the BatchNorm out of the model."
+            )
+        allowed = range(self.num_groups, 0, -1)
+        return next((g for g in allowed if self.num_channels % g == 0 and values // g >= self.LEAST), 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.groups_for(x), self.weight, self.bias, self.eps)
+
+
+@register(nn.GroupNorm, FittedGroupNorm)
 def group_norm(site: Site, input: Tensor) -> Tensor:
     m: nn.GroupNorm = site.module  # type: ignore[assignment]
-    normalise = partial(F.group_norm, num_groups=m.num_groups, eps=m.eps)
+    groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
+    normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
     x = input.float() if autocast_dtype(input) is not None else input
     ready = x.dtype in (torch.float32, torch.float64) and x.is_contiguous() and not computed(m)
     if not ready or m.weight.dtype != x.dtype:
@@ -111,7 +142,7 @@ def group_norm(site: Site, input: Tensor) -> Tensor:
         return tap(site, site.hidden(input), recorder, input)
     recorder = partial(group_norm_records, normalise=normalise, names=site.names)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    return apply_group_norm(site.clipper.anchor, x, weight, bias, m.num_groups, m.eps, Call(site, recorder))
+    return apply_group_norm(site.clipper.anchor, x, weight, bias, groups, m.eps, Call(site, recorder))
 
 
 def group_norm_records(

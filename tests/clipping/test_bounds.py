@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, attach
 from lambdacgd.clipping.benchmark_models import ViT
-from lambdacgd.clipping.factors import clip_factors
+from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied
-from lambdacgd.clipping.precision import folding_unit
 from lambdacgd.clipping.records import Stored, outer
 
 pytestmark = pytest.mark.usefixtures("seeded")

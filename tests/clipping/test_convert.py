@@ -28,7 +28,7 @@ class OtherDefaults(nn.BatchNorm2d):
 
 def test_a_batch_norm_with_a_forward_of_its_own_is_refused() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), BatchNormAct(8))
-    with pytest.raises(ClippingError, match="'1' \\(BatchNormAct\\).*forward of its own"):
+    with pytest.raises(ClippingError, match=r"'1' \(BatchNormAct\).*forward of its own"):
         convert(model)
     assert isinstance(model[1], BatchNormAct)  # and nothing was changed
     bent: Any = nn.BatchNorm2d(8)

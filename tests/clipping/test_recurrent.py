@@ -19,9 +19,10 @@ from torch.nn.utils import prune
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 
-from lambdacgd.clipping import attach, convert, recurrent
-from lambdacgd.clipping.errors import ClippingError
-from lambdacgd.clipping.through_time import Span, by_hand, fused
+from lambdacgd.clipping import attach, convert
+from lambdacgd.clipping.layers import recurrent
+from lambdacgd.clipping.layers.recurrent import Span, by_hand, fused
+from lambdacgd.errors import ClippingError
 
 Oracle = Callable[..., None]
 KINDS: list[Any] = [nn.LSTM, nn.GRU, nn.RNN, lambda *a, **k: nn.RNN(*a, nonlinearity="relu", **k)]

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lambdacgd.clipping import recurrent
-from lambdacgd.clipping.through_time import Span, by_hand, fused
+from lambdacgd.clipping.layers import recurrent
+from lambdacgd.clipping.layers.recurrent import Span, by_hand, fused
 
 MODES = {"LSTM": 4, "GRU": 3, "RNN_TANH": 1, "RNN_RELU": 1}
 SEED = 31

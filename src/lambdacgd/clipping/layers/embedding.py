@@ -1,7 +1,7 @@
 """Embedding and EmbeddingBag: a linear layer whose inputs are one-hot, so their Gram matrix is "the same token?".
 
 ‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s, or the norm of the few rows that g_i has. Position embeddings looked up
-without a batch dimension go through `batchfree`.
+without a batch dimension go through `batch_free`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping import precision
-from lambdacgd.clipping.batchfree import lookup
-from lambdacgd.clipping.capture import Site, tap
-from lambdacgd.clipping.records import Norm, Outer, Record, bounded_norm, chunk_rows, masked
-from lambdacgd.clipping.registry import finds_batch, register
+from lambdacgd.clipping import bounds
+from lambdacgd.clipping.batch_free import lookup
+from lambdacgd.clipping.bounds import Norm, bounded_norm
+from lambdacgd.clipping.records import Outer, Record, chunk_rows, masked
+from lambdacgd.clipping.rules import Site, finds_batch, register, tap
 
 
 @dataclass
@@ -45,17 +45,17 @@ class Rows(Record):
             parts = [self._from_gram(self.index[rows], self.b[rows]) for rows in self._groups(2 * tokens**2)]
             # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
             low = self.b.dtype in (torch.bfloat16, torch.float16)
-            kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
-            gamma = precision.accumulation_unit(width, self.b.dtype)
+            kappa = 2.0**-22 if low else bounds.folding_unit(self.b.dtype, self.b.device)
+            gamma = bounds.accumulation_unit(width, self.b.dtype)
         else:
             parts = [self._from_rows(rows) for rows in self._groups(2 * tokens * width)]
             # A row is a sum over equal tokens: its error is that of Σ_t b_t, at most γ(T) √(tr G_b ‖G_a‖), as κ's is.
-            kappa, gamma = precision.accumulation_unit(tokens, self.b.dtype), 0.0
+            kappa, gamma = bounds.accumulation_unit(tokens, self.b.dtype), 0.0
         return bounded_norm([torch.cat(p) for p in zip(*parts, strict=True)], gamma, kappa)
 
     @staticmethod
     def _from_gram(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        gram = precision.bmm(b, b.transpose(1, 2))
+        gram = bounds.bmm(b, b.transpose(1, 2))
         used = (index >= 0).unsqueeze(2)
         same = ((index.unsqueeze(2) == index.unsqueeze(1)) & used).to(gram.dtype)
         trace_b = gram.diagonal(dim1=1, dim2=2).sum(1)
@@ -72,12 +72,12 @@ class Rows(Record):
         summed = torch.zeros_like(b).scatter_add_(1, place.unsqueeze(2).expand_as(b), b)
         used = (index >= 0).to(b.dtype)
         counts = torch.zeros_like(used).scatter_add_(1, run, used)
-        trace_b, square = precision.squared_norms(b.flatten(1)), precision.squared_norms(summed.flatten(1))
+        trace_b, square = bounds.squared_norms(b.flatten(1)), bounds.squared_norms(summed.flatten(1))
         return square, used.sum(1), trace_b, torch.linalg.vector_norm(counts, dim=1), trace_b
 
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
-        index, b = self.index[rows], self.b[rows].to(precision.accumulator(self.b.dtype))
+        index, b = self.index[rows], self.b[rows].to(bounds.accumulator(self.b.dtype))
         used = index >= 0
         return index.clamp_min(0), torch.where(used.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
 
@@ -122,20 +122,20 @@ class Tied(Record):
         The traces stand in for the Gram norms, which they exceed: (tr₁ + tr₂)(tr₁ + tr₂) then bounds both parts' errors
         and, by Cauchy-Schwarz, the cross term's.
         """
-        kappa = 2 * precision.folding_unit(self.head.dtype, self.head.device)
-        with precision.full_float32():
+        kappa = 2 * bounds.folding_unit(self.head.dtype, self.head.device)
+        with bounds.full_float32():
             one, two = self.rows.norm(), self.head.norm()
             cross = torch.cat([self._cross(rows) for rows in self.rows._groups(2 * self.rows.index.shape[1] ** 2)])
         trace_a = 2 * (one.trace_a + two.trace_a)  # type: ignore[operator]
         trace_b = one.trace_b + two.trace_b  # type: ignore[operator]
         square = one.square + two.square + 2 * cross
-        gamma = max(one.gamma, two.gamma, precision.accumulation_unit(self.rows.index.shape[1], self.head.dtype))
+        gamma = max(one.gamma, two.gamma, bounds.accumulation_unit(self.rows.index.shape[1], self.head.dtype))
         return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma, kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
         assert isinstance(self.head.b, Tensor)
-        kept = precision.accumulator(self.head.dtype)
+        kept = bounds.accumulator(self.head.dtype)
         index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
         picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]
@@ -180,7 +180,7 @@ def embedding(site: Site, input: Tensor) -> Tensor:
     m: nn.Embedding = site.module  # type: ignore[assignment]
     _refuse_options(site, m)
     recorder = partial(embedding_records, name=site.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
-    if not site.clipper.is_batched(site, input):
+    if not site.is_batched(input):
         return lookup(site, site.hidden(input), input, recorder)
     return tap(site, site.hidden(input), recorder, input)
 
@@ -195,7 +195,7 @@ def embedding_bag(
     if m.mode == "max":
         raise site.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
     index, weights = _bags(m, input, offsets, per_sample_weights)
-    if not site.clipper.is_batched(site, index):
+    if not site.is_batched(index):
         raise site.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
         index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import fused, grouped, precision
-from lambdacgd.clipping.capture import Call, Site, apply_layer_norm, autocast_dtype, computed, fast_apply, tap
-from lambdacgd.clipping.errors import ClippingError
+from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.records import Record, Stored
-from lambdacgd.clipping.registry import register
+from lambdacgd.clipping.rules import Call, Site, autocast_dtype, computed, register, tap
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import quick_apply
 
 
 def affine_records(
     gradient: Tensor, x: Tensor, *, normalise: Callable[[Tensor], Tensor], over: slice, names: dict[str, str]
 ) -> Iterator[Record]:
     """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along."""
-    kept = precision.accumulator(gradient.dtype)
+    kept = bounds.accumulator(gradient.dtype)
     dims = tuple(range(gradient.dim())[over])
     if "weight" in names:
         product = gradient * normalise(x.to(torch.promote_types(x.dtype, kept)))
@@ -33,6 +33,36 @@ def affine_records(
 
 def _trailing(module: nn.Module) -> slice:
     return slice(1, -len(module.normalized_shape))  # type: ignore[arg-type]
+
+
+class LayerNormTap(torch.autograd.Function):
+    """Layer normalisation that delivers (input, mean, 1/deviation) with the output gradient; float32 and float64
+    only.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, call: Call
+    ) -> Tensor:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        ctx.call, ctx.shape = call, shape
+        ctx.save_for_backward(x, mean, rstd, weight, bias)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, mean, rstd, weight, bias = ctx.saved_tensors
+        below = None
+        if ctx.needs_input_grad[1]:
+            mask = (True, False, False)
+            below = torch.ops.aten.native_layer_norm_backward.default(
+                gradient, x, ctx.shape, mean, rstd, weight, bias, mask
+            )[0]
+        ctx.call.deliver(gradient, x, mean, rstd)
+        return None, below, None, None, None, None, None
+
+
+apply_layer_norm = quick_apply(LayerNormTap)
 
 
 @register(nn.LayerNorm)
@@ -46,14 +76,14 @@ def layer_norm(site: Site, input: Tensor) -> Tensor:
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if site.recorder is None:
         site.recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=site.names)
-    return apply_layer_norm(site.clipper.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, site.recorder))
+    return apply_layer_norm(site.backward.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, site.recorder))
 
 
 def layer_norm_records(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, shape: torch.Size, over: slice, names: dict[str, str]
 ) -> Iterator[Record]:
     """As `affine_records`, from the statistics of the forward pass; one launch on CUDA."""
-    sums = grouped.layer_norm_sums(x, gradient, mean, rstd, shape.numel())
+    sums = gpu.layer_norm_sums(x, gradient, mean, rstd, shape.numel())
     if sums is None:
         yield from affine_records(gradient, x, normalise=lambda v: (v - mean) * rstd, over=over, names=names)
         return
@@ -98,7 +128,7 @@ class GroupNormTap(torch.autograd.Function):
         return None, below, None, None, None, None, None
 
 
-apply_group_norm = fast_apply(GroupNormTap)
+apply_group_norm = quick_apply(GroupNormTap)
 
 
 class FittedGroupNorm(nn.GroupNorm):
@@ -142,14 +172,14 @@ def group_norm(site: Site, input: Tensor) -> Tensor:
         return tap(site, site.hidden(input), recorder, input)
     recorder = partial(group_norm_records, normalise=normalise, names=site.names)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    return apply_group_norm(site.clipper.anchor, x, weight, bias, groups, m.eps, Call(site, recorder))
+    return apply_group_norm(site.backward.anchor, x, weight, bias, groups, m.eps, Call(site, recorder))
 
 
 def group_norm_records(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, normalise: Any, names: dict[str, str]
 ) -> Iterator[Record]:
     """As `affine_records`, from the statistics of the forward pass in one launch on CUDA."""
-    sums = fused.group_norm_sums(x, gradient, mean, rstd)
+    sums = gpu.group_norm_sums(x, gradient, mean, rstd)
     if sums is None:
         yield from affine_records(gradient, x, normalise=normalise, over=slice(2, None), names=names)
         return

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Call, Recorder, Site, autocast_dtype, tap
+from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping.layers.linear import tapped_linear
 from lambdacgd.clipping.records import Record, Stored
+from lambdacgd.clipping.rules import Call, Recorder, Site, autocast_dtype, tap
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 
 _ELEMENTWISE = {
     name
@@ -49,7 +51,7 @@ class BatchFree(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, tree = tree_flatten((args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutTorchFunction():
             return _dispatch(func, flat, tree)
 
 
@@ -61,6 +63,20 @@ def stand_in(value: Tensor, roots: tuple[Root, ...]) -> Tensor:
 
 def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
+
+
+def check_output(output: Any, batch: int) -> None:
+    """Refuse a model's output that is a stand-in still.
+
+    Raises:
+        ClippingError: The output does not have the batch first.
+    """
+    if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
+        raise ClippingError(
+            f"the model's output does not have the batch ({batch} examples) first: some layer sees examples folded "
+            "into another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of "
+            "every layer's input."
+        )
 
 
 def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
@@ -84,7 +100,7 @@ def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
 def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
     """The stand-in for a parameter while its module's forward runs."""
     leaf = _leaf(site, name, parameter)
-    dtype = precision.accumulator(parameter.dtype)
+    dtype = accumulator(parameter.dtype)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield Stored(name, gradients.to(dtype))
@@ -107,12 +123,12 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     ours = [x for x in flat if isinstance(x, BatchFree)]
     roots = tuple({id(r): r for x in ours for r in x._roots}.values())
     site, values = roots[0].site, [plain(x) for x in flat]
-    batch = site.clipper.batch
+    batch = site.passing.batch
     others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
     if name in _CASTING:  # the other tensor only lends its type or device
         others = []
     places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
-    batched = [x for place, x in zip(places, others, strict=True) if site.clipper.sizing.batch_first(place, x)]
+    batched = [x for place, x in zip(places, others, strict=True) if site.passing.sizes.batch_first(place, x)]
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)
@@ -145,7 +161,7 @@ def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> N
             raise _refuse(
                 roots,
                 f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
-                f"have the batch ({roots[0].site.clipper.batch}) first",
+                f"have the batch ({roots[0].site.passing.batch}) first",
             )
 
 
@@ -233,7 +249,7 @@ def _graph_value(x: BatchFree) -> Tensor:
 def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
     """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
     site = roots[0].site
-    batch = site.clipper.batch
+    batch = site.passing.batch
     if x.dim() < depth:
         shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
     elif x.dim() == depth and x.shape[0] == 1:
@@ -245,7 +261,7 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
         )
     value, own = _graph_value(x), x._roots
     call = Call(site, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(site.clipper.anchor, value.detach(), call, shape)
+    return _Split.apply(site.backward.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
@@ -253,7 +269,7 @@ def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None
     site = roots[0].site
     if not (x.dim() < out.dim() or x.shape[0] == 1):
         return None
-    if not site.clipper.sizing.batch_first(f"{site}, parameter '{roots[0].name}' expanded", out):
+    if not site.passing.sizes.batch_first(f"{site}, parameter '{roots[0].name}' expanded", out):
         return None
     per_example = _split(x, out.dim(), roots)
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
@@ -264,8 +280,6 @@ def _product(
     site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
 ) -> Any:
     """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
-    from lambdacgd.clipping.layers.linear import tapped_linear
-
     args, kwargs = tree_unflatten(flat, tree)
     if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
@@ -306,7 +320,7 @@ def _vmapped(
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
     place = f"{site}, parameter '{roots[0].name}', result of {name}"
-    if not isinstance(out, Tensor) or not site.clipper.sizing.batch_first(place, out):
+    if not isinstance(out, Tensor) or not site.passing.sizes.batch_first(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
     dtype = autocast_dtype(out)

@@ -19,7 +19,7 @@ from torch import Tensor
 from lambdacgd.clipping.bounds import accumulator
 from lambdacgd.clipping.layers.linear import tapped_linear
 from lambdacgd.clipping.records import Record, Stored
-from lambdacgd.clipping.rules import Call, Recorder, Site, autocast_dtype, tap
+from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 
@@ -39,8 +39,8 @@ _PRODUCT = {"matmul", "__matmul__"}
 class Root:
     """A leaf that batch-free values were computed from; ``finish`` turns its per-example gradient into records."""
 
-    def __init__(self, site: Site, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
-        self.site, self.name, self.leaf, self.finish, self.parameter = site, name, leaf, finish, parameter
+    def __init__(self, layer: Layer, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
+        self.layer, self.name, self.leaf, self.finish, self.parameter = layer, name, leaf, finish, parameter
 
 
 class BatchFree(torch.Tensor):
@@ -79,14 +79,14 @@ def check_output(output: Any, batch: int) -> None:
         )
 
 
-def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
+def _leaf(layer: Layer, name: str, value: Tensor) -> Tensor:
     """Where the graph of batch-free operations begins. Only `_pull_back` may ask for its gradient: one that comes by
     the backward pass went through something that `BatchFree` did not see, such as a ``torch.autograd.Function``.
     """
 
     def refuse(leaf: Tensor) -> None:
         leaf.grad = None
-        raise site.refuse(
+        raise layer.refuse(
             f"parameter '{name}' received a gradient that was not clipped: it took part in an operation that cannot "
             "be followed (a torch.autograd.Function, a result written into another tensor). Use PyTorch's own "
             "operations on it, or freeze it (requires_grad_(False))."
@@ -97,38 +97,38 @@ def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
     return leaf
 
 
-def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
+def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
     """The stand-in for a parameter while its module's forward runs."""
-    leaf = _leaf(site, name, parameter)
+    leaf = _leaf(layer, name, parameter)
     dtype = accumulator(parameter.dtype)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield Stored(name, gradients.to(dtype))
 
-    return stand_in(leaf, (Root(site, name, leaf, finish, parameter=True),))
+    return stand_in(leaf, (Root(layer, name, leaf, finish, parameter=True),))
 
 
-def lookup(site: Site, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
+def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
     """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
-    leaf = _leaf(site, site.names["weight"], value)
+    leaf = _leaf(layer, layer.names["weight"], value)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield from recorder(gradients, index.expand(gradients.shape[0], *index.shape))
 
-    return stand_in(leaf, (Root(site, site.names["weight"], leaf, finish, parameter=False),))
+    return stand_in(leaf, (Root(layer, layer.names["weight"], leaf, finish, parameter=False),))
 
 
 def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     ours = [x for x in flat if isinstance(x, BatchFree)]
     roots = tuple({id(r): r for x in ours for r in x._roots}.values())
-    site, values = roots[0].site, [plain(x) for x in flat]
-    batch = site.passing.batch
+    layer, values = roots[0].layer, [plain(x) for x in flat]
+    batch = layer.forward_pass.batch
     others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
     if name in _CASTING:  # the other tensor only lends its type or device
         others = []
-    places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
-    batched = [x for place, x in zip(places, others, strict=True) if site.passing.sizes.batch_first(place, x)]
+    places = [f"{layer}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
+    batched = [x for place, x in zip(places, others, strict=True) if layer.forward_pass.sizes.batch_first(place, x)]
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)
@@ -149,7 +149,7 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
-    return _product(site, func, name, flat, tree, roots, batched)
+    return _product(layer, func, name, flat, tree, roots, batched)
 
 
 def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> None:
@@ -161,7 +161,7 @@ def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> N
             raise _refuse(
                 roots,
                 f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
-                f"have the batch ({roots[0].site.passing.batch}) first",
+                f"have the batch ({roots[0].layer.forward_pass.batch}) first",
             )
 
 
@@ -193,7 +193,7 @@ def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
 
 
 def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
-    return roots[0].site.refuse(
+    return roots[0].layer.refuse(
         f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a "
         "module of its own whose forward takes and returns tensors with the batch first, or freeze it "
         "(requires_grad_(False))."
@@ -220,7 +220,7 @@ def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Ite
         yield from roots[0].finish(gradients)
         return
     with torch.enable_grad():
-        found = torch.autograd.grad(
+        pulled = torch.autograd.grad(
             value,
             [r.leaf for r in roots],
             gradients.to(value.dtype),
@@ -228,7 +228,7 @@ def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Ite
             retain_graph=True,
             allow_unused=True,
         )
-    for root, gradient in zip(roots, found, strict=True):
+    for root, gradient in zip(roots, pulled, strict=True):
         if gradient is not None:
             yield from root.finish(gradient)
 
@@ -248,8 +248,8 @@ def _graph_value(x: BatchFree) -> Tensor:
 
 def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
     """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
-    site = roots[0].site
-    batch = site.passing.batch
+    layer = roots[0].layer
+    batch = layer.forward_pass.batch
     if x.dim() < depth:
         shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
     elif x.dim() == depth and x.shape[0] == 1:
@@ -260,16 +260,16 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
             f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch",
         )
     value, own = _graph_value(x), x._roots
-    call = Call(site, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(site.backward.anchor, value.detach(), call, shape)
+    call = Call(layer, lambda gradient: _pull_back(value, own, gradient))
+    return _Split.apply(layer.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
     """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
-    site = roots[0].site
+    layer = roots[0].layer
     if not (x.dim() < out.dim() or x.shape[0] == 1):
         return None
-    if not site.passing.sizes.batch_first(f"{site}, parameter '{roots[0].name}' expanded", out):
+    if not layer.forward_pass.sizes.batch_first(f"{layer}, parameter '{roots[0].name}' expanded", out):
         return None
     per_example = _split(x, out.dim(), roots)
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
@@ -277,7 +277,7 @@ def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None
 
 
 def _product(
-    site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
+    layer: Layer, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
 ) -> Any:
     """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
     args, kwargs = tree_unflatten(flat, tree)
@@ -290,8 +290,8 @@ def _product(
         if plain_input and weight.dim() == 2 and alone:
             names = (_parameter_name(weight), _parameter_name(bias))
             matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
-            return tapped_linear(site, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
-    return _vmapped(site, func, name, flat, tree, roots, {id(b) for b in batched})
+            return tapped_linear(layer, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
+    return _vmapped(layer, func, name, flat, tree, roots, {id(b) for b in batched})
 
 
 def _is_parameter(x: BatchFree) -> bool:
@@ -304,7 +304,7 @@ def _parameter_name(x: Any) -> str | None:
 
 
 def _vmapped(
-    site: Site,
+    layer: Layer,
     func: Callable[..., Any],
     name: str,
     flat: list[Any],
@@ -319,8 +319,8 @@ def _vmapped(
     fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
-    place = f"{site}, parameter '{roots[0].name}', result of {name}"
-    if not isinstance(out, Tensor) or not site.passing.sizes.batch_first(place, out):
+    place = f"{layer}, parameter '{roots[0].name}', result of {name}"
+    if not isinstance(out, Tensor) or not layer.forward_pass.sizes.batch_first(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
     dtype = autocast_dtype(out)
@@ -331,7 +331,7 @@ def _vmapped(
         for i, x in zip(rest, saved[len(batched) :], strict=True):
             row[i] = x
 
-        def one(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
+        def of_example(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
             def again(*own: Tensor) -> Tensor:
                 for i, piece in zip(batched, pieces, strict=True):
                     row[i] = piece.unsqueeze(0)
@@ -344,13 +344,13 @@ def _vmapped(
 
         try:
             with low:
-                found = torch.func.vmap(one, randomness="error")(saved[: len(batched)], gradient)
+                every = torch.func.vmap(of_example, randomness="error")(saved[: len(batched)], gradient)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _refuse(roots, f"{name} does not run on one example at a time ({error})") from error
-        for i, value, gradients in zip(ours, values, found, strict=True):
+        for i, value, gradients in zip(ours, values, every, strict=True):
             yield from _pull_back(value, flat[i]._roots, gradients)
 
     # A copy: the operation may have kept its output for its own backward pass, and the tap marks it as changed.
-    return tap(site, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))
+    return tap(layer, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))

@@ -20,16 +20,15 @@ from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
 from lambdacgd.clipping.batch_free import BatchFree, check_output, parameter_stand_in
 from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers their rules)
+from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import Probe
-from lambdacgd.clipping.rules import ForwardPass, Rule, Site, rule_for
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
     AnyInstanceNorm,
     AnyLazyNorm,
     backward_task,
-    foreach_copy_,
     functorch_is_active,
     has_backward_hooks,
     not_compiled,
@@ -101,9 +100,9 @@ class Clipper:
             )
         self._snapshot = Snapshot(model, self.parameters)
         device = compute_device(next(iter(self.parameters.values())))
-        self._forward, self._backward = ForwardPass(), BackwardPass(settings, self.parameters, device)
-        self._probe = Probe(model, self._forward, self._backward.anchor, self.count, enabled=probe)
-        self._linear_sites: list[Site] = []  # whose weights are cast together under autocast
+        self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
+        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe)
+        self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._undo = self._install()
 
@@ -112,7 +111,7 @@ class Clipper:
     @property
     def sums(self) -> dict[str, Tensor]:
         """The clipped sums gathered since the last `take`, by parameter name."""
-        return self._backward.totals.filled
+        return self._backward_pass.totals.filled
 
     def take(self) -> dict[str, Tensor]:
         """Hand out the sums of all trainable parameters and start the next logical batch.
@@ -121,20 +120,20 @@ class Clipper:
             The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
             next backward pass: use or copy them before.
         """
-        totals = self._backward.totals
+        totals = self._backward_pass.totals
         sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
         self.zero()
         return sums
 
     def zero(self) -> None:
         """Forget the sums, norms and counts gathered so far."""
-        self._backward.forget()
+        self._backward_pass.forget()
 
     def keep_sums_in(self, totals: Totals) -> None:
         """Gather sums elsewhere: for models whose parameters are sharded over processes."""
-        self._backward.totals = totals
-        self._backward.sharded = self._forward.sharded = True
-        self._linear_sites = []  # their weights are whole only while their own layer runs
+        self._backward_pass.totals = totals
+        self._backward_pass.sharded = self._forward_pass.sharded = True
+        self._linear_layers = []  # their weights are whole only while their own layer runs
 
     def backward(self, loss: Tensor) -> None:
         """``loss.backward()`` for a loss of any reduction; a per-example vector is added up.
@@ -154,19 +153,19 @@ class Clipper:
         undo, self._undo = self._undo, []
         for step in reversed(undo):
             step()
-        self._backward.reset()
+        self._backward_pass.reset()
 
     # --- what the operator reads --------------------------------------------------------------------------------------
 
     @property
     def norms(self) -> Tensor:
         """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
-        return torch.cat(self._backward.norms) if self._backward.norms else torch.zeros(0)
+        return torch.cat(self._backward_pass.norms) if self._backward_pass.norms else torch.zeros(0)
 
     @property
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
-        return 0 if self._backward.dropped is None else int(self._backward.dropped)
+        return 0 if self._backward_pass.dropped is None else int(self._backward_pass.dropped)
 
     @property
     def max_grad_norm(self) -> float:
@@ -191,7 +190,7 @@ class Clipper:
     @property
     def anchor(self) -> Tensor:
         """A tensor on the device that gradients are computed on."""
-        return self._backward.anchor
+        return self._backward_pass.anchor
 
     # --- what training sets -------------------------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class Clipper:
                 raise ClippingError(
                     "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
                 )
-        self._backward.weights = weights
+        self._backward_pass.weights = weights
 
     def expect_views(self, views: int) -> None:
         """Every example comes as this many rows of the model's arguments, one view of all after another.
@@ -266,11 +265,11 @@ class Clipper:
 
     @property
     def before_adding(self) -> Callable[[], None] | None:
-        return self._backward.before_adding
+        return self._backward_pass.before_adding
 
     @before_adding.setter
     def before_adding(self, callback: Callable[[], None] | None) -> None:
-        self._backward.before_adding = callback
+        self._backward_pass.before_adding = callback
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
 
@@ -286,23 +285,23 @@ class Clipper:
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if backward_task() != -1:  # a recomputation by checkpointing
-            self._forward.batch = batch
+            self._forward_pass.batch = batch
             return
-        self._forward.begin()
-        self._backward.reset()
+        self._forward_pass.begin()
+        self._backward_pass.reset()
         self._snapshot.check()
         self._probe.begin(args, kwargs, batch)
-        self._forward.cast_weights = cast_weights(self._linear_sites, self.anchor.device)
-        self._forward.look_at(batch)
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
+        self._forward_pass.look_at(batch)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        self._forward.leave()
+        self._forward_pass.leave()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
             self._probe.end_quietly()
             return
-        check_output(output, self._forward.batch)
+        check_output(output, self._forward_pass.batch)
         if backward_task() == -1:
             self._probe.end()
 
@@ -336,19 +335,47 @@ class Clipper:
         before = module.__dict__.get("forward")
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
-        site = Site(module, path, own, module.forward, self._forward, self._backward)
-        site.slots = [(slots, local, slots[local]) for slots, local in _slots(site)]
+        layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
+        layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
-            self._linear_sites.append(site)
-        # A graph break in torch.compile.
-        replaced = Replaced(module, not_compiled(partial(_replaced_forward, self._watch, site, rule)))
+            self._linear_layers.append(layer)
+        replaced = Replaced(module, not_compiled(partial(self._forward_of, layer, rule)))  # a graph break
         module.forward = replaced
         return replaced.undo
 
-    def _watch(self, site: Site) -> None:
+    def _forward_of(self, layer: Layer, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
+        """What runs in place of a module's forward: its rule, where its input has the batch first, or stand-ins."""
+        if not torch.is_grad_enabled():
+            return layer.original(*args, **kwargs)
+        if functorch_is_active():
+            raise layer.refuse(
+                "torch.func transforms cannot run over an attached model. Detach first: clipper.detach()."
+            )
+        if not layer.forward_pass.running and backward_task() == -1:  # nor a recomputation by checkpointing
+            raise layer.refuse(
+                "it was called outside the model's own forward, so its examples are unknown. Call the whole model, "
+                "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
+            )
+        if layer.forward_pass.sharded:
+            self._watch(layer)
+        else:
+            for slots, local, parameter in layer.slots:
+                if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
+                    raise layer.refuse(
+                        f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
+                        "or a new parameter). Detach, change the model, attach again."
+                    )
+        if rule is not None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            plain = isinstance(x, Tensor) and not isinstance(x, BatchFree)
+            if rule.finds_batch or (plain and layer.is_batched(x)):  # type: ignore[attr-defined, arg-type]
+                return rule(layer, *args, **kwargs)
+        return _followed(layer, *args, **kwargs)
+
+    def _watch(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
-        for (slots, last), name in zip(_slots(site), site.names.values(), strict=True):
+        for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
             gathered = slots[last]
             if gathered is None:
                 continue
@@ -394,15 +421,15 @@ def _changed(name: str, what: str) -> ClippingError:
 
 
 class Replaced:
-    """A forward put on a module's instance. A deep copy of the module gets its own plain forward instead: this one
-    would compute with the original's weights.
+    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward
+    instead: this one would compute with the original's weights.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self._module, self._run, self._before = module, run, module.__dict__.get("forward")
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+        return self._forward(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if self._before is not None:
@@ -416,50 +443,21 @@ class Replaced:
             self._module.forward = self._before
 
 
-def _replaced_forward(watch: Callable[[Site], None], site: Site, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
-    """What runs in place of a module's forward: its rule, where its input has the batch first, or stand-ins."""
-    if not torch.is_grad_enabled():
-        return site.original(*args, **kwargs)
-    if functorch_is_active():
-        raise site.refuse("torch.func transforms cannot run over an attached model. Detach first: clipper.detach().")
-    if not site.passing.running and backward_task() == -1:  # nor a recomputation by checkpointing
-        raise site.refuse(
-            "it was called outside the model's own forward, so its examples are unknown. Call the whole model, "
-            "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
-        )
-    if site.passing.sharded:
-        watch(site)
-    else:
-        for slots, local, parameter in site.slots:
-            if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
-                raise site.refuse(
-                    f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, or a "
-                    "new parameter). Detach, change the model, attach again."
-                )
-    if rule is not None:
-        if getattr(rule, "finds_batch", False):
-            return rule(site, *args, **kwargs)
-        x = args[0] if args else next(iter(kwargs.values()), None)
-        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and site.is_batched(x):
-            return rule(site, *args, **kwargs)
-    return _followed(site, *args, **kwargs)
-
-
-def _slots(site: Site) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parameters of ``site.names`` are kept."""
-    for local in site.names:
+def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the parameters of ``layer.names`` are kept."""
+    for local in layer.names:
         owner, _, last = local.rpartition(".")
-        yield own_parameters(site.module.get_submodule(owner)), last
+        yield own_parameters(layer.module.get_submodule(owner)), last
 
 
-def _followed(site: Site, *args: Any, **kwargs: Any) -> Any:
+def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
-    for (slots, last), name in zip(_slots(site), site.names.values(), strict=True):
+    for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
         kept.append((slots, last, slots[last]))
-        slots[last] = parameter_stand_in(site, name, slots[last])
+        slots[last] = parameter_stand_in(layer, name, slots[last])
     try:
-        return site.original(*args, **kwargs)
+        return layer.original(*args, **kwargs)
     finally:
         for slots, last, parameter in kept:
             slots[last] = parameter
@@ -580,22 +578,3 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
             "model (in the dataset or collate_fn), or pass batch_of=lambda args, kwargs: … to privatize or attach."
         )
     return tensors[0].shape[0]
-
-
-def cast_weights(sites: list[Site], device: torch.device) -> dict[Site, tuple[Tensor, Tensor | None]]:
-    """Weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
-
-    Made anew in every forward pass, as autocast does, since the backward pass needs the values of its own forward pass.
-    """
-    if device.type != "cuda" or not torch.is_autocast_enabled(device.type) or not sites:
-        return {}
-    low = torch.get_autocast_dtype(device.type)
-    layers: list[nn.Linear] = [site.module for site in sites]  # type: ignore[misc]
-    whole: list[Tensor] = [p for m in layers for p in (m.weight, m.bias) if p is not None]
-    whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
-    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=device)
-    parts = [part.view(p.shape) for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True)]
-    with torch.no_grad():
-        foreach_copy_(parts, whole)
-    cast = {id(p): part for p, part in zip(whole, parts, strict=True)}
-    return {site: (cast[id(m.weight)], cast.get(id(m.bias))) for site, m in zip(sites, layers, strict=True)}

@@ -48,14 +48,14 @@ class Probe:
     def __init__(
         self,
         model: nn.Module,
-        passing: ForwardPass,
+        forward_pass: ForwardPass,
         anchor: Tensor,
         count: Callable[[tuple[Any, ...], dict[str, Any]], int],
         *,
         enabled: bool,
     ) -> None:
         self.enabled, self.allowed, self.views = enabled, True, 1
-        self._model, self._passing, self._anchor, self._count = model, passing, anchor, count
+        self._model, self._forward_pass, self._anchor, self._count = model, forward_pass, anchor, count
         self._modes, self._writes = Modes(model), Writes(model)
         self._due, self._now = True, False  # whether a probe is, and whether the pass under way was probed
         self._buffers: Buffers | None = None  # until the end of the pass that was probed
@@ -137,7 +137,7 @@ class Probe:
                 ) from error
             finally:
                 buffers.take_back()
-            if not self._passing.sharded:  # its gradients are gathered by hooks that expect a whole backward pass
+            if not self._forward_pass.sharded:  # its gradients are gathered by hooks that expect a whole backward pass
                 again = Buffers(self._model)
                 try:
                     self._check_rows(self._forward(arguments, batch), batch)
@@ -166,11 +166,11 @@ class Probe:
 
     def _forward(self, arguments: Arguments, batch: int) -> list[Tensor]:
         """One forward pass; its outputs that have the batch first."""
-        self._passing.look_at(batch)
+        self._forward_pass.look_at(batch)
         output = self._model.forward(*arguments[0], **arguments[1])
         check_output(output, batch)
         tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        sizes = self._passing.sizes
+        sizes = self._forward_pass.sizes
         return [x for k, x in enumerate(tensors) if sizes.batch_first(f"output {k} of the model", x)]
 
     def _check_rows(self, outputs: list[Tensor], batch: int) -> None:
@@ -180,7 +180,7 @@ class Probe:
         rows = batch // 2
         parts = [x[:rows].flatten() for x in outputs if x.requires_grad and x.numel()]
         weights = [torch.linspace(0.5, 1.5, p.numel(), device=p.device).to(p.dtype) for p in parts]
-        self._passing.expected_rows = rows
+        self._forward_pass.expected_rows = rows
         try:
             if parts:
                 torch.autograd.grad(parts, self._anchor, weights, allow_unused=True)
@@ -189,7 +189,7 @@ class Probe:
         except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
             pass
         finally:
-            self._passing.expected_rows = 0
+            self._forward_pass.expected_rows = 0
 
 
 class Modes:

@@ -27,10 +27,11 @@ CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
 _KEPT_PATCHES = 1 << 25
 
 
-def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
-    """How many examples to treat at once."""
+def in_chunks(examples: int, elements_each: int, device: torch.device) -> list[slice]:
+    """The examples, as many at a time as temporaries of ``elements_each`` numbers each allow."""
     budget = CHUNK_CUDA if device.type == "cuda" else CHUNK_CPU
-    return max(1, min(examples, budget // max(1, elements_each)))
+    step = max(1, min(examples, budget // max(1, elements_each)))
+    return [slice(i, min(i + step, examples)) for i in range(0, examples, step)]
 
 
 class Record:
@@ -169,21 +170,16 @@ class Outer(Record):
             return self
         return Stored(self.name, self.materialise(slice(0, self.examples)))
 
-    def _rows(self, elements_each: int) -> list[slice]:
-        step = chunk_rows(self.examples, elements_each, self.device)
-        return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
-
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)
         _, tokens, inner, _ = self.sizes
         kept = bounds.accumulator(self.dtype)
         whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
-        step = chunk_rows(stop - start, tokens * inner, self.device) if callable(self.a) else stop - start
-        for i in range(start, stop, step):
-            part = slice(i, min(i + step, stop))
-            a, b = self.left(part), self.right(part)
+        for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
+            here = slice(start + part.start, start + part.stop)
+            a, b = self.left(here), self.right(here)
             first, second = (a, b) if self.transposed else (b, a)
-            bounds.bmm_into(whole[i - start : part.stop - start], first.transpose(1, 2), second)
+            bounds.bmm_into(whole[part], first.transpose(1, 2), second)
         return whole.view(-1, *self.shape)
 
     def norm(self) -> Norm:
@@ -199,7 +195,8 @@ class Outer(Record):
             trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
             trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
             return Norm(trace_a * trace_b, trace_a, trace_b, trace_a, trace_b, gamma, kappa, fold_a)
-        groups = self._rows(max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0))
+        each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
+        groups = in_chunks(examples, each, self.device)
         parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
         return bounded_norm(sums, gamma, kappa, fold_a)
@@ -211,7 +208,7 @@ class Outer(Record):
         if not callable(self.a) and not callable(self.b):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
-        for rows in self._rows(tokens * inner):
+        for rows in in_chunks(self.examples, tokens * inner, self.device):
             kept = None if keep is None else keep[rows]
             self._add_rows(matrix, masked(self.left(rows), kept), masked(self.right(rows), kept), factor[rows], fresh)
             fresh = False

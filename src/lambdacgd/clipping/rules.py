@@ -1,8 +1,8 @@
 """What a layer's rule is made of: seeing inputs and output gradients without weight gradients being computed.
 
 While a model is attached, ``module.forward`` of each module that owns trainable parameters is replaced on the instance
-(and given back on detach). A *rule* is called in its place as ``rule(site, *args, **kwargs)``. It runs the original
-with its parameters hidden from autograd (``site.hidden(...)``), so that the backward pass computes input gradients
+(and given back on detach). A *rule* is called in its place as ``rule(layer, *args, **kwargs)``. It runs the original
+with its parameters hidden from autograd (``layer.hidden(...)``), so that the backward pass computes input gradients
 only, and returns the output through a `tap`: when the output's gradient arrives, the rule's recorder turns it and the
 saved input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them
 like any other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see
@@ -37,22 +37,22 @@ _NAMED: dict[str, Rule] = {}
 _BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its forward does not call
 
 
-def register(*kinds: type[nn.Module] | str) -> Callable[[Rule], Rule]:
+def register(*kinds: type[nn.Module] | str, finds_batch: bool = False) -> Callable[[Rule], Rule]:
     """Use the decorated rule for these classes of layers.
 
     Args:
         kinds: Classes, or names of classes ("package.module.Class") that need not be importable.
+        finds_batch: Whether the rule looks for the batch dimension itself. Otherwise it is called only if its first
+            argument has the batch first.
 
     Returns:
         A decorator that keeps the rule and returns it.
     """
 
     def keep(rule: Rule) -> Rule:
+        rule.finds_batch = finds_batch  # type: ignore[attr-defined]
         for kind in kinds:
-            if isinstance(kind, str):
-                _NAMED[kind] = rule
-            else:
-                _RULES[kind] = rule
+            (_NAMED if isinstance(kind, str) else _RULES)[kind] = rule  # type: ignore[index]
         return rule
 
     return keep
@@ -79,12 +79,6 @@ def _computes_as(base: type[nn.Module], module: nn.Module) -> bool:
     changed = set(vars(module)).union(*(vars(c) for c in line[: line.index(base)]))
     family = set().union(*(vars(c) for c in base.__mro__ if c not in (nn.Module, object)))
     return not any(n for n in changed & family if not n.startswith("__") and n not in _BESIDES)
-
-
-def finds_batch(rule: Rule) -> Rule:
-    """Mark a rule that looks for the batch dimension itself (its first argument need not have it)."""
-    rule.finds_batch = True  # type: ignore[attr-defined]
-    return rule
 
 
 # --- the forward pass -------------------------------------------------------------------------------------------------
@@ -157,7 +151,7 @@ class ForwardPass:
         self.batch = self.generation = self.expected_rows = 0
         self.running = self.sharded = False
         self.sizes = BatchSizes()
-        self.cast_weights: dict[Site, tuple[Tensor, Tensor | None]] = {}
+        self.cast_weights: dict[Layer, tuple[Tensor, Tensor | None]] = {}
         self._last_cast: tuple[Tensor, int, Tensor] | None = None
 
     def begin(self) -> None:
@@ -186,24 +180,29 @@ class ForwardPass:
 
 
 @dataclass(eq=False)
-class Site:
+class Layer:
     """A module that owns trainable parameters: ``names`` maps its own names to the model's."""
 
     module: nn.Module
     path: str
     names: dict[str, str]
     original: Callable[..., Any]
-    passing: ForwardPass
-    backward: BackwardPass
+    forward_pass: ForwardPass
+    backward_pass: BackwardPass
     recorder: Any = None  # kept by rules whose recorder never changes
     slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
 
+    @property
+    def anchor(self) -> Tensor:
+        """The leaf that every tap hangs on."""
+        return self.backward_pass.anchor
+
     def is_batched(self, x: Tensor) -> bool:
         """Whether ``x``, an input of this module, has the batch first."""
-        return self.passing.sizes.batch_first(self, x)
+        return self.forward_pass.sizes.batch_first(self, x)
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""
@@ -224,31 +223,31 @@ class Site:
 
 
 class Call:
-    """One use of a site in one forward pass; delivers records once, when the output's gradient arrives."""
+    """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
 
-    __slots__ = ("batch", "delivered", "generation", "recorder", "site", "within_backward")
+    __slots__ = ("batch", "delivered", "generation", "layer", "recorder", "within_backward")
 
-    def __init__(self, site: Site, recorder: Recorder) -> None:
-        self.site, self.recorder = site, recorder
-        self.batch, self.generation = site.passing.batch, site.passing.generation
+    def __init__(self, layer: Layer, recorder: Recorder) -> None:
+        self.layer, self.recorder = layer, recorder
+        self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
         self.within_backward = backward_task() != -1
         self.delivered = False
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        if self.site.passing.expected_rows:
+        if self.layer.forward_pass.expected_rows:
             self._check_rows(gradient)
             return
         if torch.is_grad_enabled():
-            raise self.site.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
-        if not self.site.backward.gathers():
+            raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
+        if not self.layer.backward_pass.gathers():
             return
         if self.delivered:
-            raise self.site.refuse(
+            raise self.layer.refuse(
                 "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
                 "added once; add the losses up and call backward() once, or run the model again."
             )
         if self.within_backward:
-            raise self.site.refuse(
+            raise self.layer.refuse(
                 "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
                 "checkpointing splits an example's gradient into parts that would be clipped one by one. Use "
                 "torch.utils.checkpoint(..., use_reentrant=False)."
@@ -258,16 +257,16 @@ class Call:
 
     def _check_rows(self, gradient: Tensor) -> None:
         """Only the first rows of the output are differentiated (`probe`): theirs are the first rows here."""
-        if gradient[self.site.passing.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
-            raise self.site.refuse(
+        if gradient[self.layer.forward_pass.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
+            raise self.layer.refuse(
                 "the model mixes the examples of a batch, or changes their order (sorts them by length, say): row i of "
                 "every layer's input must be example i's alone. Sort when the batch is put together instead. If the "
                 "first dimension of its input is not the batch and has its size by chance, start with another size."
             )
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        records = self.recorder(gradient, *saved)
-        self.site.backward.receive(records, batch=self.batch, generation=self.generation, refuse=self.site.refuse)
+        layer, records = self.layer, self.recorder(gradient, *saved)
+        layer.backward_pass.receive(records, batch=self.batch, generation=self.generation, refuse=layer.refuse)
 
 
 class Tap(torch.autograd.Function):
@@ -287,14 +286,14 @@ class Tap(torch.autograd.Function):
         return (gradient, None, None, *([None] * len(saved)))
 
 
-def tap(site: Site, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
+def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
     """Deliver ``recorder(gradient of output, *saved)`` when the backward pass reaches ``output``."""
     if not isinstance(output, Tensor):
-        raise site.refuse(f"its forward returned {type(output).__name__}; a tensor is needed to follow its gradient.")
+        raise layer.refuse(f"its forward returned {type(output).__name__}; a tensor is needed to follow its gradient.")
     if any(output is s for s in saved):
         output = output.clone()
     saved = tuple(s.detach() for s in saved)
-    return apply_tap(output, site.backward.anchor, Call(site, recorder), *saved)
+    return apply_tap(output, layer.anchor, Call(layer, recorder), *saved)
 
 
 def computed(m: nn.Module) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows, direct
-from lambdacgd.clipping.rules import Call, Site, autocast_dtype, computed, register, tap
+from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.torch_private import quick_apply, repeated_padding
 
 
@@ -71,9 +71,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
         return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
     parts = []
-    step = chunk_rows(examples, positions * inner * groups, response.device)
-    for i in range(0, examples, step):
-        rows = slice(i, min(i + step, examples))
+    for rows in in_chunks(examples, positions * inner * groups, response.device):
         p = view(image[rows])
         n = p.shape[0]
         order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
@@ -152,18 +150,18 @@ apply_conv = quick_apply(ConvTap)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def conv(site: Site, input: Tensor) -> Tensor:
-    m: nn.Conv2d = site.module  # type: ignore[assignment]
+def conv(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
     geometry = _geometry(m)
-    recorder = partial(conv_records, names=site.names, geometry=geometry, shape=m.weight.shape)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
     if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
-        return tap(site, site.hidden(x), recorder, x)
-    return apply_conv(site.backward.anchor, x, weight, bias, geometry, Call(site, recorder))
+        return tap(layer, layer.hidden(x), recorder, x)
+    return apply_conv(layer.anchor, x, weight, bias, geometry, Call(layer, recorder))
 
 
 def _plain(m: Any) -> bool:
@@ -172,9 +170,9 @@ def _plain(m: Any) -> bool:
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def conv_transpose(site: Site, input: Tensor, output_size: Any = None) -> Tensor:
-    m: nn.ConvTranspose2d = site.module  # type: ignore[assignment]
+def conv_transpose(layer: Layer, input: Tensor, output_size: Any = None) -> Tensor:
+    m: nn.ConvTranspose2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    recorder = partial(conv_records, names=site.names, geometry=_geometry(m), shape=m.weight.shape)
-    return tap(site, site.hidden(x, output_size), recorder, x)
+    recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
+    return tap(layer, layer.hidden(x, output_size), recorder, x)

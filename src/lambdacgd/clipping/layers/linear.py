@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.records import ColumnSum, Outer, Record, outer
-from lambdacgd.clipping.rules import Call, Site, autocast_dtype, register
-from lambdacgd.torch_private import own_parameters, quick_apply
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, register
+from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply
 
 
 def tokens(x: Tensor) -> Tensor:
@@ -46,11 +46,11 @@ class LinearTap(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
         ctx.call, ctx.dtype = call, x.dtype
-        passing = call.site.passing
+        forward_pass = call.layer.forward_pass
         low = autocast_dtype(x)
         if low is not None:
-            ready = passing.cast_weights.get(call.site)
-            x = passing.cast_input(x, low)
+            ready = forward_pass.cast_weights.get(call.layer)
+            x = forward_pass.cast_input(x, low)
             if ready is not None and ready[0].dtype == low:
                 weight, bias = ready
             else:
@@ -79,7 +79,7 @@ apply_linear = quick_apply(LinearTap)
 
 
 def tapped_linear(
-    site: Site,
+    layer: Layer,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -91,7 +91,7 @@ def tapped_linear(
     recorder = partial(
         linear_records, weight=names[0], bias=names[1], shape=_shape(weight, transposed), transposed=transposed
     )
-    anchor, call = site.backward.anchor, Call(site, recorder)
+    anchor, call = layer.anchor, Call(layer, recorder)
     return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
 
 
@@ -100,18 +100,37 @@ def _shape(weight: Tensor, transposed: bool) -> torch.Size:
 
 
 @register(nn.Linear)
-def linear(site: Site, input: Tensor) -> Tensor:
-    own = own_parameters(site.module)
+def linear(layer: Layer, input: Tensor) -> Tensor:
+    own = own_parameters(layer.module)
     weight, bias = own["weight"].detach(), own["bias"]  # type: ignore[union-attr]
-    if site.recorder is None:
-        names = {"weight": site.names.get("weight"), "bias": site.names.get("bias")}
-        site.recorder = partial(linear_records, **names, shape=weight.shape)  # type: ignore[arg-type]
+    if layer.recorder is None:
+        names = {"weight": layer.names.get("weight"), "bias": layer.names.get("bias")}
+        layer.recorder = partial(linear_records, **names, shape=weight.shape)  # type: ignore[arg-type]
     bias = None if bias is None else bias.detach()  # type: ignore[assignment]
-    return apply_linear(site.backward.anchor, input, weight, bias, Call(site, site.recorder))
+    return apply_linear(layer.anchor, input, weight, bias, Call(layer, layer.recorder))
 
 
 @register("transformers.pytorch_utils.Conv1D")
-def conv1d_of_hugging_face(site: Site, x: Tensor) -> Tensor:
-    module = site.module
-    names = (site.names.get("weight"), site.names.get("bias"))
-    return tapped_linear(site, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]
+def conv1d_of_hugging_face(layer: Layer, x: Tensor) -> Tensor:
+    module = layer.module
+    names = (layer.names.get("weight"), layer.names.get("bias"))
+    return tapped_linear(layer, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]
+
+
+def cast_weights(linears: list[Layer], device: torch.device) -> dict[Layer, tuple[Tensor, Tensor | None]]:
+    """Weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
+
+    Made anew in every forward pass, as autocast does, since the backward pass needs the values of its own forward pass.
+    """
+    if device.type != "cuda" or not torch.is_autocast_enabled(device.type) or not linears:
+        return {}
+    low = torch.get_autocast_dtype(device.type)
+    modules: list[nn.Linear] = [layer.module for layer in linears]  # type: ignore[misc]
+    whole: list[Tensor] = [p for m in modules for p in (m.weight, m.bias) if p is not None]
+    whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
+    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=device)
+    parts = [part.view(p.shape) for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True)]
+    with torch.no_grad():
+        foreach_copy_(parts, whole)
+    cast = {id(p): part for p, part in zip(whole, parts, strict=True)}
+    return {layer: (cast[id(m.weight)], cast.get(id(m.bias))) for layer, m in zip(linears, modules, strict=True)}

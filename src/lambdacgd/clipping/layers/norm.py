@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.records import Record, Stored
-from lambdacgd.clipping.rules import Call, Site, autocast_dtype, computed, register, tap
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import quick_apply
 
@@ -66,17 +66,17 @@ apply_layer_norm = quick_apply(LayerNormTap)
 
 
 @register(nn.LayerNorm)
-def layer_norm(site: Site, input: Tensor) -> Tensor:
-    m: nn.LayerNorm = site.module  # type: ignore[assignment]
+def layer_norm(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.LayerNorm = layer.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
     if computed(m) or x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype:
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
-        recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
-        return tap(site, site.hidden(input), recorder, input)
+        recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
+        return tap(layer, layer.hidden(input), recorder, input)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    if site.recorder is None:
-        site.recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=site.names)
-    return apply_layer_norm(site.backward.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(site, site.recorder))
+    if layer.recorder is None:
+        layer.recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=layer.names)
+    return apply_layer_norm(layer.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(layer, layer.recorder))
 
 
 def layer_norm_records(
@@ -93,13 +93,13 @@ def layer_norm_records(
 
 
 @register(nn.RMSNorm)
-def rms_norm(site: Site, x: Tensor) -> Tensor:
-    m: nn.RMSNorm = site.module  # type: ignore[assignment]
+def rms_norm(layer: Layer, x: Tensor) -> Tensor:
+    m: nn.RMSNorm = layer.module  # type: ignore[assignment]
     # The default eps is the machine epsilon of the *input's* type: fixed here, since x̂ is computed in a wider one.
     eps = torch.finfo(x.dtype).eps if m.eps is None else m.eps
     normalise = partial(F.rms_norm, normalized_shape=m.normalized_shape, eps=eps)
-    recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=site.names)
-    return tap(site, site.hidden(x), recorder, x)
+    recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
+    return tap(layer, layer.hidden(x), recorder, x)
 
 
 class GroupNormTap(torch.autograd.Function):
@@ -161,18 +161,18 @@ class FittedGroupNorm(nn.GroupNorm):
 
 
 @register(nn.GroupNorm, FittedGroupNorm)
-def group_norm(site: Site, input: Tensor) -> Tensor:
-    m: nn.GroupNorm = site.module  # type: ignore[assignment]
+def group_norm(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.GroupNorm = layer.module  # type: ignore[assignment]
     groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
     normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
     x = input.float() if autocast_dtype(input) is not None else input
     ready = x.dtype in (torch.float32, torch.float64) and x.is_contiguous() and not computed(m)
     if not ready or m.weight.dtype != x.dtype:
-        recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
-        return tap(site, site.hidden(input), recorder, input)
-    recorder = partial(group_norm_records, normalise=normalise, names=site.names)
+        recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=layer.names)
+        return tap(layer, layer.hidden(input), recorder, input)
+    recorder = partial(group_norm_records, normalise=normalise, names=layer.names)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    return apply_group_norm(site.backward.anchor, x, weight, bias, groups, m.eps, Call(site, recorder))
+    return apply_group_norm(layer.anchor, x, weight, bias, groups, m.eps, Call(layer, recorder))
 
 
 def group_norm_records(
@@ -189,8 +189,8 @@ def group_norm_records(
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-def instance_norm(site: Site, input: Tensor) -> Tensor:
-    m: nn.InstanceNorm1d = site.module  # type: ignore[assignment]
+def instance_norm(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.InstanceNorm1d = layer.module  # type: ignore[assignment]
     normalise = partial(F.instance_norm, eps=m.eps)
-    recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=site.names)
-    return tap(site, site.hidden(input), recorder, input)
+    recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=layer.names)
+    return tap(layer, layer.hidden(input), recorder, input)

@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lambdacgd.clipping.bounds import accumulator, uncast
 from lambdacgd.clipping.layers.linear import apply_linear
 from lambdacgd.clipping.records import Record, Stored, outer
-from lambdacgd.clipping.rules import Call, Recorder, Site, apply_tap, finds_batch, register
+from lambdacgd.clipping.rules import Call, Layer, Recorder, apply_tap, register
 from lambdacgd.torch_private import (
     functorch_is_active,
     fused_recurrence,
@@ -295,8 +295,8 @@ class TimeFirst(Call):
     the graph itself lives as long as the loss.
     """
 
-    def __init__(self, site: Site, recorder: Recorder, seen: list[Any]) -> None:
-        super().__init__(site, recorder)
+    def __init__(self, layer: Layer, recorder: Recorder, seen: list[Any]) -> None:
+        super().__init__(layer, recorder)
         self.seen = seen
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
@@ -306,17 +306,16 @@ class TimeFirst(Call):
             self.seen.clear()
 
 
-@register(OpenLSTM, OpenGRU, OpenRNN)
-@finds_batch
-def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
-    m: Any = site.module
+@register(OpenLSTM, OpenGRU, OpenRNN, finds_batch=True)
+def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
+    m: Any = layer.module
     own: dict[str, Any] = own_parameters(m)
     shapes = {name: p.shape for name, p in own.items()}
 
     def project(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, list[Any]]:
-        if not site.is_batched(x.transpose(0, 1)):
-            raise site.refuse(
-                f"{x.shape[1]} sequences for {site.passing.batch} examples. Put the batch first in the model's "
+        if not layer.is_batched(x.transpose(0, 1)):
+            raise layer.refuse(
+                f"{x.shape[1]} sequences for {layer.forward_pass.batch} examples. Put the batch first in the model's "
                 "input, or pass batch_of= to privatize or attach."
             )
         seen: list[Any] = []
@@ -325,7 +324,7 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
         def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
             total = _over_time(gradient)
             for part in ("ih", "hh"):
-                weight, bias = site.names.get(f"weight_{part}{suffix}"), site.names.get(f"bias_{part}{suffix}")
+                weight, bias = layer.names.get(f"weight_{part}{suffix}"), layer.names.get(f"bias_{part}{suffix}")
                 if part == "hh":
                     y, h, reset = seen
                     x = span.restore(before(h, y), backwards).transpose(0, 1)
@@ -337,12 +336,12 @@ def recurrent(site: Site, input: Any, hx: Any = None) -> Any:
                 if bias is not None:
                     yield Stored(bias, total)
 
-        anchor, call = site.backward.anchor, TimeFirst(site, recorder, seen)
+        anchor, call = layer.anchor, TimeFirst(layer, recorder, seen)
         if w_ih.requires_grad or (b_ih is not None and b_ih.requires_grad):  # computed: autograd has to see them
             return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
         return apply_linear(anchor, x, w_ih, b_ih, call), seen
 
-    kept = {name: own[name] for name in site.names}
+    kept = {name: own[name] for name in layer.names}
     own.update({name: p.detach() for name, p in kept.items()})
     try:
         return layered(m, input, hx, project)

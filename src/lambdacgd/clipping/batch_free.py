@@ -184,11 +184,8 @@ def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
     if isinstance(out, Tensor):
         return stand_in(out, roots) if out.requires_grad else out
     if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
-        return (
-            type(out)(_wrap(x, roots) for x in out)
-            if type(out) in (tuple, list)
-            else tuple(_wrap(x, roots) for x in out)
-        )
+        kind = list if type(out) is list else tuple
+        return kind(_wrap(x, roots) for x in out)
     return out
 
 
@@ -237,12 +234,9 @@ def _graph_value(x: BatchFree) -> Tensor:
     """The plain tensor with its graph; the leaf itself if nothing was done to it."""
     value = x.as_subclass(torch.Tensor)
     for root in x._roots:
-        if (
-            value.data_ptr() == root.leaf.data_ptr()
-            and value.shape == root.leaf.shape
-            and value.dtype == root.leaf.dtype
-        ):
-            return root.leaf if value.stride() == root.leaf.stride() else value
+        leaf = root.leaf
+        if value.data_ptr() == leaf.data_ptr() and value.shape == leaf.shape and value.dtype == leaf.dtype:
+            return leaf if value.stride() == leaf.stride() else value
     return value
 
 

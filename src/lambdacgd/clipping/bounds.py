@@ -30,8 +30,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
@@ -52,22 +52,19 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def tf32_in_use(device: torch.device) -> bool:
-    """Whether a float32 product on ``device`` may round its operands (TF32; unknown settings count as yes)."""
+def _float32_precision() -> str:
+    """ "highest", "high" (TF32) or "medium" (float32 products may run in bfloat16)."""
     try:
-        if torch.get_float32_matmul_precision() != "highest":
-            return True
-        return device.type == "cuda" and bool(torch.backends.cuda.matmul.allow_tf32)
+        return torch.get_float32_matmul_precision()
     except RuntimeError:  # old and new switches mixed: torch refuses to say
-        return True
+        return "medium"
 
 
-def cpu_float32_is_bfloat16() -> bool:
-    """``torch.set_float32_matmul_precision('medium')`` lets float32 products run in bfloat16."""
-    try:
-        return torch.get_float32_matmul_precision() == "medium"
-    except RuntimeError:
+def tf32_in_use(device: torch.device) -> bool:
+    """Whether a float32 product on ``device`` may round its operands."""
+    if _float32_precision() != "highest":
         return True
+    return device.type == "cuda" and bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 @contextlib.contextmanager
@@ -88,7 +85,7 @@ def folding_unit(dtype: torch.dtype, device: torch.device) -> float:
     if dtype == torch.bfloat16:
         return 2.0**-8 * (1 + 2.0**-6)
     if tf32_in_use(device):
-        return 2.0**-6 if cpu_float32_is_bfloat16() else 2.0**-8
+        return 2.0**-6 if _float32_precision() == "medium" else 2.0**-8
     return 2.0**-22
 
 
@@ -113,6 +110,7 @@ class Norm:
     trace_b: Tensor | None = None
     gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
     gram_b: Tensor | None = None
+    _: KW_ONLY
     gamma: float = 0.0
     kappa: float = 0.0
     fold_a: bool = False
@@ -123,15 +121,7 @@ class Norm:
             return [self]
         fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
         rows = zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
-        return [bounded_norm(row, self.gamma, self.kappa, self.fold_a) for row in rows]
-
-
-def bounded_norm(parts: Sequence[Tensor], gamma: float, kappa: float, fold_a: bool = False) -> Norm:
-    """The norm made of ⟨G_a, G_b⟩ alone, or of that, both traces and both Frobenius norms."""
-    if len(parts) == 1:
-        return Norm(parts[0])
-    square, trace_a, trace_b, gram_a, gram_b = parts
-    return Norm(square, trace_a, trace_b, gram_a, gram_b, gamma, kappa, fold_a)
+        return [Norm(*row, gamma=self.gamma, kappa=self.kappa, fold_a=self.fold_a) for row in rows]
 
 
 def sensitivity_tolerance(dtype: torch.dtype) -> float:

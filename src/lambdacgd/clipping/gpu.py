@@ -85,8 +85,8 @@ def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Norm
         square, trace_a, trace_b, gram_a, gram_b = out.sum(2).unbind(2)  # each [layers, B]
         gamma = bounds.accumulation_unit(max(inner, outer), dtype)
         kappa = bounds.folding_unit(dtype, device)
-        norm = Norm(square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt(), gamma, kappa, fold_a=inner < outer)
-        norms.append((members, norm))
+        parts = (square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt())
+        norms.append((members, Norm(*parts, gamma=gamma, kappa=kappa, fold_a=inner < outer)))
         start += len(members)
     return norms
 

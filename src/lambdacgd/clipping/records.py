@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.bounds import Norm, bounded_norm
+from lambdacgd.clipping.bounds import Norm
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -194,12 +194,13 @@ class Outer(Record):
             kept = bounds.accumulator(self.dtype)
             trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
             trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
-            return Norm(trace_a * trace_b, trace_a, trace_b, trace_a, trace_b, gamma, kappa, fold_a)
+            product = trace_a * trace_b
+            return Norm(product, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa, fold_a=fold_a)
         each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
         groups = in_chunks(examples, each, self.device)
         parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
-        return bounded_norm(sums, gamma, kappa, fold_a)
+        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes
@@ -256,10 +257,17 @@ def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
 
 def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
     """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
-    if a.dtype != b.dtype:  # a layer kept in float32 under autocast, say
-        a, b = (a.to(b.dtype), b) if b.dtype.itemsize > a.dtype.itemsize else (a, b.to(a.dtype))
+    a, b = same_type(a, b)
     sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
     return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
+
+
+def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider type: a layer kept in float32 under autocast has two, say."""
+    if x.dtype == y.dtype:
+        return x, y
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
 
 
 def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks
+from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks, same_type
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.torch_private import quick_apply, repeated_padding
 
@@ -87,20 +87,13 @@ def conv_records(
     if "weight" in names:
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
-        x, response = _same_type(x, gradient)
+        x, response = same_type(x, gradient)
         if geometry["transposed"]:
             yield patch_record(names["weight"], response, x, geometry, shape)
         else:
             yield patch_record(names["weight"], x, response, geometry, shape)
     if "bias" in names:
         yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype)))
-
-
-def _same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dtype == y.dtype:
-        return x, y
-    wide = torch.promote_types(x.dtype, y.dtype)
-    return x.to(wide), y.to(wide)
 
 
 def _geometry(m: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.batch_free import lookup
-from lambdacgd.clipping.bounds import Norm, bounded_norm
+from lambdacgd.clipping.bounds import Norm
 from lambdacgd.clipping.records import Outer, Record, in_chunks, masked
 from lambdacgd.clipping.rules import Layer, register, tap
 
@@ -48,7 +48,7 @@ class Rows(Record):
             parts = [self._from_rows(rows) for rows in in_chunks(self.examples, 2 * tokens * width, self.b.device)]
             # A row is a sum over equal tokens: its error is that of Σ_t b_t, at most γ(T) √(tr G_b ‖G_a‖), as κ's is.
             kappa, gamma = bounds.accumulation_unit(tokens, self.b.dtype), 0.0
-        return bounded_norm([torch.cat(p) for p in zip(*parts, strict=True)], gamma, kappa)
+        return Norm(*(torch.cat(p) for p in zip(*parts, strict=True)), gamma=gamma, kappa=kappa)
 
     @staticmethod
     def _from_gram(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -127,7 +127,7 @@ class Tied(Record):
         trace_b = rows.trace_b + head.trace_b  # type: ignore[operator]
         square = rows.square + head.square + 2 * cross
         gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.dtype))
-        return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma, kappa)
+        return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)

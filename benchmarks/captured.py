@@ -78,7 +78,7 @@ def main() -> None:
         raise SystemExit("captured steps are CUDA graphs: this benchmark needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = options.cudnn_benchmark
-    plan = lc.plan(EXAMPLES, BATCH, epochs=EPOCHS, epsilon=8.0, delta=1e-5, lam=0.95)
+    plan = lc.plan(EXAMPLES, BATCH, epochs=EPOCHS, epsilon=8.0, delta=1e-5, mechanism=lc.LambdaCGD(0.95))
     x = torch.randn(EXAMPLES, 3, 32, 32, device="cuda")
     y = torch.randint(0, 10, (EXAMPLES,), device="cuda")
     found = {"cold": captured(plan, x, y), "warm": captured(plan, x, y), "plain": plain(plan, x, y)}

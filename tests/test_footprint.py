@@ -70,7 +70,7 @@ def test_time_grows_with_size_and_bands_and_shrinks_with_shards():
 
 
 def test_a_plans_own_mechanism_and_adapters():
-    plan = lc.plan(1000, 10, epochs=2, epsilon=8.0, delta=1e-4, mechanism=lc.BSR(3), sampling="cyclic")
+    plan = lc.plan(1000, 10, epochs=2, epsilon=8.0, delta=1e-4, mechanism=lc.BSR(3), sampling=lc.Cyclic())
     found = footprint.report(plan, Machine(parameters=10**9, trainable=10**6))
     assert found["kind"] == "estimate"
     assert not found["noise"]["this plan"]["regenerated"]

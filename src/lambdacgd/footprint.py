@@ -133,7 +133,7 @@ def report(plan: Plan, machine: Machine) -> dict[str, Any]:
     """Everything that ``lambdacgd plan --parameters …`` prints, as data. Marked as an estimate."""
     steps = plan.block.steps
     rows = {
-        name: of_mechanism(machine, mechanism, steps=steps, batch_size=plan.batch_size).to_dict()
+        name: of_mechanism(machine, mechanism, steps=steps, batch_size=round(plan.batch_size)).to_dict()
         for name, mechanism in compared(plan)
     }
     frozen = machine.parameters - machine.noised

@@ -144,7 +144,7 @@ def _start(
             "epsilon": known.epsilon,
             "delta": known.delta,
             "epochs": known.epochs,
-            "batch_size": known.batch_size,
+            "batch_size": known.requested_batch_size,
         }
         given = given | {"mechanism": known.mechanism.name, "sampling": known.sampling.name}
         given = given | {"bins": getattr(known.sampling, "bins", None)}

@@ -17,6 +17,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import BISR, Identity, LambdaCGD, Mechanism
 from lambdacgd.noise import BufferedNoise
 from lambdacgd.planning import Plan, plan
+from lambdacgd.sampling import Cyclic
 
 _STEPS_PER_EPOCH, _EPOCHS = 100, 10
 _FAR = 20  # steps behind us, so that 16 bands are all in use
@@ -63,7 +64,7 @@ def variants(bands: list[int], physical: int) -> list[Variant]:
             epsilon=8.0,
             delta=1e-7,
             mechanism=mechanism(count),
-            sampling="cyclic",
+            sampling=Cyclic(),
         )
         return Variant(title, count, on_cpu, found, done=0 if on_cpu else _FAR)
 

@@ -28,7 +28,7 @@ def write_report(folder: Path, config: Config, plan: Plan, *, test_accuracy: flo
     text = f"""# {config.task}: {plan.mechanism.name}
 
 Test accuracy **{100 * test_accuracy:.2f}%** after {plan.steps} steps ({plan.epochs} epochs of {plan.steps_per_epoch},
-expected batch size {plan.batch_size}).
+expected batch size {plan.described_batch_size}).
 
 | | |
 |---|---|

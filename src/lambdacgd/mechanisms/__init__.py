@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.mechanisms.band_inv_mf import BandInvMF, BandMF
 from lambdacgd.mechanisms.base import (
+    PREFIX_SUM,
     Auto,
     BandedInverse,
     BandedStrategy,
@@ -14,14 +14,12 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     Objective,
+    Workload,
 )
-from lambdacgd.mechanisms.blt import BLT
-from lambdacgd.mechanisms.diagonal import Diagonal
 from lambdacgd.mechanisms.error import error_norms, maxse, rmse
-from lambdacgd.mechanisms.lambda_cgd import Identity, LambdaCGD
+from lambdacgd.mechanisms.families import BISR, BSR, Diagonal, GammaBIFR, Identity, LambdaCGD
+from lambdacgd.mechanisms.optimised import BLT, BandInvMF, BandMF
 from lambdacgd.mechanisms.sensitivity import Sensitivity, sensitivity
-from lambdacgd.mechanisms.square_root import BISR, BSR, GammaBIFR
-from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     cls.name: cls for cls in (Identity, LambdaCGD, BISR, BandInvMF, GammaBIFR, BLT, BSR, BandMF, Diagonal)

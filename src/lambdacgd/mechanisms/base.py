@@ -1,9 +1,12 @@
 """What every noise mechanism is made of: a recurrence that correlates the noise, and column scales.
 
-A mechanism releases ``G + C⁻¹Z``: clipped gradient sums G (n rows, one a step) plus noise Z correlated by C⁻¹.
+A mechanism releases ``G + C⁻¹Z``: clipped gradient sums G (n rows, one per step) plus noise Z correlated by C⁻¹.
 Here the strategy is always ``C = T·D⁻¹``, with T lower-triangular Toeplitz (first column ``strategy(n)``) and D a
 positive diagonal (``column_scales(n)``; absent means the identity). One of three recurrences generates the noise,
 and the recurrence is all that a mechanism has to say: the columns of T and T⁻¹ follow from it.
+
+Lower-triangular Toeplitz matrices are power series cut off at degree n: products are convolutions, inverses are
+reciprocals. Nothing here builds an n×n matrix.
 """
 
 from __future__ import annotations
@@ -14,10 +17,9 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
+from scipy.signal import fftconvolve, lfilter
 
 from lambdacgd.errors import InvalidInput, number
-from lambdacgd.mechanisms.toeplitz import series_inverse
 
 Array = NDArray[np.float64]
 
@@ -49,6 +51,78 @@ class Horizon:
     def steps(self) -> int:
         """n = k·b."""
         return self.steps_per_epoch * self.epochs
+
+
+@dataclass(frozen=True)
+class Workload:
+    """SGD with momentum β and weight decay: A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j.
+
+    ``momentum`` is β in [0, 1); ``decay`` is α in (0, 1], what is left of a weight after one step (1 − lr·weight
+    decay). The default is plain SGD, whose A is the prefix-sum matrix of ones.
+    """
+
+    momentum: float = 0.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "momentum", number("momentum", self.momentum, above=0, below=1, include=(0,)))
+        object.__setattr__(self, "decay", number("decay", self.decay, above=0, below=1, include=(1,)))
+
+    def column(self, n: int) -> Array:
+        """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter([1.0], [1.0, -(self.decay + self.momentum), self.decay * self.momentum], impulse)
+
+
+PREFIX_SUM = Workload()
+
+
+# A direct recursion costs n·p multiplications and is accurate term by term; beyond this many the FFT takes over.
+DIRECT_LIMIT = 1_000_000_000
+
+
+def series_inverse(column: Array, n: int) -> Array:
+    """First n coefficients of 1 / (column_0 + column_1 x + …).
+
+    >>> series_inverse(np.array([1.0, -0.5]), 4)
+    array([1.   , 0.5  , 0.25 , 0.125])
+    """
+    column = np.asarray(column, dtype=np.float64)[:n]
+    if len(column) * n <= DIRECT_LIMIT:
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter([1.0], column, impulse)
+    # Newton's iteration y ← y(2 − cy) doubles the number of correct coefficients.
+    inverse = np.array([1.0 / column[0]])
+    while len(inverse) < n:
+        size = min(2 * len(inverse), n)
+        residual = -multiply(column[:size], inverse, size)
+        residual[0] += 2.0
+        inverse = multiply(inverse, residual, size)
+    return inverse
+
+
+def multiply(left: Array, right: Array, n: int) -> Array:
+    """First n coefficients of the product of two series."""
+    left, right = left[:n], right[:n]
+    direct = len(left) * len(right) <= DIRECT_LIMIT
+    product = (np.convolve(left, right) if direct else fftconvolve(left, right))[:n]
+    return np.pad(product, (0, n - len(product)))
+
+
+def inverse_pullback(column: Array, inverse: Array, gradient: Array) -> Array:
+    """Gradient with respect to ``column`` of a function of ``inverse = series_inverse(column, n)``.
+
+    With T the Toeplitz matrix of ``column``: d(inverse) = −T⁻¹ T(d column) inverse, so the pulled-back gradient is
+    −⟨shift_j(inverse), T⁻ᵀ gradient⟩ for each j.
+    """
+    n, p = len(inverse), len(column)
+    if p * n <= DIRECT_LIMIT:
+        adjoint = lfilter([1.0], column, gradient[::-1])[::-1]
+    else:
+        adjoint = multiply(inverse, gradient[::-1], n)[::-1]
+    return -fftconvolve(adjoint, inverse[::-1])[n - 1 : n - 1 + p]
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ mechanism's C over b steps, and a row of A·C⁻¹ is made of what completed blo
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from scipy.signal import fftconvolve
 
 from lambdacgd.errors import InvalidInput, integer
-from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_errors
+from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
+from lambdacgd.mechanisms.families import LambdaCGD
 from lambdacgd.mechanisms.sensitivity import check_question, sensitivity
-from lambdacgd.mechanisms.toeplitz import multiply
-from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
 
 
 def squared_row_norms(
@@ -106,6 +106,12 @@ def error_norms(
         within = _without_restarts(mechanism, b, workload)
         mean, largest, left = float(within.mean()), float(within.max()), float(within[-1])
     return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
+
+
+def closed_form_errors(lam: float, n: int) -> tuple[float, float]:
+    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}) of plain λCGD for prefix sums."""
+    growth = (1 - lam) ** 2 * (n - 1)
+    return math.sqrt(1 + growth / 2), math.sqrt(1 + growth)
 
 
 def rmse(

@@ -5,6 +5,7 @@ An example adds a vector of norm at most 1 (clipping norms are accounted for els
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,8 +13,7 @@ import numpy as np
 
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
-from lambdacgd.mechanisms.diagonal import Diagonal
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_sensitivity
+from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
 Participation = Literal["cyclic", "min-separation"]
 
@@ -115,6 +115,16 @@ def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Particip
     value = float(np.linalg.norm(participation_sum(majorant, horizon)))
     because = "non-increasing C ≥ 0 (Theorem 2)" if decreasing else "Theorem 2 for the least non-increasing c̄ ≥ |c|"
     return Sensitivity(value, decreasing, because)
+
+
+def closed_form_sensitivity(lam: float, horizon: Horizon) -> float:
+    """sens of plain λCGD: sqrt((1−λ^{2b}) / ((1−λ²)(1−λ^b)²) · Σ_{j=1..k} (1−λ^{bj})²)."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    if lam == 0.0:
+        return math.sqrt(k)
+    rate = math.log(lam)
+    geometric = np.expm1(rate * b * np.arange(1, k + 1)) / math.expm1(rate * b)
+    return math.sqrt(math.expm1(2 * rate * b) / math.expm1(2 * rate) * float(geometric @ geometric))
 
 
 def _scaled(

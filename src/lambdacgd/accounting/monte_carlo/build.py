@@ -9,8 +9,8 @@ from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.monte_carlo.folded_gram import FoldedGram
 from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram
 from lambdacgd.accounting.monte_carlo.lambda_gram import LambdaGram
+from lambdacgd.mechanisms import LambdaCGD
 from lambdacgd.mechanisms.base import Horizon, Mechanism
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD
 
 Array = NDArray[np.float64]
 

@@ -1,13 +1,14 @@
-"""Mechanisms read off the power series of the square root of the workload, or of another power of it."""
+"""Mechanisms with a closed form: DP-SGD, DP-λCGD, roots of the workload, and the optimal diagonal."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.errors import integer
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import (
     Array,
     Auto,
@@ -16,12 +17,80 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     Objective,
+    Workload,
     check_objective,
+    multiply,
     not_chosen,
     number_or_auto,
 )
-from lambdacgd.mechanisms.toeplitz import multiply
-from lambdacgd.mechanisms.workload import Workload
+
+
+@dataclass(frozen=True)
+class Identity(Mechanism):
+    """Independent noise at every step: C = I. This is DP-SGD."""
+
+    name: ClassVar[str] = "dp-sgd"
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse((1.0,))
+
+
+@dataclass(frozen=True)
+class LambdaCGD(Mechanism):
+    """Each step takes back a λ-fraction of the previous step's noise: C_ij = λ^{i−j}, C⁻¹ = (1, −λ).
+
+    Args:
+        lam: λ, a number in [0, 1), or "auto": then ``lc.plan`` chooses it.
+        normalized: divide every column of C by its norm d_t, so that the noise of step t is scaled by d_t.
+        objective: what an automatic λ is chosen by: "rmse", "maxse", "amplified-rmse" or "guideline". By default the
+            amplified RMSE with fresh bins, the guideline with fixed ones, and the RMSE without amplification.
+
+    Raises:
+        InvalidInput: a value cannot be used, or there is an objective where λ is given.
+
+    >>> LambdaCGD(0.9).noising(5)
+    array([ 1. , -0.9])
+    """
+
+    lam: float | Auto = field(default="auto", metadata={"help": "λ of λCGD: a number in [0, 1) or auto (default)."})
+    normalized: bool = field(default=False, metadata={"help": "Column-normalised λCGD."})
+    objective: Objective | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."},
+    )
+    name: ClassVar[str] = "lambda-cgd"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
+        check_objective(self.objective, "lam", self.lam)
+        if not isinstance(self.normalized, bool):
+            raise InvalidInput("normalized", self.normalized, "it must be True or False")
+
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known."""
+        return self.lam != "auto"
+
+    @property
+    def resolved_lam(self) -> float:
+        """λ as a number. Raises ``ValueError`` while it is "auto"."""
+        if self.lam == "auto":
+            raise not_chosen(self)
+        return self.lam
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse((1.0, -self.resolved_lam))
+
+    def column_scales(self, n: int) -> Array | None:
+        if not self.normalized:
+            return None
+        lam = self.resolved_lam
+        if lam == 0.0:
+            return np.ones(n)
+        # d_t² = (1 − λ^{2(n−t+1)}) / (1 − λ²), through expm1 so that λ near 1 keeps its digits.
+        rate = 2 * math.log(lam)
+        return np.sqrt(np.expm1(rate * np.arange(n, 0, -1)) / math.expm1(rate))
 
 
 def power_series(exponent: float, rate: float, n: int) -> Array:
@@ -147,3 +216,20 @@ class GammaBIFR(_Banded):
         if self.gamma == "auto":
             raise not_chosen(self)
         return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))
+
+
+@dataclass(frozen=True)
+class Diagonal(Mechanism):
+    """C = diag(n^¼, (n−1)^¼, …, 1): independent noise that grows over the run.
+
+    Among diagonal C it has the least RMSE when every example takes part in every step (b = 1, k = n), namely
+    (1/√n) Σ_j √j, against √(n(n+1)/2) for DP-SGD and the lower bound √((n+1)(2n+1)/6).
+    """
+
+    name: ClassVar[str] = "diagonal"
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse((1.0,))
+
+    def column_scales(self, n: int) -> Array:
+        return np.arange(n, 0, -1, dtype=np.float64) ** -0.25

@@ -74,10 +74,18 @@ def test_an_edited_plan_is_refused(tmp_path):
         path.write_text(json.dumps(data))
         with pytest.raises(ValueError, match="changed after it was made"):
             lc.Plan.load(path)
-    for text in ("{}", "[]", "not json"):
-        path.write_text(text)
-        with pytest.raises(ValueError, match="plan is"):
-            lc.Plan.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(b"{}", "plan is"), (b"[]", "plan is"), (b"not json", "JSON plan file"), (b"\xff\xfe{}", "byte 0 is not UTF-8"),
+     (b"[" * 200_000, "JSON plan file"), (b"9" * 5000, "JSON plan file")],
+    ids=["empty", "list", "text", "bytes", "deep", "digits"],
+)  # fmt: skip
+def test_a_file_that_is_not_a_plan_is_refused_in_a_sentence(content, told, tmp_path):
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(lc.InvalidInput, match=told):
+        lc.Plan.load(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize("number", [int, np.float32, np.float64, Fraction], ids=lambda kind: kind.__name__)

@@ -43,14 +43,22 @@ FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 
 @dataclass(frozen=True)
 class Plan:
-    """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why.
+    """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why. ``lc.plan`` makes one.
 
-    ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C for one
-    participation an epoch; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums. Where the
-    noise restarts every ``restart_every`` steps, C is block-diagonal and ``mechanism`` describes one ``block``.
-    ``requested_batch_size`` is the batch size that was asked for; ``batch_size`` is what is drawn on average,
-    and what sums are divided by. ``selection`` records how an automatic parameter was chosen, ``version`` the release
-    that made the plan, which stays with it: a run resumes with the plan it began with.
+    Attributes:
+        mechanism: what correlates the noise, resolved. Where the noise restarts every ``restart_every`` steps, C is
+            block-diagonal and this describes one ``block``.
+        sampling: who takes part when, bound to the data set and the horizon.
+        epsilon: ε.
+        delta: δ.
+        requested_batch_size: the batch size that was asked for; ``batch_size`` is what is drawn on average.
+        sensitivity: that of C, for one participation in each epoch.
+        sigma: σ, the standard deviation of the noise relative to the clipping norm.
+        rmse: (1/√n)‖AC⁻¹‖_F·σ for prefix sums.
+        maxse: ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
+        certificate: why σ suffices, and how surely.
+        selection: how automatic parameters were chosen; None if there were none.
+        version: the release that made the plan. It stays with the plan: a run resumes with the plan it began with.
 
     Guarantee
     ---------
@@ -146,19 +154,22 @@ class Plan:
         return str(self.to_dict()["digest"])
 
     def check(self) -> None:
-        """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, bins, ε or δ changed later.
+        """Refuse a plan whose parts do not belong together, because σ, mechanism, horizon, bins, ε or δ changed later.
 
         The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. The
         certificate names the kind of sampling, which independent noise would not show (those of earlier releases do
-        not, and were never of fresh bins), and a method that certifies this kind.
+        not, and were never of fresh bins), and a method that certifies this kind. A plan that claims nothing passes.
+
+        Raises:
+            InvalidInput: the plan was changed after it was made.
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
         mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
         sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
-        found = (self.rmse, self.maxse, self.sensitivity)
-        same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
+        stated = (self.rmse, self.maxse, self.sensitivity)
+        same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
         unnamed = self.sampling.kind if self.restart_every is None else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
@@ -203,20 +214,43 @@ class Plan:
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file, which ``Plan.load`` reads back."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan to a JSON file, which ``Plan.load`` reads back.
+
+        Args:
+            path: the file.
+        """
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from its JSON file; an edited one is refused."""
-        return cls.from_json(Path(path).read_text())
+        """Read a plan from its JSON file.
+
+        Args:
+            path: the file, as ``save`` or ``lambdacgd plan --out`` wrote it. Files of the first format load, too.
+
+        Raises:
+            InvalidInput: the file does not hold a plan, or it was changed after it was made.
+            OSError: the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidInput("plan", f"{path} is not a plan file: byte {error.start} is not UTF-8 text.") from None
+        return cls.from_json(text)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from ``to_json``'s text; an edited one is refused."""
+        """Read a plan from ``to_json``'s text.
+
+        Args:
+            text: the plan as JSON.
+
+        Raises:
+            InvalidInput: the text is not a plan, or it was changed after it was made.
+        """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
             raise InvalidInput("plan", text[:40], f"it must be a JSON plan file ({error})") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
             given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import fftconvolve, lfilter
 
-from lambdacgd.errors import InvalidInput, number
+from lambdacgd.errors import InvalidInput, integer, number
 
 Array = NDArray[np.float64]
 
@@ -34,7 +34,12 @@ Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 class Horizon:
     """How often an example can take part: once in each of k epochs of b steps, in the same place each time.
 
-    ``steps_per_epoch`` is the paper's b, ``epochs`` its k, and ``steps`` its n = k·b.
+    Args:
+        steps_per_epoch: the paper's b.
+        epochs: the paper's k.
+
+    Raises:
+        InvalidInput: a number is not an integer of at least 1.
     """
 
     steps_per_epoch: int
@@ -42,10 +47,7 @@ class Horizon:
 
     def __post_init__(self) -> None:
         for name in ("steps_per_epoch", "epochs"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
 
     @property
     def steps(self) -> int:
@@ -55,10 +57,17 @@ class Horizon:
 
 @dataclass(frozen=True)
 class Workload:
-    """SGD with momentum β and weight decay: A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j.
+    """What the noisy gradients are used for: A maps the sequence of gradients to the sequence of models.
 
-    ``momentum`` is β in [0, 1); ``decay`` is α in (0, 1], what is left of a weight after one step (1 − lr·weight
-    decay). The default is plain SGD, whose A is the prefix-sum matrix of ones.
+    For SGD with momentum β and weight decay A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j. The default is plain SGD,
+    whose A is the prefix-sum matrix of ones.
+
+    Args:
+        momentum: β in [0, 1).
+        decay: α in (0, 1], what is left of a weight after one step (1 − learning rate · weight decay).
+
+    Raises:
+        InvalidInput: a number is outside its range.
     """
 
     momentum: float = 0.0
@@ -164,7 +173,7 @@ class BandedStrategy:
 
 @dataclass(frozen=True)
 class BufferedToeplitz:
-    """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j a pair (θ, ω), zero at the start."""
+    """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j per pair (θ, ω), zero at the start."""
 
     decays: tuple[float, ...]
     weights: tuple[float, ...]
@@ -271,8 +280,8 @@ class Mechanism:
     def question(self, n: int) -> dict[str, Any]:
         """What a cached answer about this mechanism over n steps is filed under.
 
-        Parameters say all about the classes of this package, whose code is part of the cache's keys. Those of anybody
-        else's class do not: it may be another one by tomorrow, under the same name. What it computes goes along.
+        Name and parameters say all about the classes of this package, whose code is part of the cache's keys. Code of
+        a user's class is not, and it may change while its name stays: so what it computes is part of the question.
         """
         if not self.foreign:
             return {"mechanism": self.to_dict()}

@@ -24,6 +24,8 @@ from lambdacgd.mechanisms.base import (
     number_or_auto,
 )
 
+_OBJECTIVE = {"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."}
+
 
 @dataclass(frozen=True)
 class Identity(Mechanism):
@@ -54,11 +56,7 @@ class LambdaCGD(Mechanism):
 
     lam: float | Auto = field(default="auto", metadata={"help": "λ of λCGD: a number in [0, 1) or auto (default)."})
     normalized: bool = field(default=False, metadata={"help": "Column-normalised λCGD."})
-    objective: Objective | None = field(
-        default=None,
-        kw_only=True,
-        metadata={"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."},
-    )
+    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
     name: ClassVar[str] = "lambda-cgd"
 
     def __post_init__(self) -> None:
@@ -100,26 +98,22 @@ def power_series(exponent: float, rate: float, n: int) -> Array:
     return np.concatenate([[1.0], np.cumprod(ratios)])
 
 
-def check_bands(bands: int, horizon: Horizon) -> None:
-    integer("bands", bands, maximum=horizon.steps, why=f" (the steps that noise is correlated over, {horizon.steps})")
-
-
-BANDS_HELP = {"help": "Bands p of a banded mechanism (default 4)."}
-
-
 @dataclass(frozen=True)
-class _Banded(Mechanism):
-    bands: int = field(default=4, metadata=BANDS_HELP)
+class Banded(Mechanism):
+    """A mechanism whose C or C⁻¹ has ``bands`` bands, at most as many as there are steps."""
+
+    bands: int = field(default=4, metadata={"help": "Bands p of a banded mechanism (default 4)."})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", integer("bands", self.bands))
 
     def validate(self, horizon: Horizon) -> None:
-        check_bands(self.bands, horizon)
+        steps = horizon.steps
+        integer("bands", self.bands, maximum=steps, why=f" (the steps that noise is correlated over, {steps})")
 
 
 @dataclass(frozen=True)
-class _SquareRoot(_Banded):
+class _SquareRoot(Banded):
     momentum: float = 0.0
     decay: float = 1.0
 
@@ -179,7 +173,7 @@ class BSR(_SquareRoot):
 
 
 @dataclass(frozen=True)
-class GammaBIFR(_Banded):
+class GammaBIFR(Banded):
     """Banded inverse fractional root: C⁻¹ = the first p coefficients of (1−x)^γ (arXiv 2605.18379).
 
     Two bands are λCGD with λ = γ; γ = 1/2 is BISR; γ = 0 is DP-SGD.
@@ -195,11 +189,7 @@ class GammaBIFR(_Banded):
     """
 
     gamma: float | Auto = field(default="auto", metadata={"help": "γ of γ-BIFR: a number in [0, 1) or auto (default)."})
-    objective: Objective | None = field(
-        default=None,
-        kw_only=True,
-        metadata={"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."},
-    )
+    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
     name: ClassVar[str] = "gamma-bifr"
 
     def __post_init__(self) -> None:
@@ -220,7 +210,7 @@ class GammaBIFR(_Banded):
 
 @dataclass(frozen=True)
 class Diagonal(Mechanism):
-    """C = diag(n^¼, (n−1)^¼, …, 1): independent noise that grows over the run.
+    """C = diag(n^¼, (n−1)^¼, …, 1): independent noise that grows from step to step.
 
     Among diagonal C it has the least RMSE when every example takes part in every step (b = 1, k = n), namely
     (1/√n) Σ_j √j, against √(n(n+1)/2) for DP-SGD and the lower bound √((n+1)(2n+1)/6).

@@ -31,7 +31,7 @@ from lambdacgd.mechanisms.base import (
     not_chosen,
     series_inverse,
 )
-from lambdacgd.mechanisms.families import BANDS_HELP, BISR, BSR, check_bands
+from lambdacgd.mechanisms.families import BISR, BSR, Banded
 from lambdacgd.mechanisms.sensitivity import participation_sum
 
 
@@ -54,24 +54,21 @@ def log_squared_rmse(strategy: Array, noising: Array, horizon: Horizon) -> tuple
 def minimize_smooth(
     objective: Callable[[Array], tuple[float, Array]], starts: list[Array], *, upper: float | None = None
 ) -> Array:
-    """The best of L-BFGS runs from fixed starts: deterministic, so that a mechanism is the same everywhere."""
-    best_value, best = np.inf, starts[0]
-    for start in starts:
-        value, found = _descend(objective, start, upper)
-        if value < best_value:
-            best_value, best = value, found
-    return best
+    """Minimise by L-BFGS from each of ``starts`` and keep the best: deterministic, so the same on every machine."""
+    return min((_descend(objective, start, upper) for start in starts), key=lambda reached: reached[0])[1]
 
 
 def _descend(
     objective: Callable[[Array], tuple[float, Array]], start: Array, upper: float | None
 ) -> tuple[float, Array]:
     # The first trial step of L-BFGS has length up to 1, which throws a banded inverse into divergence. In units of
-    # 1/SCALE it is a small one; a run is repeated from where it ended until it gains nothing more.
+    # 1/scale that step is small. L-BFGS starts again from where it ended until it gains nothing more.
     scale = 100.0
 
     def scaled(x: Array) -> tuple[float, Array]:
-        with np.errstate(over="ignore", invalid="ignore"):  # a step into a divergent series is answered with a wall
+        with np.errstate(
+            over="ignore", invalid="ignore"
+        ):  # a diverging series gets a huge value, so that the search turns back
             value, gradient = objective(x / scale)
         if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
             return 1e10, np.zeros_like(x)
@@ -96,14 +93,13 @@ def cached_parameters(name: str, size: int, horizon: Horizon, compute: Callable[
 
 
 @dataclass(frozen=True)
-class _OptimizedBands(Mechanism):
+class _OptimizedBands(Banded):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
-    bands: int = field(default=4, metadata=BANDS_HELP)
     coefficients: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "bands", integer("bands", self.bands))
+        super().__post_init__()
         given = self.coefficients
         if given is None:
             return
@@ -116,15 +112,12 @@ class _OptimizedBands(Mechanism):
         """Whether all numbers are known."""
         return self.coefficients is not None
 
-    def validate(self, horizon: Horizon) -> None:
-        check_bands(self.bands, horizon)
-
     def resolve(self, horizon: Horizon) -> Self:
         self.validate(horizon)
         if self.coefficients is not None:
             return self
-        found = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
-        return replace(self, coefficients=found)
+        optimum = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
+        return replace(self, coefficients=optimum)
 
     def _optimize(self, horizon: Horizon) -> Array:
         raise NotImplementedError
@@ -201,9 +194,10 @@ def _inverse_is_non_negative(noising: Array, n: int) -> bool:
 
 
 def _first_non_negative(noising: Array, safe: Array, n: int) -> Array:
-    """On the way from one series to another, whose inverse is non-negative, the first point where it is; by bisection.
+    """Walk from ``noising`` towards ``safe``, whose inverse is non-negative, until the inverse is non-negative.
 
-    And a hundredth further: at that point an entry is zero, and its sign is up to rounding.
+    The first such point is found by bisection. An entry of the inverse is zero there, so that its sign would be up to
+    rounding: the result lies one hundredth further.
     """
 
     def point(way: float) -> Array:
@@ -295,8 +289,8 @@ class BLT(Mechanism):
         self.validate(horizon)
         if self.decays is not None:
             return self
-        found = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
-        return replace(self, decays=found[: self.buffers], weights=found[self.buffers :])
+        optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
+        return replace(self, decays=optimum[: self.buffers], weights=optimum[self.buffers :])
 
     def recurrence(self, n: int) -> BufferedToeplitz:
         if self.decays is None or self.weights is None:

@@ -52,7 +52,19 @@ def sensitivity(
     participation: Participation = "cyclic",
     restart_every: int | None = None,
 ) -> Sensitivity:
-    """Sensitivity of ``mechanism`` when each example takes part once in each of ``horizon.epochs`` epochs.
+    """How far one example can move C·G, when it takes part once in each of ``horizon.epochs`` epochs.
+
+    Args:
+        mechanism: a resolved mechanism.
+        horizon: the whole training, k epochs of b steps.
+        participation: "cyclic" (the same step of every epoch) or "min-separation" (any k steps at least b apart).
+        restart_every: b, if the noise restarts every epoch (fresh bins); else None.
+
+    Returns:
+        The value, whether it is exact, and the statement it rests on.
+
+    Raises:
+        InvalidInput: an argument cannot be used, C grows beyond all floats, or no bound is known.
 
     Guarantee
     ---------
@@ -74,14 +86,14 @@ def sensitivity(
         )
     with np.errstate(over="ignore", invalid="ignore"):
         if restart_every is None:
-            found = _sensitivity(mechanism, horizon, participation)
+            answer = _sensitivity(mechanism, horizon, participation)
         else:
-            found = _with_restarts(mechanism, horizon)
-    if not np.isfinite(found.value):
+            answer = _with_restarts(mechanism, horizon)
+    if not np.isfinite(answer.value):
         raise InvalidInput(
             "mechanism", mechanism.name, f"its strategy C grows beyond all floats over {horizon.steps} steps"
         )
-    return found
+    return answer
 
 
 def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:

@@ -1,4 +1,4 @@
-"""Balls-in-Bins: every example has one bin an epoch, known from the key alone. Fixed bins stay, fresh ones do not."""
+"""Balls-in-Bins sampling: in every epoch each example sits in one bin, which is a function of the key alone."""
 
 from __future__ import annotations
 
@@ -80,10 +80,21 @@ class BallsInBins(Sampling):
         run: str = DEFAULT_RUN,
         epoch: int | None = None,
     ) -> Indices:
-        """The bin (0 … b−1) of each example id: a pure function, the same on any machine, in any order or shard.
+        """Compute the bins of examples: a pure function, the same on any machine, in any order or shard.
 
-        Fresh bins are those of an ``epoch`` (1 … k), which must be given; fixed bins are the same in all of them.
         Memory beyond the output is bounded by a constant.
+
+        Args:
+            key: the secret key.
+            ids: example ids, 0 … N−1.
+            run: the run's id.
+            epoch: 1 … k. It must be given for fresh bins; fixed bins are the same in all epochs.
+
+        Returns:
+            The bin, 0 … b−1, of each id.
+
+        Raises:
+            InvalidInput: an id or the epoch is out of range, or fresh bins are asked for without an epoch.
         """
         self._check_bound()
         if epoch is not None:

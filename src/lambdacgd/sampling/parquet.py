@@ -23,8 +23,18 @@ class BinSortedParquet:
     """A Parquet file whose rows are sorted by the column ``bin``, read row by row or bin by bin.
 
     A map-style data set: ``len(data)``, ``data[i]`` (a dict of row ``i`` of the file) and ``data.fetch(indices)``
-    (many rows, each row group read once). ``rows(step)`` are the rows of a step: a contiguous run, found from bin
+    (many rows, each row group read once). ``rows(step)`` are the rows of a step: a contiguous stretch, looked up in bin
     offsets that are computed once from the ``bin`` column alone. Bins are secret: keep the file as private as the data.
+
+    Args:
+        path: the Parquet file.
+        sampling: the plan's sampling, with fixed bins.
+        bin_column: the name of the column of bins.
+        id_column: the name of the column of example ids, which ``verify`` reads.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        InvalidInput: the file is not sorted by the bins of such a sampling, or the bins are fresh ones.
 
     Guarantee
     ---------
@@ -77,13 +87,13 @@ class BinSortedParquet:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         integer("row", row, minimum=0, maximum=len(self) - 1)
-        found: dict[str, Any] = self.fetch(np.array([row])).to_pylist()[0]
-        return found
+        example: dict[str, Any] = self.fetch(np.array([row])).to_pylist()[0]
+        return example
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
         """Many rows at once, as torch's data loader asks for them."""
-        found: list[dict[str, Any]] = self.fetch(np.asarray(rows)).to_pylist()
-        return found
+        examples: list[dict[str, Any]] = self.fetch(np.asarray(rows)).to_pylist()
+        return examples
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Worker processes open the file themselves."""
@@ -118,10 +128,15 @@ class BinSortedParquet:
         return pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(positions), kind="stable"))
 
     def verify(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> None:
-        """Check every row against the key: an error if the file was sorted with another key or run, or an id is not
-        there exactly once (two rows of one id would share a bin, and one would give the other's away).
+        """Check every row against the key. Takes one byte of memory per example.
 
-        Takes one byte of memory an example.
+        Args:
+            key: the secret key.
+            run: the run's id.
+
+        Raises:
+            InvalidInput: the file was sorted with another key or for another run, or an id is not there exactly once
+                (two rows of one id would share a bin, and one would give the other's away).
         """
         seen = np.zeros(self.sampling.examples, dtype=bool)
         for batch in self._file.iter_batches(columns=[self._id_column, self._bin_column]):

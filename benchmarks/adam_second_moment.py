@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
-from lambdacgd.training.data import digits
-from lambdacgd.training.tasks import digits_model
+from reproduce.data import digits
+from reproduce.tasks import digits_model
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE, CLIP = 4.0, 1e-4, 5, 16, 1.0
 SEEDS = (1, 2, 3)

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
-from lambdacgd.experiments.machine import machine
-from lambdacgd.experiments.problems import problem
+from reproduce.machine import machine
+from reproduce.problems import problem
 
 EXAMPLES, BATCH, EPOCHS = 50_000, 128, 10
 

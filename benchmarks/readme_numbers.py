@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lambdacgd.experiments import EXPERIMENTS
+from reproduce import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent
 RESULTS, FIGURES = ROOT / "results", ROOT / "docs" / "figures"

@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lambdacgd.experiments import framework
-from lambdacgd.experiments.plan_book import PlanBook
-from lambdacgd.experiments.pool import Worker, solve
-from lambdacgd.experiments.runs import RunStore
-from lambdacgd.experiments.search import method_search, sweep_search
-from lambdacgd.experiments.training import plan_requests, rows_from
+from reproduce import framework
+from reproduce.plan_book import PlanBook
+from reproduce.pool import Worker, solve
+from reproduce.runs import RunStore
+from reproduce.search import method_search, sweep_search
+from reproduce.training import plan_requests, rows_from
 
 FOLDER = Path("results/training")
 SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb", "bert-path"), method_search)
@@ -71,7 +71,7 @@ def stored_runs(options: argparse.Namespace) -> list[Path]:
 def train(options: argparse.Namespace) -> None:
     import torch
 
-    from lambdacgd.experiments.problems import packed, problem
+    from reproduce.problems import packed, problem
 
     until = time.monotonic() + 60 * options.minutes
     options.out.mkdir(parents=True, exist_ok=True)

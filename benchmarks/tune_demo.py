@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
-from lambdacgd.training.data import Examples, digits
-from lambdacgd.training.tasks import digits_model
+from reproduce.data import Examples, digits
+from reproduce.tasks import digits_model
 
 DELTA, EPOCHS, BATCH_SIZE, LAMBDA = 1e-4, 2, 8, 0.8
 METHODS = {

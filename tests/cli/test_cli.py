@@ -246,22 +246,6 @@ def test_what_is_compared():
     assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
 
 
-def test_help_of_the_benchmarks_names_their_models_and_modes():
-    from lambdacgd.cli import bench
-    from lambdacgd.clipping.benchmark import MODES
-    from lambdacgd.clipping.benchmark_models import CASES
-    from lambdacgd.noise.model_shapes import MODELS
-
-    def described(command: str, option: str) -> str:
-        annotated = getattr(bench, command).__annotations__[option]
-        return eval(annotated, vars(bench)).__metadata__[0].help
-
-    assert described("noise", "model").startswith(", ".join(MODELS) + ";")
-    assert described("step", "model").startswith(", ".join(CASES) + ";")
-    assert described("pair", "model").startswith(", ".join(CASES) + ";")
-    assert described("step", "mode").startswith(", ".join(MODES) + ";")
-
-
 @pytest.mark.parametrize(("package", "advice"), [("opacus", "lambdacgd[bench]"), ("matplotlib", "all it depends on")])
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner

@@ -26,7 +26,6 @@ def run(*arguments):
 
 
 def test_prints_both_accuracies(monkeypatch):
-    pytest.importorskip("sklearn")
     monkeypatch.setattr(module, "EPOCHS", 1)
     monkeypatch.setattr(module, "BATCH_SIZE", 240)
     monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling={"sampling": "cyclic"}) for m in module.METHODS))

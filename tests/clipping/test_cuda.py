@@ -10,10 +10,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, convert, fused, grouped
-from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
-from lambdacgd.training.tasks import cifar10_model
+from reproduce.bench_models import ViT
+from reproduce.tasks import cifar10_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SEED = 20

@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.cli.bench import bench
 from lambdacgd.cli.options import flag, number_or_auto
-from lambdacgd.cli.reproduce import reproduce
-from lambdacgd.cli.train import train
 from lambdacgd.version import __version__
 
 app = typer.Typer(
@@ -198,9 +195,6 @@ def compare(
         )
 
 
-app.command()(train)
-
-
 @app.command()
 def demo(
     seeds: Annotated[int, typer.Option("--seeds", help="Runs of each, with other weights, batches and noise.")] = 5,
@@ -209,7 +203,3 @@ def demo(
     from lambdacgd.cli import demo as digits
 
     digits.demo(seeds)
-
-
-app.command()(reproduce)
-app.add_typer(bench, name="bench")

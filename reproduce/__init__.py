@@ -37,11 +37,11 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "test accuracy on IMDb over ε, a model trained from scratch or a BERT from --weights (needs the data: --data)",
     ),
     "lstm-imdb": (
-        "reproduce.sequence_models:LSTM",
+        "reproduce.methods_table:LSTM",
         "test accuracy of an LSTM on IMDb, trained from scratch (needs the data: --data)",
     ),
     "bert-path": (
-        "reproduce.sequence_models:BERT_PATH",
+        "reproduce.methods_table:BERT_PATH",
         "a BERT with random weights on IMDb, end to end (needs the data: --data)",
     ),
     "lambda-sweep": (

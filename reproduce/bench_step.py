@@ -1,8 +1,15 @@
 """One training step, private and not: time and peak memory, in one run on one machine, as JSON.
 
-Every mode does forward, backward, noise (where private) and an SGD step on the same model and batch; the modes of a
-model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
+``run``: every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. The modes
+of a model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
 parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour.
+
+``run_pair``: λCGD's step over DP-SGD's, to a fraction of a percent. Whole steps differ by far less than a machine's
+speed varies, so both noises act on the same model, in turns A B B A, which cancels what drifts. Each round gives one
+ratio, and the median of many comes with an interval that assumes nothing about their distribution.
+
+``run_captured``: ten epochs of the sweeps' CNN on CUDA as a user would run them, by captured steps and by the plain
+loop.
 """
 
 from __future__ import annotations
@@ -10,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,10 +26,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+import lambdacgd as lc
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
+from lambdacgd.validation import InvalidInput, integer
 from reproduce.bench_models import CASES, Case, LSTMClassifier
+from reproduce.framework import measured_on
+from reproduce.problems import problem
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
@@ -204,7 +215,7 @@ def run(
     """Measure every combination; one that fails is recorded as an error and the rest goes on."""
     check_names(model=(models, tuple(CASES)), mode=(modes, MODES), precision=(precisions, PRECISIONS))
     place = torch.device(device)
-    result: dict[str, Any] = {"machine": machine(place), "cells": []}
+    result: dict[str, Any] = {"machine": measured_on(), "cells": []}
     for precision in precisions:
         for model in models:
             with set_precision(precision):
@@ -270,17 +281,154 @@ def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     return text
 
 
-def machine(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    found: dict[str, Any] = {
-        "device": name, "threads": torch.get_num_threads(), "torch": torch.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-    }  # fmt: skip
-    try:
-        import opacus
+PAIR = ("dp-sgd", "lambda-cgd")
 
-        found["opacus"] = opacus.__version__
-    except ImportError:
-        found["opacus"] = None
-    return found
+
+def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and two order statistics around it that hold the true one in 95 of 100 cases (n ≥ 6)."""
+    ordered = sorted(values)
+    n = len(ordered)
+    below, chance = 0, 2.0**-n  # P(Binomial(n, 1/2) ≤ 0)
+    total = chance
+    while total <= 0.025 and below < n:
+        below += 1
+        chance *= (n - below + 1) / below
+        total += chance
+    low = max(0, below - 1)
+    return statistics.median(ordered), ordered[low], ordered[n - 1 - low]
+
+
+def ratios(turn: Callable[[str], float], rounds: int) -> tuple[list[float], list[float]]:
+    """Per round, in turns A B B A: B's time over A's, and A's time. ``turn`` runs one of ``PAIR`` and times it."""
+    a, b = PAIR
+    found, base = [], []
+    for _ in range(rounds):
+        first, second, third, fourth = (turn(kind) for kind in (a, b, b, a))
+        found.append((second + third) / (first + fourth))
+        base.append((first + fourth) / 2)
+    return found, base
+
+
+def compare_pair(
+    model: str, precision: str, device: torch.device, *, batch: int, warm_up: int, rounds: int
+) -> dict[str, Any]:
+    """One cell: the ratio of the two steps with its interval."""
+    torch.manual_seed(1)
+    step = OurStep(CASES[model], device, precision, batch, *PAIR)
+
+    def time_of(kind: str) -> float:
+        step.kind = kind
+        return turn(step, device)
+
+    ratios(time_of, warm_up)
+    found, base = ratios(time_of, rounds)
+    ratio, low, high = median_interval(found)
+    return {
+        "model": model, "precision": precision, "batch": batch, "ratio": ratio, "low": low, "high": high,
+        "dp_sgd_ms": statistics.median(base), "rounds": rounds,
+    }  # fmt: skip
+
+
+def run_pair(
+    models: Sequence[str],
+    *,
+    precisions: Sequence[str],
+    device: str,
+    warm_up: int = 2,
+    rounds: int = 40,
+    batch: int | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Compare for every model and precision; one that fails is recorded as an error and the rest goes on."""
+    check_names(model=(models, tuple(CASES)), precision=(precisions, PRECISIONS))
+    integer("rounds", rounds, minimum=6)
+    place = torch.device(device)
+    result: dict[str, Any] = {"machine": measured_on(), "cells": []}
+    for precision in precisions:
+        for model in models:
+            size = batch or CASES[model].batch
+            try:
+                with set_precision(precision):
+                    cell = compare_pair(model, precision, place, batch=size, warm_up=warm_up, rounds=rounds)
+                text = f"{cell['ratio']:.4f} ({cell['low']:.4f} to {cell['high']:.4f}) of {cell['dp_sgd_ms']:.2f} ms"
+            except Exception as error:
+                cell = {"model": model, "precision": precision, "batch": size, "error": f"{error}"[:500]}
+                text = cell["error"][:120]
+            free(place)
+            result["cells"].append(cell)
+            print(f"{precision:5} {model:18} λCGD over DP-SGD {text}", flush=True)
+            write(result, out)
+    return result
+
+
+_EXAMPLES, _BATCH, _EPOCHS = 50_000, 128, 10
+
+
+def _captured_loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def _private_cnn(plan: Any, x: Tensor, y: Tensor) -> Any:
+    model = problem("cifar10").models["cnn"]().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    key = lc.SecretKey.generate()
+    return lc.privatize(model, optimizer, TensorDataset(x, y), plan, max_grad_norm=0.3, key=key)
+
+
+def _by_captured_steps(plan: Any, x: Tensor, y: Tensor) -> dict[str, Any]:
+    began = time.perf_counter()
+    run = _private_cnn(plan, x, y)
+    step = run.captured_step(_captured_loss, (x, y))
+    step.run(1)
+    torch.cuda.synchronize()
+    ready = time.perf_counter()
+    step.run(plan.steps - 1)
+    torch.cuda.synchronize()
+    end = time.perf_counter()
+    finite = all(bool(torch.isfinite(p).all()) for p in run.model.parameters())
+    return {"steps": run.steps_taken, "seconds": end - began, "until_first_step": ready - began, "finite": finite}
+
+
+def _by_plain_loop(plan: Any, x: Tensor, y: Tensor, *, warm_up: int = 20) -> dict[str, Any]:
+    run = _private_cnn(plan, x, y)
+    batches, epoch, began = iter(run.loader), plan.steps // _EPOCHS, 0.0
+    for i in range(warm_up + epoch):
+        if i == warm_up:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+        inputs, targets = next(batches)
+        _captured_loss(run.model, inputs, targets).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    torch.cuda.synchronize()
+    each = (time.perf_counter() - began) / epoch
+    return {"steps_timed": epoch, "seconds_of_all_steps": each * plan.steps}
+
+
+def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> dict[str, Any]:
+    """Ten epochs of the sweeps' CNN on CUDA: by captured steps, cold and warm, and by the plain loop.
+
+    Images are random; time does not depend on them. "cold" is all that the first run in a process takes, from
+    ``lc.privatize`` to the last of 3 900 steps, kernels compiled and graphs captured; "warm" is the second run's. The
+    plain loop (``private.loader``) is timed over one epoch after a few steps and counted ten times.
+
+    Args:
+        cudnn_benchmark: Let cuDNN search its algorithms for every shape it meets. The plain loop is far slower then:
+            its batches are of many sizes.
+        out: Write JSON here.
+    """
+    if not torch.cuda.is_available():
+        raise InvalidInput("device", "cpu", "captured steps are CUDA graphs: this benchmark needs a CUDA device")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = cudnn_benchmark
+    plan = lc.plan(_EXAMPLES, _BATCH, epochs=_EPOCHS, epsilon=8.0, delta=1e-5, lam=0.95)
+    x = torch.randn(_EXAMPLES, 3, 32, 32, device="cuda")
+    y = torch.randint(0, 10, (_EXAMPLES,), device="cuda")
+    result = {
+        "cold": _by_captured_steps(plan, x, y), "warm": _by_captured_steps(plan, x, y),
+        "plain": _by_plain_loop(plan, x, y), "mechanism": str(plan.mechanism), "batch": _BATCH, "precision": "tf32",
+        "cudnn_benchmark": cudnn_benchmark, "machine": measured_on(),
+    }  # fmt: skip
+    print(json.dumps(result, indent=1))
+    write(result, out)
+    return result

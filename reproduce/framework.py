@@ -12,18 +12,23 @@ import csv
 import hashlib
 import importlib
 import json
+import os
+import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
 from reproduce import EXPERIMENTS
-from reproduce.json_lines import append, records
-from reproduce.machine import machine
+
+if TYPE_CHECKING:
+    import torch
 
 Cell = dict[str, Any]  # a configuration
 Row = dict[str, Any]  # a configuration with its result, ``seconds`` included
@@ -78,7 +83,7 @@ class Experiment:
 def load(name: str | None) -> Experiment:
     """The experiment of that name."""
     if name not in EXPERIMENTS:
-        raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see lambdacgd reproduce --list)")
+        raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see python -m reproduce --list)")
     module, attribute = EXPERIMENTS[name][0].split(":")
     found: Experiment = getattr(importlib.import_module(module), attribute)
     return found
@@ -206,15 +211,113 @@ def _page(
     name = experiment.name
     lines = [f"# {name}: {experiment.what}", ""]
     if quick:
-        lines += [f"A quick version; `lambdacgd reproduce {name}` computes the whole.", ""]
+        lines += [f"A quick version; `python -m reproduce {name}` computes the whole.", ""]
     if missing:
         lines += [f"{missing} of {missing + len(rows)} cells are missing; the same command goes on with them.", ""]
     lines += [experiment.page(rows).strip(), ""]
     if drawn:
         lines += [f"![{experiment.what}]({name}.svg)", ""]
-    command = f"lambdacgd reproduce {name}" + (" --quick" if quick else "")
+    command = f"python -m reproduce {name}" + (" --quick" if quick else "")
     lines += [f"Written by `{command}`, lambdacgd {__version__}, revision {experiment.revision}. Computed on:", ""]
     for one in machines:
         versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
         lines.append(f"- {one['device']}, {one['system']}; {versions}; {' to '.join(dict.fromkeys(one['dates']))}")
     return "\n".join(lines) + "\n"
+
+
+def check_device(name: str) -> torch.device:
+    """The torch device of that name.
+
+    Raises:
+        InvalidInput: There is no such device here.
+    """
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidInput("device", name, "it must be a torch device such as cpu, cuda or cuda:1") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InvalidInput("device", name, "this machine has no CUDA device; use cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise InvalidInput("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
+    return device
+
+
+def usable_device(name: str | None) -> str:
+    """The device called so, if it is here; CUDA where there is one if none is named."""
+    import torch
+
+    return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+PACKAGES = ("lambdacgd", "torch", "numpy", "scipy", "dp-accounting", "triton", "transformers", "opacus", "cryptography")
+
+
+@cache
+def machine() -> dict[str, Any]:
+    """Device, system and versions; says CUDA's name only where torch is in use, since asking takes seconds."""
+    versions: dict[str, str] = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    versions["lambdacgd"] = __version__
+    return {"device": _device_name(), "cores": os.cpu_count(), "system": platform.platform(), "versions": versions}
+
+
+def measured_on() -> dict[str, Any]:
+    """``machine()`` with the number of torch's threads and the date, for benchmarks."""
+    import torch
+
+    return machine() | {"threads": torch.get_num_threads(), "date": _now()}
+
+
+def _device_name() -> str:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        return str(torch.cuda.get_device_name())
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def records(path: Path) -> Iterator[Any]:
+    """What the lines of a file of JSON lines hold; a line that an interruption cut off is passed over."""
+    if not path.exists():
+        return
+    for line in path.read_bytes().split(b"\n"):
+        try:
+            yield json.loads(line.decode())  # line by line: a cut may fall within a letter
+        except ValueError:
+            continue
+
+
+def append(path: Path, record: dict[str, Any]) -> None:
+    """Add a line to a file of JSON lines, on disk before this returns; nothing is glued to a line that was cut off."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torn = path.exists() and path.stat().st_size > 0 and not path.read_bytes().endswith(b"\n")
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if torn else "") + json.dumps(record, ensure_ascii=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; None becomes a dash."""
+    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
+    lines += ["| " + " | ".join("—" if one is None else str(one) for one in row) + " |" for row in rows]
+    return "\n".join(lines)
+
+
+def panels(wide: int, tall: int = 1, *, size: tuple[float, float] = (4.0, 3.4), **how: Any) -> tuple[Any, list[Any]]:
+    """A figure and its axes in reading order; ``how`` goes to ``Figure.subplots``."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(size[0] * wide, size[1] * tall), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, list(figure.subplots(tall, wide, squeeze=False, **how).reshape(-1))

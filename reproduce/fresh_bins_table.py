@@ -13,9 +13,8 @@ from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.fresh_bins import fresh_bins
 from lambdacgd.mechanisms import Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms
 from lambdacgd.tuning import choose_gamma, choose_lambda
-from reproduce.framework import Cell, Experiment, Row, Settings
-from reproduce.paper_rmse import COLUMNS, DELTA, HORIZON, ROWS
-from reproduce.show import panels, table
+from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
+from reproduce.paper import COLUMNS, DELTA, HORIZON, ROWS
 
 EPSILONS = tuple(column.epsilon for column in COLUMNS if column.amplified)
 _BLOCK = Horizon(HORIZON.steps_per_epoch, 1)

@@ -8,9 +8,8 @@ from typing import Any
 from lambdacgd import cache
 from lambdacgd.mechanisms import Diagonal, Horizon, Identity, rmse
 from lambdacgd.tuning import choose_lambda
-from reproduce.framework import Cell, Experiment, Row, Settings
-from reproduce.paper_theory import FULL_BATCH, FULL_BATCH_GAPS, RMSE_OPTIMAL, SMALLER_BY, TRAINED
-from reproduce.show import panels, table
+from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
+from reproduce.paper import FULL_BATCH, FULL_BATCH_GAPS, RMSE_OPTIMAL, SMALLER_BY, TRAINED
 
 DELTA = 1e-5
 EXAMPLES = 50_000  # CIFAR-10

@@ -9,8 +9,7 @@ from typing import Any
 
 from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
 from lambdacgd.tuning import choose_lambda
-from reproduce.framework import Cell, Experiment, Row, Settings
-from reproduce.show import panels, table
+from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 
 EPOCHS = (1, 2, 4, 8, 16, 32)
 STEPS_PER_EPOCH = (1, 4, 16, 64, 128, 256, 512, 1024)

@@ -1,76 +1,48 @@
-"""Many searches, a few worker processes: what the most important search waits for is trained first.
+"""The training experiments in bulk: many searches at once, worker processes that share one GPU, a limit in minutes.
 
-Workers are processes of their own, since CUDA graphs must not be captured in several threads at once; on one GPU they
-run side by side under NVIDIA's MPS. Results go to the store as they come, so that nothing finished is lost, and a run
-that two searches ask for is trained once.
+``python -m reproduce methods-cifar --data DIR`` trains run after run. These commands train the same runs several at a
+time, stop in time, and go on where they stopped:
+
+    python -m reproduce bulk plans   --experiment methods-cifar     # where the accountants are installed
+    python -m reproduce bulk train   --experiment methods-cifar --data DIR --minutes 8 --parallel 8 --split validation
+    python -m reproduce bulk collect --experiment methods-cifar     # tables, plots and pages from the runs
+
+The runs that the most important search waits for are trained first. Workers are processes of their own, since CUDA
+graphs must not be captured in several threads at once. On CUDA start NVIDIA's MPS first (``nvidia-cuda-mps-control
+-d``): without it processes take turns on the GPU. Results go to the store as they come, so that nothing finished is
+lost, and a run that two searches ask for is trained once.
 """
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import queue
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
 
-from reproduce.runs import Result, RunStore, TrainingRun
-from reproduce.search import Row, Search
+import torch
+import typer
 
-Train = Callable[[TrainingRun, float | None], Result]
+from lambdacgd.cli.options import flag
+from lambdacgd.validation import InvalidInput
+from reproduce import framework
+from reproduce.framework import machine
+from reproduce.problems import TRAINING_EXAMPLES, Data, packed, problem, sizes, unpacked
+from reproduce.runs import PlanBook, Result, RunStore, TrainingRun
+from reproduce.search import Asked, Row, Search, advance, method_search, sweep_search
+from reproduce.trainer import TooLate, outcome, plan_requests, rows_from
+
 Say = Callable[[str], None]
-
-
-@dataclass
-class _Asked:
-    """A search, and the runs it waits for."""
-
-    name: str
-    search: Search
-    waiting: list[TrainingRun] = field(default_factory=list)
-    row: Row | None = None
-    over: str = ""  # why it will not go on
-
-
-class Known(Protocol):
-    """Where results are looked up."""
-
-    def get(self, run: TrainingRun) -> Result | None: ...
-
-
-def stored(search: Search, known: Known) -> Row | None:
-    """What a search ends with if every result is known; None where one is missing."""
-    asked = _Asked("", search)
-    _advance(asked, known, first=True)
-    return asked.row
-
-
-def answer(search: Search, store: RunStore, train: Train, *, until: float | None = None) -> Row:
-    """Drive one search here, training what the store lacks."""
-    asked = _Asked("", search)
-    _advance(asked, store, first=True)
-    while asked.row is None:
-        for run in asked.waiting:
-            if store.get(run) is None:
-                store.add(run, train(run, until))
-        _advance(asked, store)
-    return asked.row
-
-
-def _advance(asked: _Asked, store: Known, *, first: bool = False) -> None:
-    """Hand a search all the results that are there, until it waits for a missing one or ends."""
-    try:
-        if first:
-            asked.waiting = next(asked.search)
-        while True:
-            results = [store.get(run) for run in asked.waiting]
-            if any(result is None for result in results):
-                return
-            asked.waiting = asked.search.send([result for result in results if result is not None])
-    except StopIteration as end:
-        asked.waiting, asked.row = [], end.value
+FOLDER = Path("results/training")
+SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb", "bert-path"), method_search) | dict.fromkeys(
+    ("lambda-sweep", "amplified-sweep", "epochs-sweep"), sweep_search
+)
 
 
 @dataclass(frozen=True)
@@ -97,9 +69,9 @@ def solve(
 
     Only runs that ``allow`` accepts are trained. A run that fails ends its search; the others go on.
     """
-    asked = [_Asked(name, search) for name, search in searches]
-    for one in asked:
-        _advance(one, store, first=True)
+    asked = [Asked(name, search) for name, search in searches]
+    for search in asked:
+        advance(search, store, first=True)
     context = multiprocessing.get_context("spawn")
     tasks: Any = context.Queue()
     done: Any = context.Queue()
@@ -114,7 +86,7 @@ def solve(
 
     try:
         while True:
-            for run in _next(asked, store, fits, under_way, parallel - len(under_way)):
+            for run in _to_hand_out(asked, store, fits, under_way, parallel - len(under_way)):
                 under_way[run.digest] = run
                 tasks.put(run)
             if not under_way:
@@ -128,17 +100,17 @@ def solve(
             run = under_way.pop(digest)
             if "failed" in result:
                 say(f"FAILED {run}: {result['failed']}")
-                for one in asked:
-                    if run in one.waiting:
-                        one.waiting, one.over = [], result["failed"]
+                for search in asked:
+                    if run in search.waiting:
+                        search.waiting, search.over = [], result["failed"]
                 continue
             store.add(run, result, where=where)
             pace.saw(run, result)
             shown = ", ".join(f"{name} {100 * value:.1f}%" for name, value in result["accuracy"].items())
             say(f"{max(0, until - time.monotonic()):5.0f} s left  {run}: {shown}  ({result['seconds']} s)")
-            for one in asked:
-                if one.row is None and run in one.waiting:
-                    _advance(one, store)
+            for search in asked:
+                if search.row is None and run in search.waiting:
+                    advance(search, store)
     finally:
         for _ in workers:
             tasks.put(None)
@@ -146,11 +118,11 @@ def solve(
             process.join(timeout=5)
             if process.is_alive():
                 process.terminate()
-    return {one.name: one.row for one in asked if one.row is not None}
+    return {search.name: search.row for search in asked if search.row is not None}
 
 
-def _next(
-    asked: Sequence[_Asked],
+def _to_hand_out(
+    asked: Sequence[Asked],
     store: RunStore,
     allowed: Callable[[TrainingRun], bool],
     under_way: dict[str, TrainingRun],
@@ -158,8 +130,8 @@ def _next(
 ) -> list[TrainingRun]:
     """The runs to hand out now."""
     chosen: list[TrainingRun] = []
-    for one in asked:
-        for run in one.waiting:
+    for search in asked:
+        for run in search.waiting:
             if len(chosen) >= free:
                 return chosen
             if run.digest not in under_way and run not in chosen and store.get(run) is None and allowed(run):
@@ -183,8 +155,6 @@ class _Pace:
         last.append(result["seconds"] / (result["training_examples"] * run.epochs))
 
     def expected(self, run: TrainingRun) -> float:
-        from reproduce.problems import TRAINING_EXAMPLES, sizes
-
         alike = [each for kind, last in self._last.items() if kind[:2] == (run.task, run.model) for each in last]
         each = max(self._last.get((run.task, run.model, run.method), alike), default=0.0)
         return each * sizes(TRAINING_EXAMPLES[run.task], run)[0] * run.epochs
@@ -192,13 +162,6 @@ class _Pace:
 
 def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
     """A worker process: trains what it is given until it is given None."""
-    import torch
-
-    from reproduce.machine import machine
-    from reproduce.plan_book import PlanBook
-    from reproduce.problems import Data, unpacked
-    from reproduce.trainer import TooLate, outcome
-
     torch.set_num_threads(worker.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     plans = PlanBook(worker.plans)
@@ -214,3 +177,147 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
         except Exception as error:
             result = {"failed": f"{type(error).__name__}: {error}"}
         done.put((run.digest, result, machine()))
+
+
+bulk = typer.Typer(no_args_is_help=True, help="Training experiments in bulk: many runs at once on one GPU.")
+Names = Annotated[list[str], typer.Option("--experiment", help="Which experiment; may be given more than once.")]
+Plans = Annotated[Path, typer.Option("--plans", help="File of plans; runs*.jsonl are looked for beside it.")]
+Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated; all by default.")]
+Epsilons = Annotated[str | None, typer.Option("--epsilons", help="Comma-separated; all by default.")]
+Tasks = Annotated[str | None, typer.Option("--tasks", help="Comma-separated; all by default.")]
+Quick = Annotated[bool, flag("--quick", help="The experiments' quick versions.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cells that the command line asks for."""
+
+    experiments: list[str]
+    methods: str | None
+    epsilons: str | None
+    tasks: str | None
+    quick: bool
+
+    def __post_init__(self) -> None:
+        for name in self.experiments:
+            if name not in SEARCHES:
+                raise InvalidInput("experiment", name, f"it must be one of {', '.join(SEARCHES)}")
+
+    def cells(self, name: str) -> list[dict[str, Any]]:
+        """Those of one experiment, in their order."""
+
+        def wanted(given: str | None, value: Any) -> bool:
+            return given is None or value in [type(value)(text) for text in given.split(",")]
+
+        return [
+            cell
+            for cell in framework.load(name).cells(framework.Settings(quick=self.quick))
+            if wanted(self.methods, cell["method"])
+            and wanted(self.epsilons, cell["epsilon"])
+            and wanted(self.tasks, cell["task"])
+        ]
+
+
+def stored_runs(plans: Path) -> list[Path]:
+    """Files of runs that were brought together beside the plans."""
+    return sorted(plans.parent.glob("runs*.jsonl"))
+
+
+@bulk.command("plans")
+def make_plans(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    methods: Methods = None,
+    epsilons: Epsilons = None,
+    tasks: Tasks = None,
+    quick: Quick = False,
+) -> None:
+    """Make every plan that the searches may ask for."""
+    chosen, book = Chosen(experiment, methods, epsilons, tasks, quick), PlanBook(plans, make=True)
+    for name in experiment:
+        for cell in chosen.cells(name):
+            for request in plan_requests(cell):
+                began, known = time.monotonic(), request in book
+                try:
+                    made = book.get(request)
+                except Exception as error:  # one plan that cannot be made must not stop hours of others
+                    print(f"FAILED {request}: {error}", flush=True)
+                    continue
+                if not known:
+                    print(
+                        f"{request['examples']} {cell['method']} {made.mechanism} ε={made.epsilon:g} "
+                        f"σ={made.sigma:.5g} {made.certificate.method} {time.monotonic() - began:.1f} s",
+                        flush=True,
+                    )
+
+
+@bulk.command("train")
+def train_runs(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the data set's files.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for runs.jsonl.")] = FOLDER,
+    minutes: Annotated[float, typer.Option("--minutes", help="Stop in time.")] = 10.0,
+    parallel: Annotated[int, typer.Option("--parallel", help="Worker processes.")] = 4,
+    threads: Annotated[int, typer.Option("--threads", help="Threads of each.")] = 2,
+    split: Annotated[str | None, typer.Option("--split", help="validation or test; both by default.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="CUDA where there is one.")] = None,
+    methods: Methods = None,
+    epsilons: Epsilons = None,
+    tasks: Tasks = None,
+    quick: Quick = False,
+) -> None:
+    """Train what the searches ask for, as far as the time allows."""
+    until = time.monotonic() + 60 * minutes
+    chosen = Chosen(experiment, methods, epsilons, tasks, quick)
+    if split not in (None, "validation", "test"):
+        raise InvalidInput("split", split, "it must be validation or test")
+    out.mkdir(parents=True, exist_ok=True)
+    store = RunStore(out / "runs.jsonl", read=stored_runs(plans))
+    print(f"{len(store)} runs known", flush=True)
+    cells = [(name, cell) for name in experiment for cell in chosen.cells(name)]
+    searches = [(f"{name}: {json.dumps(cell)}", SEARCHES[name](cell)) for name, cell in cells]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for task in sorted({cell["task"] for _, cell in cells}):
+            files[task] = Path(folder) / f"{task}.pt"
+            torch.save(packed(problem(task).load(data)), files[task])
+        print(f"data ready, {until - time.monotonic():.0f} s left", flush=True)
+        rows = solve(
+            searches,
+            store,
+            Worker(files, plans, device or ("cuda" if torch.cuda.is_available() else "cpu"), threads=threads),
+            parallel=parallel,
+            until=until,
+            allow=lambda run: split in (None, run.split),
+            say=lambda text: print(text, flush=True),
+        )
+    print(f"{len(rows)} of {len(searches)} cells complete, {len(store)} runs known", flush=True)
+
+
+@bulk.command("collect")
+def collect(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    out: Annotated[Path, typer.Option("--out", help="Each experiment goes to a folder in this.")] = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Write what the stored runs answer: CSV, JSON, plots and a page for each experiment."""
+    Chosen(experiment, None, None, None, quick)
+    store = RunStore(None, read=stored_runs(plans))
+    if not len(store):
+        raise InvalidInput("plans", str(plans), "there are no files runs*.jsonl with runs beside it")
+    settings = framework.Settings(quick=quick)
+    for name in experiment:
+        known, folder = framework.load(name), out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        answered = list(rows_from(known, SEARCHES[name], store, settings))
+        with (folder / "cells.jsonl").open("w") as file:
+            for cell, row, runs in answered:
+                newest = max(runs, key=lambda run: run["date"])
+                record = {"key": known.key(cell), "cell": cell, "result": row, "seconds": row["training_seconds"]}
+                record |= {"machine": newest["machine"], "date": newest["date"]}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(f"{name}: {len(answered)} cells")
+        if answered:
+            framework.reproduce(known, folder, settings=settings, collect=True)

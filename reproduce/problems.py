@@ -1,7 +1,9 @@
-"""What the training experiments train: data on the device in two splits, and small models for it."""
+"""What experiments train: models for each data set, pretrained weights, and the data on a device in two splits."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lambdacgd import digits
 from lambdacgd.clipping import convert
 from lambdacgd.validation import InvalidInput
-from reproduce import pretrained
-from reproduce.data import Examples, Splits, cifar10, digits, imdb
+from reproduce.bench_models import CNN
+from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
 from reproduce.fused_norm import fuse
 from reproduce.runs import TrainingRun
-from reproduce.tasks import cifar10_model, digits_model
 
 # BERT's vocabulary is listed roughly by frequency, a public order. Later pieces become [UNK]: a smaller table to noise.
 PIECES, UNKNOWN = 8192, 100
@@ -32,15 +34,15 @@ class DistinctWords(nn.Module):
 
     def __init__(self, vocabulary: int = PIECES, width: int = 16, classes: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width, padding_idx=imdb.PADDING)
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=PADDING)
         nn.init.normal_(self.embedding.weight, std=0.02)
         self.output = nn.Linear(width, classes)
 
     def forward(self, tokens: Tensor) -> Tensor:
         ordered = tokens.sort(1).values
         repeated = nn.functional.pad(ordered[:, 1:] == ordered[:, :-1], (1, 0))
-        ordered = torch.where(repeated, imdb.PADDING, ordered)
-        seen = (ordered != imdb.PADDING).unsqueeze(-1)
+        ordered = torch.where(repeated, PADDING, ordered)
+        seen = (ordered != PADDING).unsqueeze(-1)
         out: Tensor = self.output((self.embedding(ordered) * seen).sum(1) / seen.sum(1).clamp_min(1).sqrt())
         return out
 
@@ -56,7 +58,7 @@ class ReviewLSTM(nn.Module):
 
     def __init__(self, vocabulary: int = PIECES, width: int = 16, states: int = 32, classes: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width, padding_idx=imdb.PADDING)
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=PADDING)
         with torch.no_grad():
             self.embedding.weight.div_(self.SCALE)
         self.lstm = nn.LSTM(width, states, batch_first=True)
@@ -64,7 +66,7 @@ class ReviewLSTM(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         tokens = tokens[:, : self.LENGTH]
-        seen = (tokens != imdb.PADDING).unsqueeze(-1)
+        seen = (tokens != PADDING).unsqueeze(-1)
         states, _ = self.lstm(self.SCALE * self.embedding(tokens))
         out: Tensor = self.output((states * seen).sum(1) / seen.sum(1).clamp_min(1))
         return out
@@ -78,7 +80,7 @@ class Classifier(nn.Module):
         self.bert = bert
 
     def forward(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != imdb.PADDING).long()).logits
+        logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != PADDING).long()).logits
         return logits
 
 
@@ -94,12 +96,141 @@ class RandomBert(Classifier):
             num_hidden_layers=layers,
             num_attention_heads=heads,
             intermediate_size=4 * width,
-            max_position_embeddings=imdb.LENGTH,
+            max_position_embeddings=LENGTH,
             hidden_dropout_prob=0.0,
             attention_probs_dropout_prob=0.0,
         )
         config.num_labels = 2
         super().__init__(BertForSequenceClassification(config))
+
+
+class BagOfWords(nn.Module):
+    """The mean of the words' embeddings, then one hidden layer. Padding does not count."""
+
+    def __init__(self, vocabulary: int, width: int, classes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width, padding_idx=PADDING)
+        self.hidden = nn.Linear(width, width)
+        self.output = nn.Linear(width, classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        seen = (tokens != PADDING).unsqueeze(-1)
+        mean = (self.embedding(tokens) * seen).sum(1) / seen.sum(1).clamp_min(1)
+        out: Tensor = self.output(torch.relu(self.hidden(mean)))
+        return out
+
+
+# Pretrained BERT weights
+PHYSICAL = 64  # examples at a time
+_PREFIX = "pretrained-"
+_FILES = ("model.safetensors", "pytorch_model.bin")
+_FOLDERS: dict[str, Path] = {}
+
+
+def register_weights(folder: Path) -> str:
+    """Name the BERT in ``folder``, in Hugging Face's layout, as a model for fine-tuning.
+
+    Runs know weights by a digest of their content, so that results do not depend on where a folder lies.
+
+    Raises:
+        InvalidInput: The folder holds no BERT.
+    """
+    config, weights = folder / "config.json", [folder / name for name in _FILES if (folder / name).is_file()]
+    if not config.is_file() or not weights or json.loads(config.read_text()).get("model_type") != "bert":
+        raise InvalidInput(
+            "weights",
+            str(folder),
+            "it must hold a BERT as save_pretrained or a hub leaves it: config.json (model_type bert) and "
+            "model.safetensors",
+        )
+    digest = hashlib.sha256(config.read_bytes())
+    with weights[0].open("rb") as file:
+        digest.update(hashlib.file_digest(file, "sha256").digest())
+    name = _PREFIX + digest.hexdigest()[:16]
+    _FOLDERS[name] = folder
+    return name
+
+
+def is_pretrained(model: str) -> bool:
+    """Whether a model is called as ``register_weights`` calls one."""
+    return model.startswith(_PREFIX)
+
+
+def make_pretrained(model: str) -> nn.Module:
+    """The weights with a new output layer for two classes, without dropout."""
+    from transformers import BertForSequenceClassification
+
+    bert: nn.Module = BertForSequenceClassification.from_pretrained(
+        _FOLDERS[model], num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+    )
+    return bert
+
+
+def reviews(model: str, data: Path | None) -> Splits:
+    """IMDb for the weights: word piece ids where ``data`` has them, else texts through the weights' own tokenizer."""
+    folder = _FOLDERS[model]
+
+    def tokenize(texts: list[str]) -> Tensor:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        ids = tokenizer(texts, truncation=True, max_length=LENGTH, padding="max_length")["input_ids"]
+        return torch.tensor(ids, dtype=torch.int32)
+
+    splits = load_imdb(data, tokenize=tokenize)
+    known = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+    largest = int(splits.train.inputs.max())
+    if largest >= known:
+        raise InvalidInput(
+            "data",
+            str(data),
+            f"its ids go up to {largest}, but the weights know {known}: give weights with bert-base-uncased's "
+            "vocabulary, or the reviews as text (train-*.parquet)",
+        )
+    return splits
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with a model, for ``python -m reproduce train``. The numbers are its defaults.
+
+    Learning rates are for SGD on mean gradients.
+    They suit λCGD with fresh bins, the default plan. For digits the learning rate is the best on a validation split
+    at ε = 2 (results/demo_tuning.json). For cifar10 it is the best at ε = 2 and 4; at ε = 8 twice the rate is better,
+    at ε = 1 a third of it (results/methods-cifar).
+    """
+
+    name: str
+    load: Callable[[Path | None], Splits]
+    model: Callable[[], nn.Module]
+    epochs: int
+    batch_size: int
+    delta: float
+    learning_rate: float
+    max_grad_norm: float
+    about: str
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Task(
+            "digits", load_digits, digits.model, 2, 8, 1e-4, 0.25, 1.0, "1 437 handwritten digits of 8×8; no download"
+        ),
+        Task("cifar10", load_cifar10, CNN, 10, 128, 1e-5, 1.0, 0.3, "50 000 small photographs"),
+        Task(
+            "imdb",
+            load_imdb,
+            lambda: BagOfWords(VOCABULARY, 32, 2),
+            10,
+            128,
+            1e-5,
+            2.0,
+            1.0,
+            "25 000 film reviews",
+        ),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -126,11 +257,11 @@ UNCAPTURED = ("lstm", "bert-tiny")
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
     for problem in (
-        Problem("digits", digits.load, {"mlp": digits_model}, _images),
-        Problem("cifar10", cifar10.load, {"cnn": lambda: fuse(cifar10_model())}, _images),
+        Problem("digits", load_digits, {"mlp": digits.model}, _images),
+        Problem("cifar10", load_cifar10, {"cnn": lambda: fuse(CNN())}, _images),
         Problem(
             "imdb",
-            imdb.load,
+            load_imdb,
             {
                 "words": DistinctWords,
                 "lstm": lambda: convert(ReviewLSTM()),
@@ -151,14 +282,14 @@ def problem(name: str) -> Problem:
 
 def make_model(run: TrainingRun) -> nn.Module:
     """The run's model, with weights drawn from torch's generator or pretrained."""
-    if pretrained.is_pretrained(run.model):
-        return Classifier(pretrained.make(run.model))
+    if is_pretrained(run.model):
+        return Classifier(make_pretrained(run.model))
     return problem(run.task).models[run.model]()
 
 
 def capturable(run: TrainingRun) -> bool:
     """Whether the run's model can be trained by a captured step."""
-    return run.model not in UNCAPTURED and not pretrained.is_pretrained(run.model)
+    return run.model not in UNCAPTURED and not is_pretrained(run.model)
 
 
 def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
@@ -192,7 +323,7 @@ class Data:
         """(training inputs, labels), (evaluation inputs, labels) of a run; as much of the test set as is trained on
         where ``run.examples`` limits it.
         """
-        whole = pretrained.is_pretrained(run.model)  # pretrained weights know every word piece
+        whole = is_pretrained(run.model)  # pretrained weights know every word piece
         key = (run.split, run.examples, whole)
         if key not in self._cuts:
             train, held_out = sizes(len(self._order), run)

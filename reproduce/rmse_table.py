@@ -14,10 +14,9 @@ from lambdacgd.accounting.calibration import calibrate_noise
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism, error_norms
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
-from reproduce.framework import Cell, Experiment, Row, Settings
-from reproduce.paper_rmse import COLUMNS, DELTA, HORIZON, ROWS, Column, known_slip
-from reproduce.paper_rmse import Row as PaperRow
-from reproduce.show import panels, table
+from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
+from reproduce.paper import COLUMNS, DELTA, HORIZON, ROWS, Column, known_slip
+from reproduce.paper import Row as PaperRow
 
 _EXAMPLES, _BATCH_SIZE = 50_000, 128
 _QUICK_ROWS = ("BandInvMF (p=2)", "BandInvMF (p=4)", "DP-λCGD (λ=0.9)", "BISR (p=4)", "BSR (p=4)", "DP-SGD")

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Generator, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
-from reproduce.methods import method
-from reproduce.runs import Result, TrainingRun
+from reproduce.runs import Result, RunStore, TrainingRun, method
 
 Cell = dict[str, Any]
 Row = dict[str, Any]
@@ -184,3 +183,56 @@ def _seconds(found: dict[str, Any], more: Sequence[Result]) -> float:
 def standard_error(scores: Sequence[float]) -> float | None:
     """Of the mean; None for a single score."""
     return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
+
+
+Train = Callable[[TrainingRun, float | None], Result]
+
+
+@dataclass
+class Asked:
+    """A search under way: the runs it waits for, and the row it ended with."""
+
+    name: str
+    search: Search
+    waiting: list[TrainingRun] = field(default_factory=list)
+    row: Row | None = None
+    over: str = ""  # why it will not go on
+
+
+class Known(Protocol):
+    """Where results are looked up."""
+
+    def get(self, run: TrainingRun) -> Result | None: ...
+
+
+def stored(search: Search, known: Known) -> Row | None:
+    """What a search ends with if every result is known; None where one is missing."""
+    asked = Asked("", search)
+    advance(asked, known, first=True)
+    return asked.row
+
+
+def answer(search: Search, store: RunStore, train: Train, *, until: float | None = None) -> Row:
+    """Drive one search here, training what the store lacks."""
+    asked = Asked("", search)
+    advance(asked, store, first=True)
+    while asked.row is None:
+        for run in asked.waiting:
+            if store.get(run) is None:
+                store.add(run, train(run, until))
+        advance(asked, store)
+    return asked.row
+
+
+def advance(asked: Asked, store: Known, *, first: bool = False) -> None:
+    """Hand a search all the results that are there, until it waits for a missing one or ends."""
+    try:
+        if first:
+            asked.waiting = next(asked.search)
+        while True:
+            results = [store.get(run) for run in asked.waiting]
+            if any(result is None for result in results):
+                return
+            asked.waiting = asked.search.send([result for result in results if result is not None])
+    except StopIteration as end:
+        asked.waiting, asked.row = [], end.value

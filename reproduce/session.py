@@ -1,12 +1,18 @@
-"""One training run in a folder: plan, key, checkpoints, release. ``lambdacgd train`` without the printing."""
+"""One training run in a folder: its settings, plan, key, checkpoints and release.
+
+Settings are the defaults of the task, then a TOML file, then the command line; they are written out as resolved.
+"""
 
 from __future__ import annotations
 
+import json
+import math
 import signal
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,10 +27,125 @@ from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
 from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
-from lambdacgd.validation import InvalidInput
-from reproduce import config as settings
-from reproduce.config import Config
+from lambdacgd.validation import InvalidInput, integer, number
 from reproduce.data import Examples, Splits
+from reproduce.framework import check_device
+from reproduce.problems import TASKS, Task
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that ``python -m reproduce train`` needs to know. Everything here is public."""
+
+    task: str
+    epsilon: float
+    delta: float
+    epochs: int
+    batch_size: int
+    lr: float
+    clip: float
+    mechanism: str = "lambda-cgd"
+    sampling: str = "balls-in-bins"
+    bins: str | None = None
+    lam: float | str | None = None
+    bands: int | None = None
+    optimizer: str = "sgd"
+    ema: float = 0.0
+    physical_batch_size: int | None = None
+    workers: int = 0
+    device: str = "cpu"
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "lr", "clip"):
+            object.__setattr__(self, name, number(name, _float(getattr(self, name)), above=0, include=_infinite(name)))
+        number("delta", self.delta, above=0, below=1)
+        number("ema", self.ema, above=0, below=1, include=(0,))
+        for name in ("epochs", "batch_size"):
+            integer(name, getattr(self, name))
+        integer("workers", self.workers, minimum=0)
+        integer("seed", self.seed, minimum=0)
+        if self.physical_batch_size is not None:
+            integer("physical_batch_size", self.physical_batch_size)
+        if not isinstance(self.data, (str, type(None))):
+            raise InvalidInput("data", self.data, "it must be a folder")
+        if self.bins not in (None, "fresh", "fixed"):
+            raise InvalidInput("bins", self.bins, "it must be fresh or fixed")
+        if self.optimizer not in ("sgd", "adamw"):
+            raise InvalidInput("optimizer", self.optimizer, "it must be sgd or adamw")
+        if isinstance(self.lam, str) and self.lam != "auto":
+            raise InvalidInput("lam", self.lam, "it must be a number in [0, 1) or auto")
+
+    @property
+    def described(self) -> Task:
+        return TASKS[self.task]
+
+
+def _infinite(name: str) -> tuple[float, ...]:
+    return (math.inf,) if name == "epsilon" else ()
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Config:
+    """The settings of a run: the task's defaults, overridden by ``file``, overridden by what was ``given``."""
+    written = read_config(file) if file else {}
+    settings = written | {name: value for name, value in given.items() if value is not None}
+    task = task or settings.get("task") or "digits"
+    if not isinstance(task, str) or task not in TASKS:
+        raise InvalidInput("task", task, f"it must be one of {', '.join(TASKS)}")
+    if "epsilon" not in settings:
+        raise InvalidInput("epsilon", None, "give the privacy budget: --epsilon 8, say")
+    known = TASKS[task]
+    defaults = {
+        "delta": known.delta,
+        "epochs": known.epochs,
+        "batch_size": known.batch_size,
+        "lr": known.learning_rate,
+        "clip": known.max_grad_norm,
+    }
+    return Config(**(defaults | settings | {"task": task}))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file; unknown ones are an error."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows editors save it
+    except FileNotFoundError:
+        raise InvalidInput("config", str(path), "there is no such file") from None
+    except OSError as error:
+        raise InvalidInput("config", str(path), f"it must be a file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            "config",
+            str(path),
+            f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput("config", str(path), f"it must be a TOML file ({error})") from None
+    allowed = [field.name for field in fields(Config)]
+    if unknown := sorted(set(content) - set(allowed)):
+        raise InvalidInput("config", f"{path} with {', '.join(unknown)}", f"it may set {', '.join(allowed)}")
+    return content
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved settings, as ``read_config`` reads them."""
+    lines = ["# The resolved settings of this run, as python -m reproduce train --config reads them."]
+    for name, value in asdict(config).items():
+        if value is not None:
+            lines.append(f"{name} = {_toml(value)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, integers and floats are written as JSON's
+
 
 CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint.pt", Path("private") / "run.key"
 
@@ -65,23 +186,6 @@ def plan_for(config: Config, examples: int) -> Plan:
     )
 
 
-def check_device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidInput("device", name, "it must be a torch device such as cpu, cuda or cuda:1") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidInput("device", name, "this machine has no CUDA device; use cpu")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise InvalidInput("device", name, f"this machine has {torch.cuda.device_count()} CUDA devices, from cuda:0 on")
-    return device
-
-
-def usable_device(name: str | None) -> str:
-    """The device called so, if it is here; CUDA where there is one if none is named."""
-    return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 class Session:
     """A run in its folder. ``Session.start`` makes one, ``Session.resume`` goes on with one."""
 
@@ -119,7 +223,7 @@ class Session:
             plan = plan_for(config, len(splits.train))
         config = replace(config, bins=getattr(plan.sampling, "bins", None))  # written down even where it was a default
         (folder / KEY).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        settings.write(config, folder / CONFIG)
+        write_config(config, folder / CONFIG)
         plan.save(folder / PLAN)
         key = SecretKey.generate()
         key.save(folder / KEY)
@@ -135,7 +239,7 @@ class Session:
                     raise InvalidInput(
                         "resume", str(folder), f"it holds no run that can be resumed ({name} is missing)"
                     )
-        config = replace(settings.resolve(None, folder / CONFIG, {}), **changes)
+        config = replace(resolve(None, folder / CONFIG, {}), **changes)
         splits = config.described.load(Path(config.data) if config.data else None)
         session = cls(folder, config, Plan.load(folder / PLAN), splits, SecretKey.load(folder / KEY))
         session.private.load(folder / CHECKPOINT)

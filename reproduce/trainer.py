@@ -1,9 +1,14 @@
-"""One training run through the library's own calls: captured on CUDA where the noise allows it, the plain loop else."""
+"""One training run through the library's own calls, and how a cell of an experiment is computed from such runs.
+
+A run is captured on CUDA where the noise allows it; otherwise it is the plain loop.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +18,20 @@ from torch.nn import functional as F
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
-from reproduce.plan_book import PlanBook
-from reproduce.pretrained import PHYSICAL, is_pretrained
-from reproduce.problems import Data, capturable, make_model
-from reproduce.runs import Result, TrainingRun
+from reproduce.framework import Cell, Experiment, Row, Settings
+from reproduce.problems import (
+    PHYSICAL,
+    TRAINING_EXAMPLES,
+    Data,
+    capturable,
+    is_pretrained,
+    make_model,
+    problem,
+    reviews,
+    sizes,
+)
+from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
+from reproduce.search import Search, answer, start, stored
 
 AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
 _LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
@@ -138,7 +153,69 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, batch: int = 1000) -> fl
     """The share that the model gets right."""
     model.eval()
     hits = torch.zeros((), dtype=torch.int64, device=y.device)
-    for start in range(0, len(y), batch):
-        hits += (model(x[start : start + batch]).argmax(1) == y[start : start + batch]).sum()
+    for i in range(0, len(y), batch):
+        hits += (model(x[i : i + batch]).argmax(1) == y[i : i + batch]).sum()
     model.train()
     return int(hits) / len(y)
+
+
+Make = Callable[[Cell], Search]
+
+
+def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
+    """``Experiment.compute`` for a kind of search: runs in this process, one after another, each kept when it ends.
+
+    They are kept beside the cells, so that an interrupted search goes on, and another folder begins from scratch.
+    """
+
+    def compute(cell: Cell, settings: Settings) -> Row:
+        store = RunStore(None if settings.folder is None else settings.folder / "runs.jsonl")
+        plans = PlanBook(make=True)
+        held: list[Data] = []
+
+        def train_here(run: TrainingRun, until: float | None) -> Row:
+            if not held:
+                load = partial(reviews, run.model) if is_pretrained(run.model) else problem(run.task).load
+                splits = load(settings.data)
+                held.append(Data(run.task, splits, torch.device(settings.torch_device)))
+            return outcome(run, held[0], plans, until=until)
+
+        return answer(make(cell), store, train_here)
+
+    return compute
+
+
+def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
+    """Every plan that the search of a cell may ask for, on both splits."""
+    first = start(cell)
+    known = method(first.method)
+    lams = [first.lam] if "lam" in cell else [known.first(first.epsilon), known.second(first.epsilon)]
+    for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
+        run = replace(first, lam=lam)
+        for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
+            one = replace(run, split=split)
+            yield one.plan_request(sizes(TRAINING_EXAMPLES[run.task], one)[0])
+
+
+class _Watched:
+    """A store that notes which of its records were read."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self.read = store, dict[str, dict[str, Any]]()
+
+    def get(self, run: TrainingRun) -> Result | None:
+        record = self._store.record(run)
+        if record is not None:
+            self.read[run.digest] = record
+        return self._store.get(run)
+
+
+def rows_from(
+    experiment: Experiment, make: Make, store: RunStore, settings: Settings
+) -> Iterator[tuple[Cell, Row, list[dict[str, Any]]]]:
+    """The cells whose searches can be answered from the store alone, with the records of the runs behind each."""
+    for cell in experiment.cells(settings):
+        watched = _Watched(store)
+        row = stored(make(cell), watched)
+        if row is not None:
+            yield cell, row, list(watched.read.values())

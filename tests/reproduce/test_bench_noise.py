@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from reproduce import bench_noise as benchmark
-from reproduce.model_shapes import MODELS
+from reproduce.bench_noise import MODELS
 
 
 def test_models_have_the_published_sizes() -> None:

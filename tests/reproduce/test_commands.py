@@ -83,19 +83,3 @@ def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
     cells = json.loads(step.read_text())["cells"]
     assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]
     assert not any("error" in cell for cell in cells)
-
-
-def test_help_of_the_benchmarks_names_their_models_and_modes():
-    from reproduce import cli_bench as bench
-    from reproduce.bench_models import CASES
-    from reproduce.bench_step import MODES
-    from reproduce.model_shapes import MODELS
-
-    def described(command: str, option: str) -> str:
-        annotated = getattr(bench, command).__annotations__[option]
-        return eval(annotated, vars(bench)).__metadata__[0].help
-
-    assert described("noise", "model").startswith(", ".join(MODELS) + ";")
-    assert described("step", "model").startswith(", ".join(CASES) + ";")
-    assert described("pair", "model").startswith(", ".join(CASES) + ";")
-    assert described("step", "mode").startswith(", ".join(MODES) + ";")

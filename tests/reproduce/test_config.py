@@ -8,27 +8,27 @@ from pathlib import Path
 import pytest
 
 from lambdacgd.validation import InvalidInput
-from reproduce import config
-from reproduce.tasks import TASKS
+from reproduce import session as config
+from reproduce.problems import TASKS
 
 RESULTS = Path(__file__).parents[2] / "results"
 
 
 def test_a_byte_order_mark_is_no_mistake(tmp_path):
     (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding="utf-8-sig")
-    assert config.read(tmp_path / "c.toml") == {"data": "Köln"}
+    assert config.read_config(tmp_path / "c.toml") == {"data": "Köln"}
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
 def test_other_encodings_are_refused(tmp_path, encoding):
     (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding=encoding)
     with pytest.raises(InvalidInput, match=r"c\.toml.*UTF-8"):
-        config.read(tmp_path / "c.toml")
+        config.read_config(tmp_path / "c.toml")
 
 
 def test_written_settings_are_read_again(tmp_path):
     resolved = config.resolve("digits", None, {"epsilon": 2.0, "data": "Köln/ζ"})
-    config.write(resolved, tmp_path / "c.toml")
+    config.write_config(resolved, tmp_path / "c.toml")
     assert config.resolve(None, tmp_path / "c.toml", {}) == resolved
 
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import lambdacgd as lc
-from reproduce.data import Examples, cifar10, digits, imdb
+from reproduce import data
+from reproduce.data import Examples
 
 RNG = np.random.default_rng(4)
 
 
 def test_digits():
-    splits = digits.load()
+    splits = data.load_digits()
     assert (len(splits.train), len(splits.test), splits.classes) == (1437, 360, 10)
     x, y = splits.train[3]
     assert x.shape == (1, 8, 8)
@@ -24,7 +25,7 @@ def test_digits():
     again = splits.train.__getitems__([3, 5])
     assert torch.equal(again[0][0], x)
     assert again[0][1] == y
-    assert torch.equal(digits.load().train.inputs, splits.train.inputs)
+    assert torch.equal(data.load_digits().train.inputs, splits.train.inputs)
 
 
 def check_cifar(splits, images, labels):
@@ -49,11 +50,11 @@ def test_cifar10_in_torchvisions_layout(tmp_path):
             b"labels": labels[2 * i : 2 * i + 2] or [0, 1],
         }
         (folder / name).write_bytes(pickle.dumps(content))
-    check_cifar(cifar10.load(tmp_path), images, labels)
-    check_cifar(cifar10.load(folder), images, labels)
+    check_cifar(data.load_cifar10(tmp_path), images, labels)
+    check_cifar(data.load_cifar10(folder), images, labels)
     (folder / "data_batch_2").write_bytes(b"cut off")
     with pytest.raises(lc.InvalidInput, match="not a whole CIFAR-10 batch"):
-        cifar10.load(tmp_path)
+        data.load_cifar10(tmp_path)
 
 
 def test_a_batch_that_would_run_code_is_refused(tmp_path):
@@ -66,7 +67,7 @@ def test_a_batch_that_would_run_code_is_refused(tmp_path):
     for name in [f"data_batch_{j}" for j in range(1, 6)] + ["test_batch"]:
         (folder / name).write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}))
     with pytest.raises(lc.InvalidInput, match="does not belong"):
-        cifar10.load(tmp_path)
+        data.load_cifar10(tmp_path)
 
 
 def test_cifar10_in_the_compact_layout(tmp_path):
@@ -83,7 +84,7 @@ def test_cifar10_in_the_compact_layout(tmp_path):
         test_labels=labels[:4],
         test_exact=np.array([True, False, True, True]),
     )
-    splits = cifar10.load(tmp_path)
+    splits = data.load_cifar10(tmp_path)
     check_cifar(splits, images, labels)
     assert splits.test.labels.tolist() == [0, 2, 3]
     assert torch.equal(splits.test.inputs[1], torch.from_numpy(images[2].transpose(2, 0, 1)))
@@ -103,7 +104,7 @@ def test_cifar10_in_hugging_faces_layout(tmp_path):
     for split, rows in (("train", images), ("test", images[:2])):
         table = pa.table({"img": [png(x) for x in rows], "label": list(range(len(rows)))})
         pq.write_table(table, folder / f"{split}-00000-of-00001.parquet")
-    check_cifar(cifar10.load(tmp_path), images, list(range(10)))
+    check_cifar(data.load_cifar10(tmp_path), images, list(range(10)))
 
 
 def test_imdb_in_the_compact_layout(tmp_path):
@@ -113,9 +114,9 @@ def test_imdb_in_the_compact_layout(tmp_path):
         np.savez(
             tmp_path / f"{split}_wordpiece512.npz", tokens=tokens, lengths=lengths, labels=np.array([0, 1, 1], np.uint8)
         )
-    splits = imdb.load(tmp_path)
-    rows = {tuple(row[row != imdb.PADDING].tolist()): int(y) for row, y in (splits.train[i] for i in range(3))}
-    assert rows == {(1, 2, 3): 0, tuple(range(4, 4 + imdb.LENGTH)): 1, (304, 305): 1}
+    splits = data.load_imdb(tmp_path)
+    rows = {tuple(row[row != data.PADDING].tolist()): int(y) for row, y in (splits.train[i] for i in range(3))}
+    assert rows == {(1, 2, 3): 0, tuple(range(4, 4 + data.LENGTH)): 1, (304, 305): 1}
 
 
 def test_imdb_in_hugging_faces_layout(tmp_path):
@@ -123,23 +124,23 @@ def test_imdb_in_hugging_faces_layout(tmp_path):
     for split in ("train", "test"):
         table = pa.table({"text": ["A good film.", "A bad, bad film!"], "label": [1, 0]})
         pq.write_table(table, tmp_path / f"{split}-00000-of-00001.parquet")
-    splits = imdb.load(tmp_path)
+    splits = data.load_imdb(tmp_path)
     by_label = {int(y): x for x, y in (splits.train[i] for i in range(2))}
     good, bad = by_label[1], by_label[0]
-    assert good[0] == bad[0] != imdb.PADDING  # the same word
+    assert good[0] == bad[0] != data.PADDING  # the same word
     assert bad[1] == bad[2] != good[1]
-    assert int((good != imdb.PADDING).sum()) == 4
-    assert int(bad.max()) < imdb.VOCABULARY
+    assert int((good != data.PADDING).sum()) == 4
+    assert int(bad.max()) < data.VOCABULARY
 
 
-@pytest.mark.parametrize("reader", [cifar10, imdb])
+@pytest.mark.parametrize("reader", [data.load_cifar10, data.load_imdb])
 def test_nothing_there(reader, tmp_path, monkeypatch):
     for library in ("torchvision", "torchvision.datasets", "datasets"):
         monkeypatch.setitem(__import__("sys").modules, library, None)
     with pytest.raises(lc.InvalidInput, match=r"was not found there. Give --data DIR with .*; or install"):
-        reader.load(tmp_path)
+        reader(tmp_path)
     with pytest.raises(lc.InvalidInput, match="nothing was given"):
-        reader.load(None)
+        reader(None)
 
 
 def test_labels_that_do_not_fit():

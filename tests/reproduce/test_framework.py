@@ -12,8 +12,7 @@ import pytest
 from lambdacgd.validation import InvalidInput
 from reproduce import EXPERIMENTS, framework
 from reproduce.__main__ import main
-from reproduce.framework import Cell, Experiment, Row, Settings, load, reproduce, stored
-from reproduce.show import panels, table
+from reproduce.framework import Cell, Experiment, Row, Settings, load, panels, reproduce, stored, table
 
 
 def plot(rows: list[Row]) -> Any:

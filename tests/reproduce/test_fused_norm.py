@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lambdacgd.clipping import attach
+from reproduce.bench_models import CNN
 from reproduce.fused_norm import NormReLU, fuse
-from reproduce.tasks import cifar10_model
 
 CUDA = pytest.param(
     "cuda",
@@ -50,7 +50,7 @@ def test_a_number_that_is_not_finite_stays_in_its_example(device: str) -> None:
 def test_clipped_sums_of_the_fused_model_are_the_models(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     torch.manual_seed(2)
-    plain = cifar10_model().to(device)
+    plain = CNN().to(device)
     fused = fuse(copy.deepcopy(plain))
     assert [name for name, _ in fused.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert sum(isinstance(layer, NormReLU) for layer in fused) == 6

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from reproduce.framework import stored
-from reproduce.json_lines import append, records
-from reproduce.plan_book import PlanBook
-from reproduce.runs import RunStore, TrainingRun
+from reproduce.framework import append, records, stored
+from reproduce.runs import PlanBook, RunStore, TrainingRun
 
 RUN = TrainingRun("digits", "mlp", "dp-sgd", 8.0, 16, 1, 0.5, 1.0)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lambdacgd.validation import InvalidInput
-from reproduce import framework, pretrained
+from reproduce import framework, problems
 from reproduce.framework import Settings
 from reproduce.methods_table import imdb_cells
 
@@ -43,28 +43,28 @@ def reviews(tmp_path: Path) -> Path:
 
 
 def test_a_name_is_the_content_not_the_place(weights: Path, tmp_path: Path) -> None:
-    name = pretrained.register(weights)
-    assert pretrained.is_pretrained(name)
-    assert pretrained.register(_save(tmp_path / "same")) == name
-    assert pretrained.register(_save(tmp_path / "other", seed=2)) != name
+    name = problems.register_weights(weights)
+    assert problems.is_pretrained(name)
+    assert problems.register_weights(_save(tmp_path / "same")) == name
+    assert problems.register_weights(_save(tmp_path / "other", seed=2)) != name
 
 
 def test_cells_fine_tune_only_where_weights_are_given(weights: Path) -> None:
     assert {cell["model"] for cell in imdb_cells(Settings())} == {"words"}
     tuned = imdb_cells(Settings(weights=weights))
-    assert {cell["model"] for cell in tuned} == {pretrained.register(weights)}
+    assert {cell["model"] for cell in tuned} == {problems.register_weights(weights)}
     assert len(tuned) == len(imdb_cells(Settings()))
 
 
 def test_pretrained_layers_are_kept_and_the_output_layer_is_new(weights: Path) -> None:
-    name = pretrained.register(weights)
+    name = problems.register_weights(weights)
     saved = transformers.BertModel.from_pretrained(weights).state_dict()
     torch.manual_seed(3)
-    made = pretrained.make(name)
+    made = problems.make_pretrained(name)
     for key, value in saved.items():
         torch.testing.assert_close(made.state_dict()[f"bert.{key}"], value, rtol=0, atol=0)
     torch.manual_seed(4)
-    assert not torch.equal(pretrained.make(name).classifier.weight, made.classifier.weight)
+    assert not torch.equal(problems.make_pretrained(name).classifier.weight, made.classifier.weight)
 
 
 def test_methods_imdb_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,10 +80,10 @@ def test_methods_imdb_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, m
 def test_what_does_not_fit_is_refused(reviews: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(InvalidInput, match=r"config\.json"):
-        pretrained.register(tmp_path / "empty")
-    name = pretrained.register(_save(tmp_path / "small", vocabulary=100))
+        problems.register_weights(tmp_path / "empty")
+    name = problems.register_weights(_save(tmp_path / "small", vocabulary=100))
     with pytest.raises(InvalidInput, match="the weights know 100"):
-        pretrained.reviews(name, reviews)
+        problems.reviews(name, reviews)
 
 
 def test_texts_go_through_the_weights_tokenizer(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +92,6 @@ def test_texts_go_through_the_weights_tokenizer(weights: Path, tmp_path: Path, m
         pq.write_table(pa.table({"text": ["good film", "bad"], "label": [1, 0]}), tmp_path / f"{split}-0.parquet")
     (weights / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]))
     transformers.BertTokenizer(str(weights / "vocab.txt")).save_pretrained(weights)
-    found = pretrained.reviews(pretrained.register(weights), tmp_path).train
+    found = problems.reviews(problems.register_weights(weights), tmp_path).train
     rows = {tuple(row[row != 0].tolist()): int(label) for row, label in zip(found.inputs, found.labels, strict=True)}
     assert rows == {(2, 5, 7, 3): 1, (2, 6, 3): 0}

@@ -8,7 +8,7 @@ import pytest
 
 from reproduce import rmse_table
 from reproduce.framework import Row, Settings, reproduce
-from reproduce.paper_rmse import COLUMNS, ROWS, Column, known_slip
+from reproduce.paper import COLUMNS, ROWS, Column, known_slip
 
 BY_TITLE = {row.title: row for row in ROWS}
 

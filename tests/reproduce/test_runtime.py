@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.noise import BufferedNoise
-from reproduce import runtime, runtime_measure
+from reproduce import runtime
 from reproduce.bench_models import Case
 from reproduce.framework import Row, Settings
-from reproduce.paper_runtime import CIFAR, DP_SGD, IMDB, VARIANTS
-from reproduce.runtime_measure import measure_model
-from reproduce.runtime_variants import Times, Variant, summary, variants
+from reproduce.paper import CIFAR, DP_SGD, IMDB, VARIANTS
+from reproduce.runtime import Times, Variant, measure_model, summary, variants
 
 SIZES = {"batch": 8, "physical": 4, "steps_per_epoch": 10, "bands": [2, 4, 16], "device": "cpu"}
 
@@ -34,7 +33,7 @@ class Flat(nn.Module):
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> dict[str, Case]:
     cases = {"cnn": Case(Flat, 4, image=4), "greedy": Case(lambda: Flat(5), 4, image=4)}
-    monkeypatch.setattr(runtime_measure, "MODELS", cases)
+    monkeypatch.setattr(runtime, "MODELS", cases)
     return cases
 
 
@@ -62,15 +61,15 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
     tiny: dict[str, Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Variant] = []
-    monkeypatch.setattr(runtime_measure, "variants", lambda *a: seen.extend(made := variants(*a)) or made)
+    monkeypatch.setattr(runtime, "variants", lambda *a: seen.extend(made := variants(*a)) or made)
     stages: dict[str, set[int]] = {}
-    once = runtime_measure._round
+    once = runtime._round
 
     def spied(variant: Variant, *rest: Any) -> None:
         once(variant, *rest)
         stages.setdefault(variant.title, set()).add(id(variant.stage))
 
-    monkeypatch.setattr(runtime_measure, "_round", spied)
+    monkeypatch.setattr(runtime, "_round", spied)
     measured("cnn")
     trial = seen.pop()
     assert trial.done == 20 + 2  # what a step takes, found out before the rounds
@@ -106,7 +105,7 @@ def test_a_failing_model_is_an_error_of_its_own(monkeypatch: pytest.MonkeyPatch)
     def broken() -> nn.Module:
         raise ImportError("no transformers here")
 
-    monkeypatch.setattr(runtime_measure, "MODELS", {"cnn": Case(broken, 4, image=4)})
+    monkeypatch.setattr(runtime, "MODELS", {"cnn": Case(broken, 4, image=4)})
     cell = runtime.cells(CIFAR, Settings(quick=True, device="cpu"))[0]
     row = cell | runtime.compute(CIFAR, cell, Settings(quick=True, device="cpu"))
     assert "no transformers here" in row["error"]
@@ -150,7 +149,7 @@ def test_memory_is_measured_apart_from_times() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_lambda_cgd_needs_no_memory_of_its_own() -> None:
-    peaks = runtime_measure.measure_memory("bert-tiny", physical=8, device="cuda")["peaks_mib"]
+    peaks = runtime.measure_memory("bert-tiny", physical=8, device="cuda")["peaks_mib"]
     assert abs(peaks["regenerated, 2 bands"] - peaks[DP_SGD]) < 1
 
 

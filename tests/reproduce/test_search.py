@@ -8,13 +8,11 @@ from dataclasses import replace
 import pytest
 
 from reproduce.framework import Settings
-from reproduce.methods import METHODS
 from reproduce.methods_table import CIFAR_METHODS, FIRST, cifar_cells, imdb_cells
-from reproduce.pool import answer, stored
-from reproduce.runs import RunStore, TrainingRun
-from reproduce.search import CENTRES, NEIGHBOURS, best, method_search, standard_error, sweep_search
+from reproduce.runs import METHODS, RunStore, TrainingRun
+from reproduce.search import CENTRES, NEIGHBOURS, answer, best, method_search, standard_error, stored, sweep_search
 from reproduce.sweeps import amplified_cells, epochs_cells, lambda_cells
-from reproduce.training import plan_requests, rows_from
+from reproduce.trainer import plan_requests, rows_from
 
 CELL = {
     "task": "cifar10", "model": "cnn", "method": "lambda-cgd", "epsilon": 8.0, "batch_size": 128, "epochs": 10,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reproduce import sweeps
-from reproduce.sweep_findings import Setting, at_edge, edges, what_comes_out
+from reproduce.sweeps import Setting, at_edge, edges, what_comes_out
 
 LAMBDAS = (0.0, 0.5, 0.9, 0.975)
 

@@ -8,7 +8,7 @@ import pytest
 
 from reproduce import lambda_theory, normalized_ratio
 from reproduce.framework import Row, Settings
-from reproduce.paper_theory import FULL_BATCH, FULL_BATCH_GAPS
+from reproduce.paper import FULL_BATCH, FULL_BATCH_GAPS
 
 SETTINGS = Settings()
 

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 import lambdacgd as lc
 from lambdacgd.validation import InvalidInput
-from reproduce import config as settings
 from reproduce import session as sessions
-from reproduce.cli_train import train
+from reproduce import session as settings
 from reproduce.session import Interrupted, Session
+from reproduce.train import train
 
 QUICK = ["digits", "--epsilon", "8", "--epochs", "1", "--batch-size", "240", "--sampling", "cyclic", "--lambda", "0.5"]
 

@@ -15,12 +15,11 @@ import torch
 from reproduce import framework
 from reproduce.framework import Settings
 from reproduce.methods_table import cifar_page, plot
-from reproduce.plan_book import PlanBook
 from reproduce.pool import Worker, _Pace, solve
 from reproduce.problems import DistinctWords, RandomBert, ReviewLSTM, packed, problem
-from reproduce.runs import RunStore, TrainingRun
+from reproduce.runs import PlanBook, RunStore, TrainingRun
 from reproduce.search import method_search
-from reproduce.training import compute_with, plan_requests
+from reproduce.trainer import compute_with, plan_requests
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
 

@@ -13,11 +13,9 @@ import torch
 import lambdacgd as lc
 from lambdacgd.validation import InvalidInput
 from reproduce import pool, trainer
-from reproduce.data import Examples, Splits, digits
-from reproduce.methods import METHODS
-from reproduce.plan_book import MissingPlan, PlanBook
+from reproduce.data import Examples, Splits, load_digits
 from reproduce.problems import Data, packed, sizes, unpacked
-from reproduce.runs import RunStore, TrainingRun
+from reproduce.runs import METHODS, MissingPlan, PlanBook, RunStore, TrainingRun
 from reproduce.trainer import TooLate, outcome, train
 
 RUN = TrainingRun("digits", "mlp", "lambda-cgd", 8.0, 16, 1, 0.5, 1.0, lam=0.8)
@@ -25,7 +23,7 @@ RUN = TrainingRun("digits", "mlp", "lambda-cgd", 8.0, 16, 1, 0.5, 1.0, lam=0.8)
 
 @pytest.fixture(scope="module")
 def data() -> Data:
-    return Data("digits", digits.load(), torch.device("cpu"))
+    return Data("digits", load_digits(), torch.device("cpu"))
 
 
 def test_every_setting_changes_the_digest() -> None:
@@ -125,7 +123,7 @@ def test_splits_are_disjoint_and_whole() -> None:
 
 
 def test_packing_loses_nothing() -> None:
-    splits = digits.load()
+    splits = load_digits()
     back = unpacked(packed(splits))
     assert torch.equal(back.train.inputs, splits.train.inputs)
     assert (back.test.shift, back.test.scale, back.classes) == (splits.test.shift, splits.test.scale, splits.classes)
@@ -183,7 +181,7 @@ def test_workers_do_not_take_a_mistake_for_a_divergence(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(trainer, "train", fails)
     PlanBook(tmp_path / "plans.jsonl", make=True).for_run(RUN, 1150)
-    torch.save(packed(digits.load()), tmp_path / "digits.pt")
+    torch.save(packed(load_digits()), tmp_path / "digits.pt")
     tasks: queue.Queue = queue.Queue()
     done: queue.Queue = queue.Queue()
     for one in (RUN, None):

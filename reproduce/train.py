@@ -1,17 +1,26 @@
-"""``lambdacgd train``: one private training run, watched."""
+"""``python -m reproduce train``: one private training run, watched, and the report of it."""
 
 from __future__ import annotations
 
 import math
 import time
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from lambdacgd.cli.options import number_or_auto
+from lambdacgd.planning import Plan
+from lambdacgd.training.card import card, to_markdown
+from lambdacgd.training.errors import NotPrivateWarning
 from lambdacgd.validation import InvalidInput
+from reproduce.session import Config, Interrupted, Session, resolve
 
 # What may change when a run is resumed: where and how fast it runs, not what it computes.
 _CHANGEABLE = ("device", "workers", "data", "physical_batch_size")
@@ -93,11 +102,6 @@ def run(
     out: Path | None,
 ) -> None:
     """Start or resume a run, train it to the end, and write its release and report."""
-    from rich.console import Console
-
-    from lambdacgd.training.errors import NotPrivateWarning
-    from reproduce.session import Interrupted
-
     console = Console()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NotPrivateWarning)  # said below, in red
@@ -117,7 +121,7 @@ def run(
         _train(session, console)
     except Interrupted:
         console.print(
-            f"stopped at a checkpoint; go on with: lambdacgd train --resume {session.folder}", highlight=False
+            f"stopped at a checkpoint; go on with: python -m reproduce train --resume {session.folder}", highlight=False
         )
         raise typer.Exit(130) from None
     _finish(session, console)
@@ -126,12 +130,6 @@ def run(
 def _start(
     task: str | None, given: dict[str, Any], plan: Path | None, config: Path | None, out: Path | None, console: Any
 ) -> Any:
-    from dataclasses import replace
-
-    from lambdacgd.planning import Plan
-    from reproduce.config import resolve
-    from reproduce.session import Session
-
     known = None
     if plan is not None:
         clash = sorted(
@@ -158,8 +156,6 @@ def _start(
 
 
 def _load_plan(path: Path) -> Any:
-    from lambdacgd.planning import Plan
-
     try:
         return Plan.load(path)
     except FileNotFoundError:
@@ -169,8 +165,6 @@ def _load_plan(path: Path) -> Any:
 def _resume(
     folder: Path, task: str | None, given: dict[str, Any], plan: Path | None, config: Path | None, out: Path | None
 ) -> Any:
-    from reproduce.session import Session
-
     fixed = {"task": task, "plan": plan, "config": config, "out": out}
     fixed |= {name: value for name, value in given.items() if name not in _CHANGEABLE}
     for name, value in fixed.items():
@@ -180,9 +174,6 @@ def _resume(
 
 
 def _train(session: Any, console: Any) -> None:
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
     log = _operator_log(session.folder, console)
     columns = (
         TextColumn("epoch {task.fields[epoch]}"),
@@ -232,7 +223,7 @@ def _operator_log(folder: Path, console: Any) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        console.print("(no TensorBoard logs: pip install 'lambdacgd\\[train]')", style="dim", highlight=False)
+        console.print("(no TensorBoard logs: pip install tensorboard)", style="dim", highlight=False)
         return None
     place = folder / "operator"
     place.mkdir(exist_ok=True)
@@ -241,9 +232,6 @@ def _operator_log(folder: Path, console: Any) -> Any:
 
 
 def _finish(session: Any, console: Any) -> None:
-    from lambdacgd.training.card import card
-    from reproduce.report import write_report
-
     reached = session.test_accuracy()
     folder = session.folder / "release"
     if not folder.exists():
@@ -258,3 +246,62 @@ def _finish(session: Any, console: Any) -> None:
         f"the key in {session.folder / 'private'} can subtract the noise: keep it as you keep the data, or destroy it",
         highlight=False,
     )
+
+
+REPORT, FIGURE = "report.md", "report.png"
+
+
+def noise_spectrum(plan: Plan, points: int = 512) -> tuple[np.ndarray, np.ndarray]:
+    """(frequency in cycles a step, power relative to independent noise of the same σ): |Σ_j a_j e^{−2πijf}|²."""
+    column = plan.mechanism.noising(plan.block.steps)
+    frequency = np.linspace(0.0, 0.5, points)
+    response = np.exp(-2j * np.pi * np.outer(frequency, np.arange(len(column)))) @ column
+    return frequency, np.abs(response) ** 2
+
+
+def write_report(folder: Path, config: Config, plan: Plan, *, test_accuracy: float, card: dict[str, object]) -> Path:
+    """``report.md`` and ``report.png`` in the run's folder."""
+    _figure(folder / FIGURE, plan, test_accuracy)
+    described = ", ".join(f"{k} = {v}" for k, v in plan.mechanism.to_dict().items() if k != "name" and v is not None)
+    text = f"""# {config.task}: {plan.mechanism.name}
+
+Test accuracy **{100 * test_accuracy:.2f}%** after {plan.steps} steps ({plan.epochs} epochs of {plan.steps_per_epoch},
+expected batch size {plan.batch_size}).
+
+| | |
+|---|---|
+| mechanism | {plan.mechanism.name}{": " + described if described else ""} |
+| noise multiplier σ | {plan.sigma:.6g} |
+| clipping norm | {config.clip:g} |
+| learning rate | {config.lr:g} ({config.optimizer}) |
+| RMSE of prefix sums | {plan.rmse:.6g} |
+
+![Theoretical noise spectrum]({FIGURE})
+
+The figure shows the theoretical power of the noise over frequency, relative to independent noise of the same σ: slow
+drifts of the weights are where training is hurt, and where correlated noise is small.
+
+{to_markdown(card).replace("# Privacy card", "## Privacy card")}"""
+    path = folder / REPORT
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _figure(path: Path, plan: Plan, test_accuracy: float) -> None:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    frequency, power = noise_spectrum(plan)
+    axes.plot(frequency, np.maximum(power, 1e-8), label=f"{plan.mechanism.name}, σ = {plan.sigma:.3g}")
+    axes.axhline(1.0, linestyle="--", color="gray", label="independent noise of the same σ")
+    axes.set(
+        yscale="log",
+        xlabel="frequency (cycles a step)",
+        ylabel="noise power, relative",
+        title=f"(ε = {plan.epsilon:g}, δ = {plan.delta:g}), test accuracy {100 * test_accuracy:.1f}%",
+    )
+    axes.legend()
+    figure.savefig(path, dpi=150)

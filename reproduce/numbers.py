@@ -1,22 +1,22 @@
 """Numbers in README and docs, written from the files in ``results/`` so that they cannot drift.
 
-    python benchmarks/readme_numbers.py [--check]
+    python -m reproduce numbers [--check]
 
 A page says where: ``<!-- numbers: NAME -->`` … ``<!-- end -->``, within a line or around a block; NAME is one of the
-functions below. Plots shown on pages are copied from ``results/`` to ``docs/figures/``. ``--check`` changes nothing and
-fails if something would change.
+functions below. Plots shown on pages are copied from ``results/`` to ``docs/figures/``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
+
+from lambdacgd.cli.options import flag
 from reproduce import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ def result(path: str) -> dict[str, Any] | None:
 
 
 def experiment(name: str) -> dict[str, Any] | None:
-    """What ``lambdacgd reproduce NAME`` wrote, unless it is a quick version."""
+    """What ``python -m reproduce NAME`` wrote, unless it is a quick version."""
     found = result(f"{name}/{name}.json")
     return None if found is None or found["quick"] else found
 
@@ -297,13 +297,13 @@ def _table(head: list[str], lines: list[list[str]]) -> str:
 
 
 def experiments() -> str:
-    """Every experiment's page, with its plot, in the order of ``lambdacgd reproduce --list``."""
+    """Every experiment's page, with its plot, in the order of ``python -m reproduce --list``."""
     parts = []
     for name, (_, what) in EXPERIMENTS.items():
         parts.append(f"## `{name}`: {what}")
         page = RESULTS / name / f"{name}.md"
         if not page.exists():
-            parts.append(f"Not run here yet: `lambdacgd reproduce {name}`.")
+            parts.append(f"Not run here yet: `python -m reproduce {name}`.")
             continue
         _, _, body = page.read_text().partition("\n")
         body = body.replace(f"({name}.svg)", f"(figures/{name}.svg)")
@@ -359,18 +359,15 @@ def changes() -> dict[Path, bytes]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="fail instead of writing")
-    check = parser.parse_args().check
-    found = changes()
-    for path, content in found.items():
+def numbers(
+    check: Annotated[bool, flag("--check", help="Change nothing, and fail if something would change.")] = False,
+) -> None:
+    """Write the numbers in README and docs, and the plots there, from results/."""
+    stale = changes()
+    for path, content in stale.items():
         print(f"{'out of date' if check else 'written'}: {path.relative_to(ROOT)}")
         if not check:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-    sys.exit(1 if check and found else 0)
-
-
-if __name__ == "__main__":
-    main()
+    if check and stale:
+        raise typer.Exit(1)

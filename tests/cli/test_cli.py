@@ -179,7 +179,7 @@ def test_what_is_compared():
     assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
 
 
-@pytest.mark.parametrize(("package", "advice"), [("opacus", "lambdacgd[bench]"), ("matplotlib", "all it depends on")])
+@pytest.mark.parametrize(("package", "advice"), [("matplotlib", "lambdacgd[plots]"), ("scipy", "all it depends on")])
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner
 

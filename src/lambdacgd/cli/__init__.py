@@ -12,7 +12,7 @@ from lambdacgd.validation import InvalidInput
 # Parameters whose flag is not simply their name with dashes.
 _FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK"}
 # What optional packages come with.
-_EXTRAS = {"sklearn": "train", "PIL": "train", "tensorboard": "train", "opacus": "bench", "transformers": "hf"}
+_EXTRAS = {"matplotlib": "plots", "transformers": "hf", "PIL": "reproduce", "opacus": "reproduce"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

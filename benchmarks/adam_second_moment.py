@@ -35,8 +35,7 @@ def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
         epsilon=EPSILON,
         delta=DELTA,
         mechanism=lc.LambdaCGD(lam),
-        sampling="balls-in-bins",
-        bins="fixed",
+        sampling=lc.BallsInBins("fixed"),
     )
     torch.manual_seed(seed)
     model = digits.model()

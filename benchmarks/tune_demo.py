@@ -27,9 +27,9 @@ from lambdacgd.training import privatize
 
 DELTA, EPOCHS, BATCH_SIZE, LAMBDA = 1e-4, 2, 8, 0.8
 METHODS = {
-    "dp-sgd": (lc.Identity(), {"sampling": "poisson"}),
-    "lambda-cgd": (lc.LambdaCGD(LAMBDA), {"bins": "fixed"}),
-    "lambda-cgd-fresh": (lc.LambdaCGD(LAMBDA), {"bins": "fresh"}),
+    "dp-sgd": (lc.Identity(), lc.Poisson()),
+    "lambda-cgd": (lc.LambdaCGD(LAMBDA), lc.BallsInBins("fixed")),
+    "lambda-cgd-fresh": (lc.LambdaCGD(LAMBDA), lc.BallsInBins("fresh")),
 }
 CLIPS = (0.5, 1.0, 2.0, 4.0, 8.0)
 REACHES = (0.0625, 0.125, 0.25, 0.5)  # learning rate times clipping norm: how far one example can move the sum
@@ -75,7 +75,7 @@ def main() -> None:
             epsilon=options.epsilon,
             delta=DELTA,
             mechanism=mechanism,
-            **sampling,
+            sampling=sampling,
         )
         for clip in CLIPS:
             for reach in REACHES:

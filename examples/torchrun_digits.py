@@ -46,7 +46,7 @@ def prepare(out: Path, examples: int) -> lc.SecretKey | None:
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "plan.json").exists():
-            plan = lc.plan(examples, 64, epochs=3, epsilon=4.0, delta=1e-4, lam=0.8)
+            plan = lc.plan(examples, 64, epochs=3, epsilon=4.0, delta=1e-4, mechanism=lc.LambdaCGD(0.8))
             plan.save(out / "plan.json")
         if not (out / "run.key").exists():
             lc.SecretKey.generate().save(out / "run.key")

@@ -11,7 +11,7 @@ import typer
 
 from lambdacgd.cli import guarded
 from lambdacgd.cli.options import flag, place_for
-from lambdacgd.validation import InvalidInput, integer, number
+from lambdacgd.errors import InvalidInput, integer, number
 from reproduce import EXPERIMENTS, bench_noise, bench_step, framework
 from reproduce.bench_models import CASES
 from reproduce.framework import usable_device

@@ -31,7 +31,7 @@ from torch.utils.data import TensorDataset
 import lambdacgd as lc
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
-from lambdacgd.validation import InvalidInput, integer
+from lambdacgd.errors import InvalidInput, integer
 from reproduce.bench_models import CASES, Case, LSTMClassifier
 from reproduce.framework import measured_on
 from reproduce.problems import problem
@@ -421,7 +421,7 @@ def run_captured(*, cudnn_benchmark: bool = False, out: Path | None = None) -> d
         raise InvalidInput("device", "cpu", "captured steps are CUDA graphs: this benchmark needs a CUDA device")
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = cudnn_benchmark
-    plan = lc.plan(_EXAMPLES, _BATCH, epochs=_EPOCHS, epsilon=8.0, delta=1e-5, lam=0.95)
+    plan = lc.plan(_EXAMPLES, _BATCH, epochs=_EPOCHS, epsilon=8.0, delta=1e-5, mechanism=lc.LambdaCGD(0.95))
     x = torch.randn(_EXAMPLES, 3, 32, 32, device="cuda")
     y = torch.randint(0, 10, (_EXAMPLES,), device="cuda")
     result = {

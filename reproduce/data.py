@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lambdacgd import digits
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 
 _CIFAR10_LAYOUTS = (
     "cifar-10-batches-py (torchvision), train-*.parquet (Hugging Face) or train_1.webp … with labels.npz (compact)"

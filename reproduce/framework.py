@@ -23,7 +23,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from lambdacgd.version import __version__
 from reproduce import EXPERIMENTS
 

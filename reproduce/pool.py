@@ -30,7 +30,7 @@ import torch
 import typer
 
 from lambdacgd.cli.options import flag
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import framework
 from reproduce.framework import machine
 from reproduce.problems import TRAINING_EXAMPLES, Data, packed, problem, sizes, unpacked

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lambdacgd import digits
 from lambdacgd.clipping import convert
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce.bench_models import CNN
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
 from reproduce.fused_norm import fuse

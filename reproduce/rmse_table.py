@@ -58,11 +58,13 @@ def compute(cell: Cell, settings: Settings) -> Row:
 def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
     b, k = HORIZON.steps_per_epoch, HORIZON.epochs
     if not column.amplified:
-        sampling: Cyclic | Poisson | BallsInBins = Cyclic(_EXAMPLES, b, k, _BATCH_SIZE)
+        sampling: Cyclic | Poisson | BallsInBins = Cyclic(
+            examples=_EXAMPLES, steps_per_epoch=b, epochs=k, batch_size=_BATCH_SIZE
+        )
     elif isinstance(mechanism, Identity):
-        sampling = Poisson(_EXAMPLES, b, k)
+        sampling = Poisson(examples=_EXAMPLES, steps_per_epoch=b, epochs=k)
     elif isinstance(mechanism, LambdaCGD):
-        sampling = BallsInBins(_EXAMPLES, b, k, bins="fixed")  # the paper's
+        sampling = BallsInBins("fixed", examples=_EXAMPLES, steps_per_epoch=b, epochs=k)  # the paper's
     else:
         estimate = MonteCarlo(mechanism, HORIZON).estimate_sigma(column.epsilon, DELTA, relative_error=relative_error)
         relative = estimate.standard_error / estimate.sigma

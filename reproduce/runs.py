@@ -14,8 +14,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from lambdacgd.cli.options import plan_arguments
+from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan, plan
-from lambdacgd.validation import InvalidInput, integer, number
 from lambdacgd.version import __version__
 from reproduce.framework import append, machine, records
 
@@ -261,7 +262,7 @@ class PlanBook:
         if found is None:
             if not self.make:
                 raise MissingPlan("plan", _key(request), f"it is not in {self.path}; make it where the accountants are")
-            found = plan(**request)
+            found = plan(**plan_arguments(request))
             self._plans[_key(request)] = found
             if self.path is not None:
                 append(self.path, {"request": request, "plan": found.to_dict()})
@@ -274,9 +275,10 @@ class PlanBook:
 
 
 def _check(request: dict[str, Any], found: Plan) -> None:
-    for name in ("examples", "batch_size", "epochs", "epsilon", "delta"):
-        if getattr(found, name) != request[name]:
-            raise InvalidInput(name, getattr(found, name), f"the plan was asked for {request[name]}; make it anew")
+    held = {name: getattr(found, name) for name in ("examples", "epochs", "epsilon", "delta")}
+    for name, value in (held | {"batch_size": found.requested_batch_size}).items():
+        if value != request[name]:
+            raise InvalidInput(name, value, f"the plan was asked for {request[name]}; make it anew")
     sampling = found.sampling.to_dict()
     same = found.mechanism.name == request["mechanism"] and sampling["name"] == request["sampling"]
     same &= sampling.get("bins") == request.get("bins")

@@ -31,6 +31,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import BISR, Identity, LambdaCGD, Mechanism
 from lambdacgd.noise import BufferedNoise, NoiseField
 from lambdacgd.planning import Plan, plan
+from lambdacgd.sampling import Cyclic
 from lambdacgd.training import privatize
 from reproduce.bench_models import CASES, Case, LSTMClassifier
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
@@ -81,7 +82,7 @@ def variants(bands: list[int], physical: int) -> list[Variant]:
             epsilon=8.0,
             delta=1e-7,
             mechanism=mechanism(count),
-            sampling="cyclic",
+            sampling=Cyclic(),
         )
         return Variant(title, count, on_cpu, found, done=0 if on_cpu else _FAR)
 

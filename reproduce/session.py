@@ -21,13 +21,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lambdacgd.cli.options import plan_arguments
+from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
 from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
-from lambdacgd.validation import InvalidInput, integer, number
 from reproduce.data import Examples, Splits
 from reproduce.framework import check_device
 from reproduce.problems import TASKS, Task
@@ -167,23 +168,8 @@ class Interrupted(Exception):
 
 def plan_for(config: Config, examples: int) -> Plan:
     """The plan that the settings ask for."""
-    extra: dict[str, Any] = {}
-    if config.lam is not None:
-        extra["lam"] = config.lam
-    if config.bands is not None:
-        extra["bands"] = config.bands
-    if config.bins is not None:
-        extra["bins"] = config.bins
-    return make_plan(
-        examples,
-        config.batch_size,
-        epochs=config.epochs,
-        epsilon=config.epsilon,
-        delta=config.delta,
-        mechanism=config.mechanism,
-        sampling=config.sampling,
-        **extra,
-    )
+    asked = ("batch_size", "epochs", "epsilon", "delta", "mechanism", "sampling", "lam", "bands", "bins")
+    return make_plan(**plan_arguments({"examples": examples} | {name: getattr(config, name) for name in asked}))
 
 
 class Session:

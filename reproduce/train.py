@@ -16,10 +16,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from lambdacgd.cli.options import number_or_auto
+from lambdacgd.errors import InvalidInput
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import card, to_markdown
 from lambdacgd.training.errors import NotPrivateWarning
-from lambdacgd.validation import InvalidInput
 from reproduce.session import Config, Interrupted, Session, resolve
 
 # What may change when a run is resumed: where and how fast it runs, not what it computes.
@@ -142,7 +142,7 @@ def _start(
             "epsilon": known.epsilon,
             "delta": known.delta,
             "epochs": known.epochs,
-            "batch_size": known.batch_size,
+            "batch_size": known.requested_batch_size,
         }
         given = given | {"mechanism": known.mechanism.name, "sampling": known.sampling.name}
         given = given | {"bins": getattr(known.sampling, "bins", None)}
@@ -266,7 +266,7 @@ def write_report(folder: Path, config: Config, plan: Plan, *, test_accuracy: flo
     text = f"""# {config.task}: {plan.mechanism.name}
 
 Test accuracy **{100 * test_accuracy:.2f}%** after {plan.steps} steps ({plan.epochs} epochs of {plan.steps_per_epoch},
-expected batch size {plan.batch_size}).
+expected batch size {plan.described_batch_size}).
 
 | | |
 |---|---|

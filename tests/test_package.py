@@ -29,7 +29,7 @@ def test_every_public_name_loads():
     "code",
     [
         "import lambdacgd",
-        "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling='cyclic')",
+        "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling=lc.Cyclic())",
         "import lambdacgd.cli.app",
         "import lambdacgd.sampling, lambdacgd.accounting.calibration, lambdacgd.tuning, lambdacgd.keys",
     ],

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 from lambdacgd.chacha import prf64
+from lambdacgd.errors import KeyFileError
 from lambdacgd.ledger import Ledger, LedgerError, Release
 
 __all__ = ["DestroyedKeyError", "KeyFileError", "Ledger", "LedgerError", "Release", "SecretKey", "prf64"]
@@ -25,10 +26,6 @@ __all__ = ["DestroyedKeyError", "KeyFileError", "Ledger", "LedgerError", "Releas
 _HEADER = b"lambdacgd secret key, version 1\n"
 _BYTES = 32
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-class KeyFileError(ValueError):
-    """A key file that cannot be trusted or used; the message says what to do and holds nothing secret."""
 
 
 class DestroyedKeyError(RuntimeError):

@@ -26,9 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class LedgerError(RuntimeError):
-    """The ledger refuses: going back, an unknown run, two processes on one run, or a damaged file."""
+from lambdacgd.errors import LedgerError
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ def test_plan_from_a_noise_multiplier(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["sigma"], found["epsilon"]) == (6.0, 5.46186)
     assert main(["plan", *asked]) == 2
-    assert "--epsilon is None, but give either" in capsys.readouterr().err
+    assert "--epsilon: Give either epsilon or noise_multiplier" in capsys.readouterr().err
 
 
 def test_plan_for_people(capsys, tmp_path):

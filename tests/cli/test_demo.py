@@ -13,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from lambdacgd.cli import demo as module
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+from lambdacgd.sampling import Cyclic
 
 TUNING = Path(__file__).parents[2] / "results" / "demo_tuning.json"
 
@@ -30,7 +31,7 @@ def run(*arguments):
 def test_prints_both_accuracies(monkeypatch):
     monkeypatch.setattr(module, "EPOCHS", 1)
     monkeypatch.setattr(module, "BATCH_SIZE", 240)
-    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling={"sampling": "cyclic"}) for m in module.METHODS))
+    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling=Cyclic()) for m in module.METHODS))
     output = run("--seeds", "2")
     for part in ("DP-SGD", "DP-λCGD, fixed bins", "DP-λCGD, fresh bins", "mean", "ε = 2", "%", "±"):
         assert part in output

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import bench_step as benchmark
 from reproduce.bench_models import CASES
 

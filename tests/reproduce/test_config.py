@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import session as config
 from reproduce.problems import TASKS
 

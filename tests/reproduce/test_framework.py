@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import EXPERIMENTS, framework
 from reproduce.__main__ import main
 from reproduce.framework import Cell, Experiment, Row, Settings, load, panels, reproduce, stored, table

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import framework, problems
 from reproduce.framework import Settings
 from reproduce.methods_table import imdb_cells

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import lambdacgd as lc
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from reproduce import session as sessions
 from reproduce import session as settings
 from reproduce.session import Interrupted, Session
@@ -146,7 +146,7 @@ def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):
 
 
 def test_a_plan_file_and_a_config_file(tmp_path):
-    p = lc.plan(1437, 240, epochs=1, epsilon=3.0, delta=1e-4, mechanism=lc.BISR(2), sampling="cyclic")
+    p = lc.plan(1437, 240, epochs=1, epsilon=3.0, delta=1e-4, mechanism=lc.BISR(2), sampling=lc.Cyclic())
     p.save(tmp_path / "plan.json")
     (tmp_path / "c.toml").write_text('lr = 0.25\nclip = 2\ndevice = "cpu"\n')
     cli(
@@ -222,7 +222,7 @@ def test_clashes(tmp_path):
     (tmp_path / "full" / "something").touch()
     with pytest.raises(InvalidInput, match="not empty"):
         cli(*QUICK, "--out", tmp_path / "full")
-    p = lc.plan(1000, 240, epochs=1, epsilon=3.0, delta=1e-4, mechanism=lc.BISR(2), sampling="cyclic")
+    p = lc.plan(1000, 240, epochs=1, epsilon=3.0, delta=1e-4, mechanism=lc.BISR(2), sampling=lc.Cyclic())
     p.save(tmp_path / "plan.json")
     with pytest.raises(InvalidInput, match="plan is for 1000"):
         cli("digits", "--plan", tmp_path / "plan.json", "--out", tmp_path / "other")

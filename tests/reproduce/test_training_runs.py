@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import lambdacgd as lc
-from lambdacgd.validation import InvalidInput
+from lambdacgd.cli.options import plan_arguments
+from lambdacgd.errors import InvalidInput
 from reproduce import pool, trainer
 from reproduce.data import Examples, Splits, load_digits
 from reproduce.problems import Data, packed, sizes, unpacked
@@ -76,7 +77,12 @@ def test_plans_are_made_once_and_missing_ones_refused(tmp_path: Path) -> None:
     assert len(book) == 1
     assert request in book
     assert book.for_run(RUN, 1150) == made
-    assert made.sigma == lc.plan(1150, 16, epochs=1, epsilon=8.0, delta=1e-5, lam=0.8, bins="fixed").sigma
+    assert (
+        made.sigma
+        == lc.plan(
+            1150, 16, epochs=1, epsilon=8.0, delta=1e-5, mechanism=lc.LambdaCGD(0.8), sampling=lc.BallsInBins("fixed")
+        ).sigma
+    )
     with pytest.raises(MissingPlan, match="make it where the accountants are"):
         book.for_run(RUN, 1437)
 
@@ -104,7 +110,7 @@ def test_every_method_can_be_planned(name: str) -> None:
     asked = request | method.request(method.first(8.0))
     if "bands" in asked:
         asked["bands"] = min(asked["bands"], 4)
-    plan = lc.plan(**asked, estimate=True)
+    plan = lc.plan(**plan_arguments(asked), estimate=True)
     assert plan.sigma > 0
 
 

@@ -35,7 +35,7 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
         return result if isinstance(result, int) else 0
     except InvalidInput as error:
         flag = _FLAGS.get(error.parameter, "--" + error.parameter.replace("_", "-"))
-        return _complain(program, f"{flag} {error.complaint}")
+        return _complain(program, f"{flag}{error.complaint}")
     except ValueError as error:
         return _complain(program, str(error))
     except BrokenPipeError:  # who reads us has seen enough

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lambdacgd.errors import integer
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism
-from lambdacgd.validation import integer
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE = 2.0, 1e-4, 2, 8
 
@@ -21,15 +22,15 @@ class Method:
 
     name: str
     mechanism: Mechanism
-    sampling: dict[str, Any]
+    sampling: Sampling
     learning_rate: float
     max_grad_norm: float
 
 
 METHODS = (
-    Method("DP-SGD (Poisson)", Identity(), {"sampling": "poisson"}, 0.03125, 4.0),
-    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), {"bins": "fixed"}, 0.0625, 2.0),
-    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), {"bins": "fresh"}, 0.25, 1.0),
+    Method("DP-SGD (Poisson)", Identity(), Poisson(), 0.03125, 4.0),
+    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), BallsInBins("fixed"), 0.0625, 2.0),
+    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), BallsInBins("fresh"), 0.25, 1.0),
 )
 
 
@@ -60,7 +61,7 @@ def demo(
                 epsilon=EPSILON,
                 delta=DELTA,
                 mechanism=method.mechanism,
-                **method.sampling,
+                sampling=method.sampling,
             )
         plans.append(plan)
         console.print(

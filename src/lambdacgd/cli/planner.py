@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache
-from lambdacgd.cli.options import place_for
+from lambdacgd.cli.options import place_for, plan_arguments
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -77,7 +77,7 @@ def show_plan(
     place_for("out", out)
     _check_ending(plot)
     with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(request.pop("examples"), request.pop("batch_size"), **request)
+        plan = make_plan(**plan_arguments(request))
         check = _cross_check(plan) if cross_check else None
     if out:
         plan.save(out)
@@ -110,10 +110,13 @@ def show_comparison(
     if request["epsilon"] == math.inf:
         raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
     _check_ending(plot)
+    if bands is None:
+        steps_per_epoch = request["steps_per_epoch"] or max(1, examples // max(1, batch_size))
+        bands = min(4, steps_per_epoch if sampling == BallsInBins.name else steps_per_epoch * max(1, request["epochs"]))
     plans = []
     for name, how, parameters in compared(sampling, bands, buffers, bins):
         with _busy(as_json, f"{name}, {how}"):
-            described = {"mechanism": name, "sampling": how} | parameters | request
+            described = plan_arguments({"mechanism": name, "sampling": how} | parameters | request)
             plans.append(make_plan(examples, batch_size, estimate=estimate, **described))
     if plot:
         from lambdacgd.cli import plots
@@ -192,7 +195,8 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
     add(
         "training",
-        f"{plan.examples} examples, batch {plan.batch_size}, {plan.epochs} epochs × {plan.steps_per_epoch} steps",
+        f"{plan.examples} examples, {plan.epochs} epochs × {plan.steps_per_epoch} steps of about "
+        f"{plan.described_batch_size}",
     )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
@@ -225,9 +229,11 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(
             f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
         )
-    if plan.choice:
-        lines.append(f"{plan.choice['parameter']} was chosen by {plan.choice['objective']}: {plan.choice['because']}")
-        for candidate in plan.choice.get("candidates", ()):
+    if plan.selection:
+        lines.append(
+            f"{plan.selection['parameter']} was chosen by {plan.selection['objective']}: {plan.selection['because']}"
+        )
+        for candidate in plan.selection.get("candidates", ()):
             where = "amplified" if candidate["amplified"] else "at unit noise"
             lines.append(
                 f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}"
@@ -238,7 +244,8 @@ def _remarks(plan: Plan) -> list[str]:
 def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     settings = (
-        f"N = {usual.examples}, B = {usual.batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, δ = {usual.delta:g}"
+        f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, "
+        f"δ = {usual.delta:g}"
     )
     table = Table(title=f"{settings}, {usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)

@@ -87,7 +87,7 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
         best = int(np.argmin(values))
         axes.plot(memories[best], values[best], "o", color=line.get_color())
     if isinstance(plan.mechanism, LambdaCGD):
-        here = 1 / (1 - plan.mechanism.lam)
+        here = 1 / (1 - plan.mechanism.resolved_lam)
         axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=f"this plan, λ = {plan.mechanism.lam:.4g}")
     axes.set_xlabel("1 / (1 − λ)")
     axes.set_ylabel("error, in clipping norms")

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import numpy as np
 
-from lambdacgd.mechanisms.base import Array, BandedInverse, BandedStrategy, Horizon, Mechanism
+from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.mechanisms.base import Array, BandedInverse, BandedStrategy, Horizon, Mechanism, not_chosen
 from lambdacgd.mechanisms.optimize import cached_parameters, log_squared_rmse, minimize_smooth
-from lambdacgd.mechanisms.square_root import BISR, BSR, check_bands
+from lambdacgd.mechanisms.square_root import BANDS_HELP, BISR, BSR, check_bands
 from lambdacgd.mechanisms.toeplitz import inverse_pullback, series_inverse
-from lambdacgd.validation import InvalidInput, integer
 
 
 @dataclass(frozen=True)
 class _OptimizedBands(Mechanism):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
-    bands: int
+    bands: int = field(default=4, metadata=BANDS_HELP)
     coefficients: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -29,6 +29,11 @@ class _OptimizedBands(Mechanism):
         if len(given) != self.bands or not np.all(np.isfinite(given)) or given[0] != 1.0:
             raise InvalidInput("coefficients", given, f"it must be {self.bands} finite numbers, the first of them 1")
         object.__setattr__(self, "coefficients", tuple(float(value) for value in given))
+
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known."""
+        return self.coefficients is not None
 
     def validate(self, horizon: Horizon) -> None:
         check_bands(self.bands, horizon)
@@ -55,11 +60,39 @@ class _OptimizedBands(Mechanism):
 class BandInvMF(_OptimizedBands):
     """C⁻¹ with p bands, optimised for RMSE over a horizon (arXiv 2505.12128). Two bands are λCGD with the best λ.
 
-    Of the C without negative entries: Balls-in-Bins accounting is proven for those. With many bands the optimum over
-    all C lies just outside them, and little is lost.
+    Only C without negative entries are searched, because Balls-in-Bins accounting is proven for those. With many bands
+    the optimum over all C lies just outside them, and little is lost.
+
+    Args:
+        bands: p.
+        coefficients: the p noising coefficients, the first of them 1. Not given, they are optimised.
+        amplified: optimise them for the amplified RMSE, with the Balls-in-Bins accountant in the loop. That depends
+            on the privacy budget, so only ``lc.plan`` can do it.
+
+    Raises:
+        InvalidInput: a value cannot be used, or ``amplified`` is given where nothing is to be optimised.
     """
 
+    amplified: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
+    )
     name: ClassVar[str] = "bandinvmf"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.amplified, bool):
+            raise InvalidInput("amplified", self.amplified, "it must be True or False")
+        if self.amplified and self.coefficients is not None:
+            raise InvalidInput("amplified", True, "it says how coefficients are found; leave it or them out")
+
+    def resolve(self, horizon: Horizon) -> Self:
+        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
+        self.validate(horizon)
+        if self.amplified:
+            raise not_chosen(self)
+        return super().resolve(horizon)
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse(self._known())
@@ -111,6 +144,13 @@ class BandMF(_OptimizedBands):
     """C with p bands, Toeplitz, optimised for RMSE over a horizon (arXiv 2405.15913).
 
     For p ≤ b the columns of one example do not overlap, so the optimum is that of a single participation.
+
+    Args:
+        bands: p.
+        coefficients: the p entries of C's column, the first of them 1. Not given, they are optimised.
+
+    Raises:
+        InvalidInput: a value cannot be used.
     """
 
     name: ClassVar[str] = "bandmf"

@@ -9,16 +9,23 @@ and the recurrence is all that a mechanism has to say: the columns of T and T⁻
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
+from lambdacgd.errors import InvalidInput, number
 from lambdacgd.mechanisms.toeplitz import series_inverse
 
 Array = NDArray[np.float64]
+
+Auto = Literal["auto"]
+"""The value of a parameter that ``lc.plan`` chooses."""
+
+Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
+"""What an automatic parameter is chosen by."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +124,37 @@ Recurrence = BandedInverse | BandedStrategy | BufferedToeplitz
 class Mechanism:
     """A noise mechanism: public parameters only, printable, comparable and serialisable.
 
-    Optimised mechanisms depend on the horizon. ``resolve(horizon)`` returns the same mechanism with its
-    coefficients filled in; only a resolved mechanism enters a Plan, so that a run never depends on an optimiser.
+    Some mechanisms are asked for before all of their numbers are known: an "auto" parameter depends on the privacy
+    budget and the sampling, and optimised coefficients depend on the horizon. ``lc.plan`` fills in both, so that a run
+    never depends on an optimiser; ``resolve(horizon)`` fills in the latter alone.
+
+    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``. One with ``"request"`` says how a number
+    is to be chosen; it is left out of ``to_dict`` where it has its default, which it has in every resolved mechanism.
     """
 
     name: ClassVar[str]
 
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known. Only a resolved mechanism can be asked about its noise."""
+        return True
+
     def resolve(self, horizon: Horizon) -> Self:
-        """The mechanism with everything that depends on the horizon fixed (itself, unless it is optimised)."""
+        """Fix everything that depends on the horizon.
+
+        Args:
+            horizon: the stretch over which noise is correlated (``sampling.block``).
+
+        Returns:
+            The resolved mechanism: this one itself, unless it is optimised.
+
+        Raises:
+            InvalidInput: the mechanism makes no sense over this horizon.
+            ValueError: a parameter must be chosen by ``lc.plan``.
+        """
         self.validate(horizon)
+        if not self.resolved:
+            raise not_chosen(self)
         return self
 
     def validate(self, horizon: Horizon) -> None:
@@ -157,7 +186,8 @@ class Mechanism:
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the parameters, as plan files hold them."""
-        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if not _default_request(f, self)}
+        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @property
     def foreign(self) -> bool:
@@ -179,10 +209,48 @@ class Mechanism:
 
     @classmethod
     def from_fields(cls, data: dict[str, Any]) -> Self:
-        """A mechanism of this class from the parameters of ``to_dict``; unknown ones are refused."""
+        """Make a mechanism of this class.
+
+        Args:
+            data: the parameters of ``to_dict``, without the name.
+
+        Raises:
+            ValueError: a parameter is not known, or its value cannot be used.
+        """
         known = {f.name for f in fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(
                 f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
             )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def _default_request(field: Field[Any], mechanism: Mechanism) -> bool:
+    return bool(field.metadata.get("request")) and getattr(mechanism, field.name) == field.default
+
+
+def number_or_auto(parameter: str, value: float | str) -> float | Auto:
+    """Check a parameter that is a number in [0, 1) or "auto"."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        raise InvalidInput(parameter, value, "it must be a number at least 0 and below 1, or 'auto'")
+    return number(parameter, value, above=0, below=1, include=(0,))
+
+
+def check_objective(objective: str | None, parameter: str, value: float | Auto) -> None:
+    """Refuse an objective that is not known, or that has nothing to choose."""
+    if objective is None:
+        return
+    if objective not in get_args(Objective):
+        raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
+    if value != "auto":
+        raise InvalidInput("objective", objective, f"it applies where {parameter} is auto; leave one of them out")
+
+
+def not_chosen(mechanism: Mechanism) -> ValueError:
+    """The error of a mechanism that is asked about its noise before ``lc.plan`` has chosen a parameter."""
+    return ValueError(
+        f"{mechanism.name} is not resolved: lc.plan chooses its parameters for the privacy budget and the sampling. "
+        "Ask plan.mechanism instead, or give them"
+    )

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
 import numpy as np
 from scipy.special import expit
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import Array, BufferedToeplitz, Horizon, Mechanism
 from lambdacgd.mechanisms.optimize import cached_parameters, log_squared_rmse, minimize_smooth
 from lambdacgd.mechanisms.toeplitz import inverse_pullback
-from lambdacgd.validation import InvalidInput, integer
 
 
 @dataclass(frozen=True)
 class BLT(Mechanism):
     """c_0 = 1, c_i = Σ_j ω_j θ_j^{i−1}, optimised for RMSE over a horizon.
 
-    Needs as many stored vectors as it has buffers: every output depends on the first step, so it cannot regenerate.
-    ``resolve(horizon)`` fills in ``decays`` θ and ``weights`` ω.
+    Every output depends on the first step, so the noise cannot be regenerated: one vector is stored per buffer.
+
+    Args:
+        buffers: how many geometric series.
+        decays: θ, one number in (0, 1) per buffer. Not given, they are optimised, and so are the weights.
+        weights: ω, one positive number per buffer.
+
+    Raises:
+        InvalidInput: a value cannot be used, or only one of ``decays`` and ``weights`` is given.
     """
 
-    buffers: int
+    buffers: int = field(default=3, metadata={"help": "Buffers of BLT (default 3)."})
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
     name: ClassVar[str] = "blt"
@@ -39,6 +46,11 @@ class BLT(Mechanism):
             if values.shape != (self.buffers,) or not np.all((values > 0) & (values < top)):
                 raise InvalidInput(name, given, f"it must be {self.buffers} numbers above 0 and below {top:g}")
             object.__setattr__(self, name, tuple(values.tolist()))
+
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known."""
+        return self.decays is not None
 
     def resolve(self, horizon: Horizon) -> Self:
         self.validate(horizon)

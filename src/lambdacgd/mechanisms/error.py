@@ -9,12 +9,12 @@ from __future__ import annotations
 import numpy as np
 from scipy.signal import fftconvolve
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
 from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_errors
 from lambdacgd.mechanisms.sensitivity import check_question, sensitivity
 from lambdacgd.mechanisms.toeplitz import multiply
 from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
-from lambdacgd.validation import InvalidInput, integer
 
 
 def squared_row_norms(
@@ -100,7 +100,7 @@ def error_norms(
     b = n if restart_every is None else _stretch(n, restart_every)
     earlier = n // b - 1
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.lam, b))
+        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.resolved_lam, b))
         left = largest
     else:
         within = _without_restarts(mechanism, b, workload)

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.mechanisms.base import Array, BandedInverse, Horizon, Mechanism
-from lambdacgd.validation import InvalidInput, number
+from lambdacgd.errors import InvalidInput
+from lambdacgd.mechanisms.base import (
+    Array,
+    Auto,
+    BandedInverse,
+    Horizon,
+    Mechanism,
+    Objective,
+    check_objective,
+    not_chosen,
+    number_or_auto,
+)
 
 
 @dataclass(frozen=True)
@@ -26,31 +36,57 @@ class Identity(Mechanism):
 class LambdaCGD(Mechanism):
     """Each step takes back a λ-fraction of the previous step's noise: C_ij = λ^{i−j}, C⁻¹ = (1, −λ).
 
-    ``normalized`` divides every column of C by its norm d_t, so that the noise of step t is scaled by d_t.
+    Args:
+        lam: λ, a number in [0, 1), or "auto": then ``lc.plan`` chooses it.
+        normalized: divide every column of C by its norm d_t, so that the noise of step t is scaled by d_t.
+        objective: what an automatic λ is chosen by: "rmse", "maxse", "amplified-rmse" or "guideline". By default the
+            amplified RMSE with fresh bins, the guideline with fixed ones, and the RMSE without amplification.
+
+    Raises:
+        InvalidInput: a value cannot be used, or there is an objective where λ is given.
 
     >>> LambdaCGD(0.9).noising(5)
     array([ 1. , -0.9])
     """
 
-    lam: float
-    normalized: bool = False
+    lam: float | Auto = field(default="auto", metadata={"help": "λ of λCGD: a number in [0, 1) or auto (default)."})
+    normalized: bool = field(default=False, metadata={"help": "Column-normalised λCGD."})
+    objective: Objective | None = field(
+        default=None,
+        kw_only=True,
+        metadata={"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."},
+    )
     name: ClassVar[str] = "lambda-cgd"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lam", number("lam", self.lam, above=0, below=1, include=(0,)))
+        object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
+        check_objective(self.objective, "lam", self.lam)
         if not isinstance(self.normalized, bool):
             raise InvalidInput("normalized", self.normalized, "it must be True or False")
 
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known."""
+        return self.lam != "auto"
+
+    @property
+    def resolved_lam(self) -> float:
+        """λ as a number. Raises ``ValueError`` while it is "auto"."""
+        if self.lam == "auto":
+            raise not_chosen(self)
+        return self.lam
+
     def recurrence(self, n: int) -> BandedInverse:
-        return BandedInverse((1.0, -self.lam))
+        return BandedInverse((1.0, -self.resolved_lam))
 
     def column_scales(self, n: int) -> Array | None:
         if not self.normalized:
             return None
-        if self.lam == 0.0:
+        lam = self.resolved_lam
+        if lam == 0.0:
             return np.ones(n)
         # d_t² = (1 − λ^{2(n−t+1)}) / (1 − λ²), through expm1 so that λ near 1 keeps its digits.
-        rate = 2 * math.log(self.lam)
+        rate = 2 * math.log(lam)
         return np.sqrt(np.expm1(rate * np.arange(n, 0, -1)) / math.expm1(rate))
 
 

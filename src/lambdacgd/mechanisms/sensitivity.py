@@ -10,10 +10,10 @@ from typing import Literal
 
 import numpy as np
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
 from lambdacgd.mechanisms.diagonal import Diagonal
 from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_sensitivity
-from lambdacgd.validation import InvalidInput
 
 Participation = Literal["cyclic", "min-separation"]
 
@@ -98,7 +98,7 @@ def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Particip
     n = horizon.steps
     # Closed forms and lemmas are of the class itself: a subclass may correlate its noise in another way.
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        return Sensitivity(closed_form_sensitivity(mechanism.lam, horizon), True, "closed form of λCGD")
+        return Sensitivity(closed_form_sensitivity(mechanism.resolved_lam, horizon), True, "closed form of λCGD")
     scales = mechanism.column_scales(n)
     column = mechanism.strategy(n)
     magnitudes = np.abs(column)

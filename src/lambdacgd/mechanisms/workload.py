@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.signal import lfilter
 
-from lambdacgd.validation import number
+from lambdacgd.errors import number
 
 
 @dataclass(frozen=True)

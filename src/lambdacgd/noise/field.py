@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from lambdacgd.errors import NonFiniteSum
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import cpu
 from lambdacgd.noise.combination import Combination, Terms
@@ -22,10 +23,6 @@ _told: set[str] = set()
 
 class NoiseError(RuntimeError):
     """Noise that must not be given: a step outside the run, or the same noise under other terms."""
-
-
-class NonFiniteSum(ArithmeticError):
-    """A sum held a NaN or an infinity. Its noisy result must not reach the weights: drop it, do not step."""
 
 
 class NoiseField:

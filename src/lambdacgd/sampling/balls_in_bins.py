@@ -9,9 +9,9 @@ from typing import ClassVar, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey, prf64
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
-from lambdacgd.validation import InvalidInput, integer
 
 Bins = Literal["fresh", "fixed"]
 BINS: tuple[Bins, ...] = get_args(Bins)
@@ -19,11 +19,18 @@ BINS: tuple[Bins, ...] = get_args(Bins)
 
 @dataclass(frozen=True)
 class BallsInBins(Sampling):
-    """Example e sits in bin ``prf(key, e) mod b``; step t trains on bin (t−1) mod b.
+    """Every example sits in one of b bins, and step t trains on bin (t−1) mod b.
 
-    ``bins`` is "fixed" (the paper's: the same bins in every epoch) or "fresh" (``prf(key, epoch, e) mod b``: new bins
-    in every epoch, and noise that restarts at each epoch's first step, so ``restart_every`` is b). A description that
-    does not say which means fixed bins.
+    Args:
+        bins: "fresh" redraws the bins in every epoch (example e sits in bin ``prf(key, epoch, e) mod b``), and the
+            noise restarts at each epoch's first step, so ``restart_every`` is b. "fixed" draws them once, as in the
+            paper: example e sits in bin ``prf(key, e) mod b`` in every epoch.
+        examples: N; see ``Sampling``, as for the other two.
+        steps_per_epoch: b.
+        epochs: k.
+
+    Raises:
+        InvalidInput: ``bins`` is neither, a number cannot be used, or there are more bins than examples.
 
     Guarantee
     ---------
@@ -35,12 +42,12 @@ class BallsInBins(Sampling):
     Adjacency is zero-out of one example: N, b and the example ids are public; the bins are not.
 
     >>> key = SecretKey.from_bytes(bytes(32))
-    >>> sampling = BallsInBins(examples=8, steps_per_epoch=3, epochs=2)
+    >>> sampling = BallsInBins("fixed", examples=8, steps_per_epoch=3, epochs=2)
     >>> sampling.bin_of(key, [0, 5, 7]).tolist() == sampling.bin_of(key, range(8))[[0, 5, 7]].tolist()
     True
     """
 
-    bins: Bins = "fixed"
+    bins: Bins = "fresh"
     name: ClassVar[str] = "balls-in-bins"
 
     def __post_init__(self) -> None:
@@ -63,7 +70,7 @@ class BallsInBins(Sampling):
     @property
     def restart_every(self) -> int | None:
         """b with fresh bins: the accounting composes epochs, so no noise may be cancelled across their boundary."""
-        return self.steps_per_epoch if self.bins == "fresh" else None
+        return self.horizon.steps_per_epoch if self.bins == "fresh" else None
 
     def bin_of(
         self,
@@ -78,6 +85,7 @@ class BallsInBins(Sampling):
         Fresh bins are those of an ``epoch`` (1 … k), which must be given; fixed bins are the same in all of them.
         Memory beyond the output is bounded by a constant.
         """
+        self._check_bound()
         if epoch is not None:
             epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
         elif self.bins == "fresh":

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.balls_in_bins import BallsInBins
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices
-from lambdacgd.validation import InvalidInput, integer
 
 
 class BinSortedParquet:
@@ -44,7 +44,8 @@ class BinSortedParquet:
                 "sampling",
                 f"balls-in-bins with {sampling.bins} bins",
                 "one order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
-                "bins='fixed', or train from a data set that reads any row (fresh bins need no sorting there)",
+                "sampling=lc.BallsInBins('fixed'), or train from a data set that reads any row (fresh bins need no "
+                "sorting there)",
             )
         self.path, self.sampling = Path(path), sampling
         self._bin_column, self._id_column = bin_column, id_column

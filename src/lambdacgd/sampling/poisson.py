@@ -9,9 +9,9 @@ from typing import ClassVar
 import numpy as np
 
 from lambdacgd.chacha import prf64_range
+from lambdacgd.errors import integer
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
-from lambdacgd.validation import integer
 
 
 @dataclass(frozen=True)

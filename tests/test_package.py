@@ -6,8 +6,11 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -57,3 +60,22 @@ def test_public_names_are_described(name):
         own = {k: v for k, v in vars(thing).items() if k[0] != "_" and (callable(v) or isinstance(v, property))}
         silent = [k for k, v in own.items() if not inspect.getdoc(getattr(thing, k) if callable(v) else v.fget)]
         assert not silent, f"{name}.{', '.join(silent)} has no docstring"
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
+    root = Path(__file__).parent.parent
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    for name in ("src", "reproduce", "benchmarks"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, tmp_path], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names} == {"lambdacgd", f"lambdacgd-{lc.__version__}.dist-info"}
+    assert {"lambdacgd/digits.npz", "lambdacgd/py.typed", "lambdacgd/cli/demo.py"} <= names
+    written = {str(path.relative_to(root / "src")) for path in (root / "src" / "lambdacgd").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == written

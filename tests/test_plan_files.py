@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.test_planning import PAPER, cyclic
 
 import lambdacgd as lc
 from lambdacgd.planning import _digest
+from tests.test_planning import PAPER, cyclic
 
 KEYS = {
     "mechanism", "sampling", "epsilon", "delta", "steps", "steps_per_epoch", "epochs", "batch_size", "examples",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
 from lambdacgd.cli import main
 
@@ -123,20 +121,6 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["plan", *CYCLIC, "--lambda", ".5", "--out", "/proc/nowhere/plan.json"], "/proc/nowhere/plan.json"),
         (["plan", *CYCLIC, "--lambda", ".5", "--out", "/"], "/"),
         (["plan", *CYCLIC, "--examples", "1" + 30 * "0", "--mechanism", "bisr"], "--epochs"),
-        (["reproduce", "nonsense"], "NAME"),
-        (["bench", "noise", "--model", "nonsense"], "nonsense"),
-        (["bench", "step", "--mode", "nonsense"], "nonsense"),
-        (["bench", "step", "--batch", "0"], "--batch"),
-        (["bench", "step", "--repeats", "0"], "--repeats"),
-        (["bench", "step", "--device", "nonsense"], "--device"),
-        (["bench", "pair", "--rounds", "-1"], "--rounds"),
-        (["bench", "noise", "--seconds", "nan"], "--seconds"),
-        (["bench", "noise", "--device", "nonsense"], "--device"),
-        (["bench", "noise", "--out", "/proc/nowhere/noise.json"], "--out"),
-        (["reproduce", "rmse-table", "--stop-after", "-1"], "--stop-after"),
-        (["reproduce", "rmse-table", "--device", "nonsense"], "--device"),
-        (["reproduce", "rmse-table", "--weights", "bert"], "--weights"),
-        (["reproduce", "methods-imdb", "--weights", "nowhere"], "--weights"),
         (["plan", *BASE, "--epsilon", "500"], "--epsilon"),
         (["plan", *BASE, "--out", "/proc/nowhere/plan.json"], "there is no folder /proc/nowhere"),
         (["compare", *BASE, "--plot", "curves.docx"], "--plot"),
@@ -163,57 +147,6 @@ def test_help_and_version(capsys):
     assert "--batch-size" in capsys.readouterr().out
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip().count(".") == 2
-
-
-def test_half_a_command_is_answered_with_help_alone(capsys):
-    assert main(["bench"]) == 2
-    captured = capsys.readouterr()
-    assert "noise" in captured.out + captured.err
-    assert "lambdacgd: \n" not in captured.err
-
-
-def test_reproduce_lists_what_it_can(capsys):
-    assert main(["reproduce", "--list"]) == 0
-    assert "rmse-table" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows a machine without CUDA")
-def test_cells_of_a_gpu_are_collected_anywhere(capsys, tmp_path):
-    arguments = ["reproduce", "runtime-cifar", "--device", "cuda", "--out", str(tmp_path)]
-    assert main(arguments) != 0
-    assert "no CUDA device" in capsys.readouterr().err
-    cells = Path(__file__).parents[2] / "results" / "runtime-cifar" / "cells.jsonl"
-    (tmp_path / "runtime-cifar").mkdir()
-    (tmp_path / "runtime-cifar" / "cells.jsonl").write_text(cells.read_text())
-    assert main([*arguments, "--collect"]) == 0
-    assert "ViT-H/14 (632M)" in (tmp_path / "runtime-cifar" / "runtime-cifar.md").read_text()
-
-
-def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
-    out = tmp_path / "noise.json"
-    arguments = ["--model", "cnn", "--device", "cpu", "--bands", "2", "--seconds", "0.01"]
-    assert main(["bench", "noise", *arguments, "--out", str(out)]) == 0
-    measured = json.loads(out.read_text())
-    assert measured["device"]
-    assert measured["models"]["cnn"]["parameters"] > 100_000
-    step = tmp_path / "step.json"
-    arguments = [
-        "--model",
-        "cnn",
-        "--mode",
-        "non-private",
-        "--mode",
-        "lambda-cgd",
-        "--precision",
-        "fp32",
-        "--device",
-        "cpu",
-    ]
-    arguments += ["--batch", "4", "--warm-up", "1", "--repeats", "1"]
-    assert main(["bench", "step", *arguments, "--out", str(step)]) == 0
-    cells = json.loads(step.read_text())["cells"]
-    assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]
-    assert not any("error" in cell for cell in cells)
 
 
 def test_compare_over_a_single_step(capsys):
@@ -246,23 +179,7 @@ def test_what_is_compared():
     assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
 
 
-def test_help_of_the_benchmarks_names_their_models_and_modes():
-    from lambdacgd.cli import bench
-    from lambdacgd.clipping.benchmark import MODES
-    from lambdacgd.clipping.benchmark_models import CASES
-    from lambdacgd.noise.model_shapes import MODELS
-
-    def described(command: str, option: str) -> str:
-        annotated = getattr(bench, command).__annotations__[option]
-        return eval(annotated, vars(bench)).__metadata__[0].help
-
-    assert described("noise", "model").startswith(", ".join(MODELS) + ";")
-    assert described("step", "model").startswith(", ".join(CASES) + ";")
-    assert described("pair", "model").startswith(", ".join(CASES) + ";")
-    assert described("step", "mode").startswith(", ".join(MODES) + ";")
-
-
-@pytest.mark.parametrize(("package", "advice"), [("opacus", "lambdacgd[bench]"), ("matplotlib", "all it depends on")])
+@pytest.mark.parametrize(("package", "advice"), [("matplotlib", "lambdacgd[plots]"), ("scipy", "all it depends on")])
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner
 

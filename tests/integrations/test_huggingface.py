@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from tests.integrations import hf
-from tests.training import oracle
 from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
 from lambdacgd.training import NotPrivateWarning
 from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
+from tests.training import oracle
 
 KINDS = ["bert", "gpt2", "llama"]
 KEY = bytes(range(32))

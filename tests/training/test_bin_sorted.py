@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.training.test_captured import Eager
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.sampling import BinSortedParquet
+from tests.training.test_captured import Eager
 
 SEED = 11
 N = 60

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.trained import same, train
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.trained import same, train
 
 
 def test_the_loop_is_the_loop():

@@ -7,10 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.cli.bench import bench
 from lambdacgd.cli.options import flag, number_or_auto
-from lambdacgd.cli.reproduce import reproduce
-from lambdacgd.cli.train import train
 from lambdacgd.version import __version__
 
 app = typer.Typer(
@@ -113,26 +110,12 @@ def plan(
         Path | None, typer.Option("--plot", help="Draw RMSE and MaxSE over λ (and δ over ε) to this PNG, SVG or PDF.")
     ] = None,
     no_cache: NoCache = False,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", help="Parameters of the model, such as 7e9: estimate memory and time per step."),
-    ] = None,
-    trainable: Annotated[
-        str | None, typer.Option("--trainable", help="How many of them are trained (LoRA); by default all.")
-    ] = None,
-    devices: Annotated[int, typer.Option("--devices", help="Devices that share the work.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens an example, to estimate the whole step.")
-    ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="Of the step's estimate: bf16 or tf32.")] = "bf16",
 ) -> None:
     """How much noise a private training run needs, and how wrong it makes the model."""
-    from lambdacgd.cli import planner, size
+    from lambdacgd.cli import planner
 
-    machine = size.machine(parameters, trainable, devices, tokens, precision)
     with planner.session(no_cache):
         planner.show_plan(
-            machine=machine,
             examples=examples,
             batch_size=batch_size,
             epochs=epochs,
@@ -198,9 +181,6 @@ def compare(
         )
 
 
-app.command()(train)
-
-
 @app.command()
 def demo(
     seeds: Annotated[int, typer.Option("--seeds", help="Runs of each, with other weights, batches and noise.")] = 5,
@@ -209,7 +189,3 @@ def demo(
     from lambdacgd.cli import demo as digits
 
     digits.demo(seeds)
-
-
-app.command()(reproduce)
-app.add_typer(bench, name="bench")

@@ -16,15 +16,6 @@ def flag(name: str, *, help: str, **how: Any) -> Any:
     return typer.Option(name, help=help, metavar="", **how)
 
 
-def usable_device(name: str | None) -> str:
-    """The device called so, if it is here; CUDA where there is one if none is named."""
-    import torch
-
-    from lambdacgd.training.session import check_device
-
-    return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def place_for(parameter: str, path: Path | None) -> Path | None:
     """Where a file is to be written, refused before the work rather than after it."""
     if path is not None and path.is_dir():

@@ -16,10 +16,8 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from lambdacgd import cache, footprint
-from lambdacgd.cli import size as sizes
+from lambdacgd import cache
 from lambdacgd.cli.options import place_for, plan_arguments
-from lambdacgd.footprint import Machine
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -74,7 +72,6 @@ def show_plan(
     out: Path | None,
     plot: Path | None,
     cross_check: bool,
-    machine: Machine | None = None,
     **request: Any,
 ) -> None:
     place_for("out", out)
@@ -88,9 +85,8 @@ def show_plan(
         from lambdacgd.cli import plots
 
         plots.plan_figure(plan, plot)
-    size = footprint.report(plan, machine) if machine else None
     if as_json:
-        more = ({"cross_check": check} if check else {}) | ({"size": size} if size else {})
+        more = {"cross_check": check} if check else {}
         print(json.dumps(plan.to_dict() | more, indent=2))
         return
     console = Console()
@@ -99,10 +95,6 @@ def show_plan(
     )
     for line in _remarks(plan):
         console.print(line)
-    if size:
-        console.print(sizes.table(size))
-        for line in sizes.remarks(size):
-            console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
         if path:
             console.print(f"{name} written to {path}")

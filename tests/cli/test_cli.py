@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+import lambdacgd as lc
 from lambdacgd.cli import main
 
 BASE = ["--examples", "50000", "--batch-size", "128", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
@@ -142,9 +143,70 @@ def test_help_waits_for_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
+def test_flags_follow_from_the_fields_of_mechanisms_and_samplings():
+    """A field with a help text is a flag, and what the flag says reaches the field."""
+    from lambdacgd.cli.options import flag_of, parameters_of, plan_arguments, plan_flags
+    from lambdacgd.mechanisms import MECHANISMS
+    from lambdacgd.sampling import SAMPLINGS
+
+    described = parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()])
+    assert set(described) == {"lam", "normalized", "bands", "buffers", "gamma", "amplified", "objective", "bins"}
+    assert set(plan_flags()) == {"mechanism", "sampling", *described}
+    assert flag_of("lam") == "--lambda"
+    for given, mechanism in [
+        ({"lam": "0.5", "normalized": True}, lc.LambdaCGD(0.5, normalized=True)),
+        ({"objective": "maxse", "lam": "auto"}, lc.LambdaCGD(objective="maxse")),
+        ({"mechanism": "gamma-bifr", "bands": 3, "gamma": ".25"}, lc.GammaBIFR(3, 0.25)),
+        ({"mechanism": "bandinvmf", "amplified": True}, lc.BandInvMF(amplified=True)),
+        ({"mechanism": "blt", "buffers": 2, "bands": None}, lc.BLT(2)),
+    ]:
+        assert plan_arguments(given) == {"mechanism": mechanism}
+    assert plan_arguments({"bins": "fixed"})["sampling"] == lc.BallsInBins("fixed")
+    assert plan_arguments({"sampling": "cyclic"})["sampling"] == lc.Cyclic()
+
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make(model=None):
+    torch.manual_seed(0)
+    model = model or nn.Linear(3, 2)
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    return model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+def mixing():
+    return make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+
+def model():
+    return nn.Linear(3, 2)
+"""
+
+
+def test_a_model_of_ones_own_is_checked(capsys, tmp_path, monkeypatch):
+    (tmp_path / "factories_of_mine.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "factories_of_mine:make"]) == 0
+    assert "Linear can be trained privately" in capsys.readouterr().out
+    for factory, told in {
+        "factories_of_mine:mixing": "BatchNorm",
+        "factories_of_mine:model": "FACTORY is 'factories_of_mine:model', but it must return a model",
+        "factories_of_mine:nothing": "has no function nothing",
+        "factories_of_nobody:make": "there is no module factories_of_nobody",
+        "factories_of_mine": "it must be module:function",
+    }.items():
+        assert main(["check", factory]) == 2
+        told_by_it = capsys.readouterr().err
+        assert told_by_it.count("\n") == 1
+        assert told in told_by_it
+    assert main(["check", "factories_of_mine:make", "--loss-reduction", "median"]) == 2
+    assert "--loss-reduction" in capsys.readouterr().err
+
+
 def test_help_and_version(capsys):
     assert main(["plan", "--help"]) == 0
-    assert "--batch-size" in capsys.readouterr().out
+    assert {"--batch-size", "--lambda", "--bins"} <= set(capsys.readouterr().out.split())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip().count(".") == 2
 
@@ -172,18 +234,20 @@ def test_bins_belong_to_balls_in_bins(command, capsys):
 def test_what_is_compared():
     from lambdacgd.cli.planner import compared
 
-    for bins in ("fixed", "fresh"):
-        rows = compared("balls-in-bins", None, None, bins)
-        assert rows[0] == ("dp-sgd", "poisson", {})
-        assert {parameters["bins"] for _, _, parameters in rows[1:]} == {bins}
-    assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
+    for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
+        rows = compared(sampling, bands=4, buffers=3)
+        assert rows[0] == (lc.Identity(), lc.Poisson())
+        assert {drawn for _, drawn in rows[1:]} == {sampling}
+    assert {drawn for _, drawn in compared(lc.Cyclic(), bands=4, buffers=3)} == {lc.Cyclic()}
+    both = {drawn for _, drawn in compared(None, bands=4, buffers=3)}
+    assert both == {lc.Poisson(), lc.BallsInBins("fresh"), lc.BallsInBins("fixed")}
 
 
 @pytest.mark.parametrize(("package", "advice"), [("matplotlib", "lambdacgd[plots]"), ("scipy", "all it depends on")])
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner
 
-    def show(**_):
+    def show(*_, **__):
         raise ModuleNotFoundError(f"No module named '{package}.parts'", name=f"{package}.parts")
 
     monkeypatch.setattr(planner, "show_plan", show)

@@ -1,4 +1,4 @@
-"""The command line: ``lambdacgd plan | compare | …``. Bad input is one line and exit code 2, never a traceback."""
+"""The command line, ``lambdacgd plan | compare | check | demo``: bad input is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 
-# Parameters whose flag is not simply their name with dashes.
-_FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK"}
 # What optional packages come with.
 _EXTRAS = {"matplotlib": "plots", "transformers": "hf", "PIL": "reproduce", "opacus": "reproduce"}
 
@@ -19,7 +17,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     from lambdacgd.cli.app import command
 
-    return guarded(command(), argv, program="lambdacgd")
+    arguments = sys.argv[1:] if argv is None else argv
+    return guarded(command(arguments), arguments, program="lambdacgd")
 
 
 def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program: str) -> int:
@@ -34,8 +33,9 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
         result = command(args=list(sys.argv[1:] if argv is None else argv), prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InvalidInput as error:
-        flag = _FLAGS.get(error.parameter, "--" + error.parameter.replace("_", "-"))
-        return _complain(program, f"{flag}{error.complaint}")
+        from lambdacgd.cli.options import flag_of
+
+        return _complain(program, flag_of(error.parameter) + error.complaint)
     except ValueError as error:
         return _complain(program, str(error))
     except BrokenPipeError:  # who reads us has seen enough

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from lambdacgd.errors import InvalidInput
+
+FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK", "factory": "FACTORY"}
+"""Parameters whose flag is not simply their name with dashes."""
+
+
+def flag_of(parameter: str) -> str:
+    """How the command line calls a parameter."""
+    return FLAGS.get(parameter, "--" + parameter.replace("_", "-"))
 
 
 def flag(name: str, *, help: str, **how: Any) -> Any:
@@ -35,6 +46,51 @@ def number_or_auto(parameter: str, text: str | None) -> float | str | None:
         raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
 
 
+def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
+    """The parameters of mechanisms or samplings that have a flag: the fields whose metadata has a ``"help"``."""
+    return {field.name: field for cls in classes for field in fields(cls) if "help" in field.metadata}
+
+
+def plan_flags() -> dict[str, Any]:
+    """The flags that describe a mechanism and a sampling, as annotations by parameter: read off the dataclasses."""
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.sampling import SAMPLINGS, BallsInBins
+
+    named = {
+        "mechanism": f"{', '.join(MECHANISMS)} (default {LambdaCGD.name}).",
+        "sampling": f"{', '.join(SAMPLINGS)} (default {BallsInBins.name}; cyclic has no amplification).",
+    }
+    options: dict[str, Any] = {
+        name: Annotated[str | None, typer.Option(flag_of(name), help=help)] for name, help in named.items()
+    }
+    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()]).items():
+        help = field.metadata["help"]
+        if isinstance(field.default, bool):
+            options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
+        else:
+            kind = int if isinstance(field.default, int) else str
+            options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
+    return options
+
+
+def with_flags(command: Callable[..., None], flags: dict[str, Any]) -> Callable[..., None]:
+    """Give a command more options: ``command`` gets their values by keyword, None where an option is not given."""
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        command(**given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    kept = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in flags.items()
+    ]
+    called.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *more]}
+    return called
+
+
 def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     """Turn names into objects: what a command line or a file says about a plan into arguments of ``lc.plan``.
 
@@ -51,25 +107,27 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
-    known = {field.name for cls in MECHANISMS.values() for field in fields(cls) if "help" in field.metadata}
     given = {name: value for name, value in request.items() if value is not None}
-    parameters = {name: given.pop(name) for name in known & set(given)}
-    bins = given.pop("bins", None)
-    mechanism, sampling = given.pop("mechanism", LambdaCGD.name), given.pop("sampling", BallsInBins.name)
-    if mechanism not in MECHANISMS:
-        raise InvalidInput("mechanism", mechanism, f"it must be one of {', '.join(MECHANISMS)}")
-    if sampling not in SAMPLINGS:
-        raise InvalidInput("sampling", sampling, f"it must be one of {', '.join(SAMPLINGS)}")
-    takes = [field.name for field in fields(MECHANISMS[mechanism]) if "help" in field.metadata]
-    for name, value in parameters.items():
-        if name not in takes:
-            described = ", ".join(takes) or "no parameters"
-            raise InvalidInput(name, value, f"it does not apply to {mechanism}, which takes {described}")
-    given["mechanism"] = MECHANISMS[mechanism](**parameters)
-    if sampling != BallsInBins.name:
-        if bins is not None:
-            raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
-        given["sampling"] = SAMPLINGS[sampling]()
-    elif bins is not None:
-        given["sampling"] = BallsInBins(bins)
-    return given
+    mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
+    asked = {"sampling", *parameters_of(SAMPLINGS.values())} & set(given)
+    sampling = _named("sampling", given, SAMPLINGS, BallsInBins.name)
+    # Plain Balls-in-Bins are not asked for by name: which bins are the default depends on the mechanism.
+    if asked <= {"sampling"} and isinstance(sampling, BallsInBins):
+        return given | {"mechanism": mechanism}
+    return given | {"mechanism": mechanism, "sampling": sampling}
+
+
+def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]], default: str) -> Any:
+    """Take a name and the parameters that go with it out of ``given``, and make what they describe."""
+    name = given.pop(parameter, default)
+    if name not in classes:
+        raise InvalidInput(parameter, name, f"it must be one of {', '.join(classes)}")
+    takes = parameters_of([classes[name]])
+    values = {}
+    for key in [key for key in parameters_of(classes.values()) if key in given]:
+        value = given.pop(key)
+        if key not in takes:
+            owners = [other for other, cls in classes.items() if key in parameters_of([cls])]
+            raise InvalidInput(key, value, f"it applies to {', '.join(owners)}, not to {name}; leave it out")
+        values[key] = number_or_auto(key, value) if takes[key].default == "auto" and isinstance(value, str) else value
+    return classes[name](**values)

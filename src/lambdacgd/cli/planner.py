@@ -18,66 +18,72 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.cli.options import place_for, plan_arguments
-from lambdacgd.mechanisms import Mechanism
+from lambdacgd.errors import InvalidInput
+from lambdacgd.mechanisms import (
+    BISR,
+    BLT,
+    BSR,
+    BandInvMF,
+    BandMF,
+    GammaBIFR,
+    Identity,
+    LambdaCGD,
+    Mechanism,
+    Objective,
+)
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
-from lambdacgd.sampling import BallsInBins
-from lambdacgd.validation import InvalidInput
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
 
-def compared(
-    sampling: str, bands: int | None, buffers: int | None, bins: str | None = None
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """What ``compare`` sets side by side: mechanism, sampling and parameters.
+def compared(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    """What ``compare`` sets side by side.
 
-    Where bins may be of either kind, fresh ones are shown, and DP-SGD and λCGD over fixed ones beside them.
+    Args:
+        sampling: the sampling to compare under. None means Balls-in-Bins of either kind: all mechanisms with fresh
+            ones, and DP-SGD and λCGD with fixed ones beside them.
+        bands: of the banded mechanisms.
+        buffers: of BLT.
     """
-    if sampling == "poisson":
-        return [("dp-sgd", "poisson", {})]
-    amplified = sampling == "balls-in-bins"
-    best = {"objective": "amplified-rmse" if amplified else "rmse"}
-    banded = {"bands": bands}
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("dp-sgd", {}),
-        ("lambda-cgd", best),
-        ("lambda-cgd", best | {"normalized": True}),
-        ("gamma-bifr", best | banded),
-        ("bisr", banded),
-        ("bandinvmf", banded),
-        ("blt", {"buffers": buffers}),
-        ("bsr", banded),
-        ("bandmf", banded),
+    if isinstance(sampling, Poisson):
+        return [(Identity(), sampling)]
+    shown = sampling or BallsInBins("fresh")
+    best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
+    mechanisms = [
+        Identity(),
+        LambdaCGD(objective=best),
+        LambdaCGD(normalized=True, objective=best),
+        GammaBIFR(bands, objective=best),
+        BISR(bands),
+        BandInvMF(bands),
+        BLT(buffers),
+        BSR(bands),
+        BandMF(bands),
     ]
-    if amplified and bins == "fixed":
-        rows.insert(1, ("lambda-cgd", {"objective": "guideline"}))
-    if not amplified:
-        return [(name, sampling, parameters) for name, parameters in rows]
-    found = [("dp-sgd", "poisson", dict[str, Any]())]
-    found += [(name, sampling, parameters | {"bins": bins or "fresh"}) for name, parameters in rows]
-    if bins is None:  # the paper's, for comparison
-        found += [("dp-sgd", sampling, {"bins": "fixed"}), ("lambda-cgd", sampling, best | {"bins": "fixed"})]
-    return found
+    if not isinstance(shown, BallsInBins):
+        return [(mechanism, shown) for mechanism in mechanisms]
+    if shown.bins == "fixed":
+        mechanisms.insert(1, LambdaCGD(objective="guideline"))
+    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
+    if sampling is None:  # the paper's, for comparison
+        rows += [(mechanism, BallsInBins("fixed")) for mechanism in (Identity(), LambdaCGD(objective=best))]
+    return rows
 
 
-@contextlib.contextmanager
-def session(no_cache: bool) -> Iterator[None]:
-    """One command: with or without the disk cache."""
-    with cache.disabled() if no_cache else contextlib.nullcontext():
-        yield
+def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """One command, with or without the disk cache."""
+    return contextlib.nullcontext() if wanted else cache.disabled()
 
 
 def show_plan(
-    *,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
-    cross_check: bool,
-    **request: Any,
+    request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool
 ) -> None:
+    """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
     _check_ending(plot)
+    arguments = plan_arguments(request)
     with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(**plan_arguments(request))
+        plan = make_plan(**arguments)
         check = _cross_check(plan) if cross_check else None
     if out:
         plan.save(out)
@@ -86,8 +92,7 @@ def show_plan(
 
         plots.plan_figure(plan, plot)
     if as_json:
-        more = {"cross_check": check} if check else {}
-        print(json.dumps(plan.to_dict() | more, indent=2))
+        print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
     console.print(
@@ -100,24 +105,23 @@ def show_plan(
             console.print(f"{name} written to {path}")
 
 
-def show_comparison(
-    *, as_json: bool, plot: Path | None, bands: int | None, buffers: int | None, estimate: bool, **request: Any
-) -> None:
-    examples, batch_size, sampling = request.pop("examples"), request.pop("batch_size"), request.pop("sampling")
-    bins = request.pop("bins")
-    if bins is not None and sampling != BallsInBins.name:
-        raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
-    if request["epsilon"] == math.inf:
+def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
+    """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
+    bands, buffers = request.pop("bands", None), request.pop("buffers", None)
+    arguments = plan_arguments(request)
+    if arguments["epsilon"] == math.inf:
         raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
     _check_ending(plot)
-    if bands is None:
-        steps_per_epoch = request["steps_per_epoch"] or max(1, examples // max(1, batch_size))
-        bands = min(4, steps_per_epoch if sampling == BallsInBins.name else steps_per_epoch * max(1, request["epochs"]))
+    sampling = arguments.pop("sampling", None)
+    # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
+    steps = make_plan(**arguments | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}).block.steps
+    rows = compared(
+        sampling, bands=min(4, steps) if bands is None else bands, buffers=3 if buffers is None else buffers
+    )
     plans = []
-    for name, how, parameters in compared(sampling, bands, buffers, bins):
-        with _busy(as_json, f"{name}, {how}"):
-            described = plan_arguments({"mechanism": name, "sampling": how} | parameters | request)
-            plans.append(make_plan(examples, batch_size, estimate=estimate, **described))
+    for mechanism, drawn in rows:
+        with _busy(as_json, f"{mechanism.name}, {drawn.kind}"):
+            plans.append(make_plan(**arguments | {"mechanism": mechanism, "sampling": drawn}))
     if plot:
         from lambdacgd.cli import plots
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
@@ -47,7 +47,13 @@ class BallsInBins(Sampling):
     True
     """
 
-    bins: Bins = "fresh"
+    bins: Bins = field(
+        default="fresh",
+        metadata={
+            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default for λCGD and "
+            "DP-SGD), or once (fixed, the paper's)."
+        },
+    )
     name: ClassVar[str] = "balls-in-bins"
 
     def __post_init__(self) -> None:

@@ -159,7 +159,7 @@ class BandInvMF(_OptimizedBands):
         if not isinstance(self.amplified, bool):
             raise InvalidInput("amplified", self.amplified, "it must be True or False")
         if self.amplified and self.coefficients is not None:
-            raise InvalidInput("amplified", True, "it says how coefficients are found; leave it or them out")
+            raise InvalidInput("amplified", "amplified says how coefficients are optimised: leave it or them out.")
 
     def resolve(self, horizon: Horizon) -> Self:
         """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
@@ -271,7 +271,7 @@ class BLT(Mechanism):
         buffers = integer("buffers", self.buffers, maximum=16, why=" (beyond three or four nothing is gained)")
         object.__setattr__(self, "buffers", buffers)
         if (self.decays is None) != (self.weights is None):
-            raise InvalidInput("weights", self.weights, "decays and weights go together: give both or neither")
+            raise InvalidInput("weights", "Decays and weights go together: give both or neither.")
         if self.decays is None or self.weights is None:
             return
         for name, given, top in (("decays", self.decays, 1.0), ("weights", self.weights, np.inf)):

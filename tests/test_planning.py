@@ -324,7 +324,7 @@ def test_a_plan_prints_as_one_line():
             sampling=lc.Cyclic(),
         )
     )
-    assert text.startswith("lambda-cgd (lam = 0.9, normalized), cyclic: ε = 2, δ = 1e-05, σ = ")
+    assert text.startswith("λCGD λ=0.9 normalised, cyclic: ε = 2, δ = 1e-05, σ = ")
     assert "\n" not in text
 
 

@@ -185,17 +185,13 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        lambda-cgd (lam = 0.9), cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
         2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
         """
-        fields = self.mechanism.to_dict().items()
-        described = ", ".join(
-            k if v is True else f"{k} = {v:.4g}" for k, v in fields if v and isinstance(v, int | float)
-        )
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
-            f"{self.mechanism.name}{f' ({described})' if described else ''}, {self.sampling.kind}: "
+            f"{self.mechanism}, {self.sampling.kind}: "
             f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, "
             f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
             f"{self.examples} examples, RMSE {self.rmse:.4g} ({claim})"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from lambdacgd.cli.options import flag, plan_flags, with_flags
+from lambdacgd.errors import InvalidInput
 from lambdacgd.version import __version__
 
 
@@ -141,9 +144,40 @@ def check(
     ] = "mean",
 ) -> None:
     """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
-    from lambdacgd.cli import checker
+    if loss_reduction not in ("mean", "sum"):
+        raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
+    made = _imported(factory)()
+    from torch import nn
 
-    checker.check(factory, loss_reduction)
+    from lambdacgd.clipping import check_model
+
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        raise InvalidInput(
+            "factory",
+            f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
+        )
+    model, batch, loss = made
+    report = check_model(model, batch, loss=loss, loss_reduction="mean" if loss_reduction == "mean" else "sum")
+    print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
+
+
+def _imported(factory: str) -> Callable[[], Any]:
+    """The function that ``factory`` names as module:function; modules of the current folder can be named, too."""
+    module, _, name = factory.partition(":")
+    if not module or not name:
+        raise InvalidInput("factory", factory, "it must be module:function, such as models:make for make in models.py")
+    sys.path.insert(0, "")  # a console script does not look into the current folder, as ``python -m`` does
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not (module + ".").startswith(f"{error.name}."):
+            raise  # something that the user's module needs
+        raise InvalidInput("factory", factory, f"there is no module {module} here") from None
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise InvalidInput("factory", factory, f"{module} has no function {name}")
+    return function
 
 
 def demo(

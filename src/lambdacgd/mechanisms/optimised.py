@@ -153,6 +153,7 @@ class BandInvMF(_OptimizedBands):
         metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
     )
     name: ClassVar[str] = "bandinvmf"
+    title: ClassVar[str] = "BandInvMF"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -229,6 +230,7 @@ class BandMF(_OptimizedBands):
     """
 
     name: ClassVar[str] = "bandmf"
+    title: ClassVar[str] = "BandMF"
 
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._known())
@@ -262,10 +264,11 @@ class BLT(Mechanism):
         InvalidInput: a value cannot be used, or only one of ``decays`` and ``weights`` is given.
     """
 
-    buffers: int = field(default=3, metadata={"help": "Buffers of BLT (default 3)."})
+    buffers: int = field(default=3, metadata={"symbol": "m", "help": "Buffers of BLT (default 3)."})
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
     name: ClassVar[str] = "blt"
+    title: ClassVar[str] = "BLT"
 
     def __post_init__(self) -> None:
         buffers = integer("buffers", self.buffers, maximum=16, why=" (beyond three or four nothing is gained)")

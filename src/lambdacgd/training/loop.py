@@ -84,7 +84,7 @@ class Loop:
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
         self.attached = True
-        clipper.before_adding = self._before_adding
+        clipper.call_before_adding(self._before_adding)
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
@@ -145,7 +145,7 @@ class Loop:
         self.cycle.batch(step, examples, last=last)
         if self.shards is not None:
             self.shards.expect(step, last=last)
-            self.clipper.may_probe = least > 1
+            self.clipper.allow_probe(least > 1)
         self.clipper.weigh(torch.zeros(1) if empty else None)
 
     def drop_batch(self) -> None:

@@ -149,8 +149,7 @@ def privatize(
                 clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))
-                    clipper.views = views
-                    clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
+                    clipper.expect_views(views)
                 options = {
                     "num_workers": num_workers,
                     "collate_fn": collate_fn,

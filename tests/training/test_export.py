@@ -70,13 +70,15 @@ def trained(tmp_path, p=None):
 def test_nothing_secret_leaves(tmp_path, bins):
     private, patterns = trained(tmp_path, oracle.binned_plan(48, 12, 2, bins=bins))
     folder = export(private, tmp_path / "out" / "release")
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "checkpoint")
     assert sorted(p.name for p in folder.iterdir()) == ["PRIVACY.md", "model.safetensors", "privacy-card.json"]
     public = {path.name: path.read_bytes() for path in folder.iterdir()}
     for what in ("run id", "fingerprint"):
         value = private.run.id if what == "run id" else private.run.key.fingerprint()
         assert not [name for name, content in public.items() if value.encode() in content], what
-    for name, content in {**public, "checkpoint": (tmp_path / "c.pt").read_bytes()}.items():
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    assert saved
+    for name, content in {**public, **saved}.items():
         for what, pattern in patterns.items():
             assert pattern not in content, f"{what} is in {name}"
     sizes = [len(i) for i in private.plan.sampling.batches(private.run.key, run=private.run.id)]

@@ -8,7 +8,7 @@ from tests.training import oracle
 from tests.training.saved import start
 from torch.utils.data import ConcatDataset, Subset
 
-from lambdacgd.training.repeats import check_no_repeats
+from lambdacgd.training.privatize import check_no_repeats
 from lambdacgd.validation import InvalidInput
 
 DATA, OTHER = oracle.data(), oracle.data()

@@ -12,6 +12,8 @@ from typing import Any, ClassVar, Literal
 
 from scipy.optimize import toms748
 
+from lambdacgd.errors import AccountingError, DeviceError
+
 Direction = Literal["both", "remove", "add"]
 
 SMALLEST_EPSILON = 1e-3
@@ -98,14 +100,6 @@ def device() -> str:
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
         raise DeviceError(f"LAMBDACGD_ACCOUNTING_DEVICE is {asked!r}; it must be auto, cpu, cuda or cuda:0, cuda:1, …")
     return asked
-
-
-class DeviceError(ValueError):
-    """A device that was asked for cannot be used. No other accountant is asked instead: that would hide it."""
-
-
-class AccountingError(ValueError):
-    """A request no accountant here can answer; the message says why and what can be asked instead."""
 
 
 def real(name: str, value: Any) -> float:

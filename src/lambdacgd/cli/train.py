@@ -95,7 +95,7 @@ def run(
     """Start or resume a run, train it to the end, and write its release and report."""
     from rich.console import Console
 
-    from lambdacgd.training.errors import NotPrivateWarning
+    from lambdacgd.errors import NotPrivateWarning
     from lambdacgd.training.session import Interrupted
 
     console = Console()

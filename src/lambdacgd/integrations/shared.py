@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.checkpoint import generators, set_generators
-from lambdacgd.training.cycle import Phase
+from lambdacgd.training.guards import Phase
 from lambdacgd.training.loader import random_numbers_of
 from lambdacgd.validation import InvalidInput
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lambdacgd.clipping.sites import Replaced, batch_size
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.errors import TrainingError
+from lambdacgd.torch_private import tree_flatten, tree_unflatten
 
 
 def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:

@@ -16,10 +16,9 @@ from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
+from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
-from lambdacgd.training.errors import CheckpointError
-from lambdacgd.validation import InvalidInput
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-privacy-card-1"

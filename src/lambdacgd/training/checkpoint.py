@@ -33,14 +33,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from lambdacgd.errors import CheckpointError
 from lambdacgd.keys import LedgerError
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
-from lambdacgd.training.cycle import Phase
-from lambdacgd.training.distributed.compare import compare_weights, groups_by_name
-from lambdacgd.training.distributed.shards import is_sharded, local, place_of, reshard
+from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
+from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ def save(
         check_savable(private)
         _refuse_file(folder)
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
-    compare_weights(private)
+    compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
     state["generators"] = world.gather(generators())
     with world.together("saving"):
         facts, tensors = encode(
@@ -158,7 +157,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         with world.together("loading"):
             _apply(private, saved)
             extra: dict[str, Any] = saved.value("extra")
-        compare_weights(private)
+        compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
     adopt(private, who)
     return extra
 
@@ -259,7 +258,7 @@ def adopt(private: Private, saved: dict[str, Any]) -> None:
 def check_savable(private: Private) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     private.check_whole()
-    if private.cycle.phase is not Phase.IDLE:
+    if not private.between_steps:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
             "after an optimizer.step() that acted (private.between_steps is then True)"
@@ -294,7 +293,7 @@ def _frozen(private: Private) -> set[str]:
 
 
 def _groups(private: Private) -> list[list[str]]:
-    return [group["names"] for group in groups_by_name(private)]
+    return [group["names"] for group in groups_by_name(private.clipper.parameters, private.optimizer)]
 
 
 def _parameters(private: Private) -> list[Any]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lambdacgd.training.errors import CheckpointError
+from lambdacgd.errors import CheckpointError
 
 # A JSON object that holds this key stands for something that JSON lacks; the key's value says for what.
 _TAG = "$"

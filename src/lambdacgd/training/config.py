@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.training.tasks import TASKS, Task
-from lambdacgd.validation import InvalidInput, integer, number
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.training.distributed.shards import reshard
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import number
+from lambdacgd import torch_private
+from lambdacgd.errors import TrainingError, number
+from lambdacgd.training.distributed.models import reshard
 
 
 class EMA:
@@ -51,7 +51,7 @@ class EMA:
         averages = [self._average[name] for name in self._parameters]
         new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
         if all(type(tensor) is Tensor for tensor in new):
-            torch._foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
+            torch_private.foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
             return
         for average, tensor in zip(averages, new, strict=True):  # sharded tensors know fewer operations
             average.lerp_(tensor, 1 - decay)

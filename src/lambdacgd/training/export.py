@@ -11,11 +11,10 @@ from pathlib import Path
 
 from safetensors.torch import save_file, save_model
 
+from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
-from lambdacgd.training.distributed.shards import is_sharded, whole_state
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.private import Private
-from lambdacgd.validation import InvalidInput
 
 WEIGHTS = "model.safetensors"
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -24,7 +25,6 @@ from lambdacgd.training.data import Examples, Splits
 from lambdacgd.training.export import export
 from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
-from lambdacgd.validation import InvalidInput
 
 CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint.pt", Path("private") / "run.key"
 

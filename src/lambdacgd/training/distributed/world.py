@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput, TrainingError
 
 Result = TypeVar("Result")
 

@@ -13,8 +13,8 @@ from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training import NotPrivateWarning
-from lambdacgd.validation import InvalidInput
 
 KINDS = ["bert", "gpt2", "llama"]
 KEY = bytes(range(32))

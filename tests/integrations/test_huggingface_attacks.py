@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
 
 
 def refused(trainer, says, error=lc.TrainingError, steps=0):

@@ -9,8 +9,8 @@ import torch
 from tests.integrations import hf
 
 import lambdacgd as lc
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
 
 REFUSED = {
     "gradient_accumulation_steps": 2,

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import (

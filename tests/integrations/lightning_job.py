@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import secrets
 import warnings
@@ -81,4 +82,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     train(given.out, processes=2, stop=given.stop)
-    torch.distributed.destroy_process_group()  # gloo's threads may else abort the process when it ends
+    gc.collect()  # nothing may hold the process group: a thread of gloo that outlives Python aborts the process
+    torch.distributed.destroy_process_group()

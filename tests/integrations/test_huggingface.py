@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training import NotPrivateWarning
-from lambdacgd.validation import InvalidInput
 from tests.integrations import hf
 from tests.training import oracle
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from tests.training import oracle
 
 pytest.importorskip("lightning")

@@ -87,7 +87,7 @@ def test_saving_by_hand_after_training_is_a_release(tmp_path):
 
 def test_checkpoints_hold_no_key_and_foreign_ones_are_refused(tmp_path):
     _, strategy, trainer = fit(tmp_path, callbacks=[saver(tmp_path)])
-    secret = strategy.private.run.key.path.read_text().split()[-1]
+    secret = strategy.private.run.key.path.read_text().splitlines()[1]
     for path in filter(Path.is_file, (tmp_path / "saved").rglob("*")):
         assert secret.encode() not in path.read_bytes()
         assert bytes.fromhex(secret) not in path.read_bytes()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lambdacgd.clipping.backward import LossReduction
 from lambdacgd.clipping.bounds import Mode
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.shared import (
     KeyLike,
     LogicalBatch,
@@ -29,7 +30,6 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
 from lambdacgd.training.checkpoint import read, save
 from lambdacgd.training.distributed.world import World
-from lambdacgd.validation import InvalidInput
 
 need("lightning", "lightning")
 

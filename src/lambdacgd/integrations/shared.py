@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.checkpoint import generators, set_generators
 from lambdacgd.training.guards import Phase
 from lambdacgd.training.loader import random_numbers_of
-from lambdacgd.validation import InvalidInput
 
 # --- the library beneath an integration ------------------------------------------------------------------------------
 

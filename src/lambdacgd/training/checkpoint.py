@@ -172,6 +172,12 @@ def exists(private: Private, path: str | os.PathLike[str]) -> bool:
     return folder.is_file() or bool(_steps(folder))
 
 
+def has_traces(path: str | os.PathLike[str]) -> bool:
+    """Whether anything of a checkpoint is there: a whole one, a draft, or one of an older format."""
+    folder = Path(path)
+    return folder.is_file() or bool(_steps(folder)) or any(folder.glob(".step-*.draft"))
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """What a checkpoint holds, in host memory, without going on from it: for evaluation and for looking.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import typer
 from typer.testing import CliRunner
 
 from lambdacgd.cli import demo as module
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+from lambdacgd.sampling import Cyclic
 
 TUNING = Path(__file__).parents[2] / "results" / "demo_tuning.json"
 
@@ -26,13 +29,23 @@ def run(*arguments):
 
 
 def test_prints_both_accuracies(monkeypatch):
-    pytest.importorskip("sklearn")
     monkeypatch.setattr(module, "EPOCHS", 1)
     monkeypatch.setattr(module, "BATCH_SIZE", 240)
-    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling={"sampling": "cyclic"}) for m in module.METHODS))
+    monkeypatch.setattr(module, "METHODS", tuple(replace(m, sampling=Cyclic()) for m in module.METHODS))
     output = run("--seeds", "2")
     for part in ("DP-SGD", "DP-λCGD, fixed bins", "DP-λCGD, fresh bins", "mean", "ε = 2", "%", "±"):
         assert part in output
+
+
+def test_needs_nothing_but_the_core_packages():
+    """As installed without extras, outside a checkout."""
+    extras = ("sklearn", "matplotlib", "transformers", "opacus", "pyarrow", "PIL", "tensorboard", "reproduce")
+    code = f"import sys; sys.modules |= dict.fromkeys({extras})\n"
+    code += "from lambdacgd.cli import demo\n"
+    code += "demo.EPOCHS, demo.BATCH_SIZE, demo.METHODS = 1, 240, demo.METHODS[:1]\ndemo.demo(1)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "%" in done.stdout
 
 
 def test_refuses_no_seeds():

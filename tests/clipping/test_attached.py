@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import mlp, step, total_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lambdacgd.clipping import ClippingError, attach
-from lambdacgd.clipping.benchmark_models import ViT
+from reproduce.bench_models import ViT
+from tests.clipping.small import mlp, step, total_norm
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -288,7 +288,10 @@ def test_layers_left_out_at_random_take_no_more_memory_with_every_batch() -> Non
         model.used = subset  # type: ignore[assignment]
         step(model, x)
         seen.append({n: t.clone() for n, t in clipper.take().items()})
-    kept = [*clipper._totals._buffers.values(), *(whole for whole, _ in clipper._totals._packs.values())]
+    kept = [
+        *clipper._backward_pass.totals._buffers.values(),
+        *(whole for whole, _ in clipper._backward_pass.totals._packs.values()),
+    ]
     assert sum(t.numel() for t in kept) <= 5 * sum(p.numel() for p in model.parameters())
     for subset, found in list(zip(subsets, seen, strict=True))[-5:]:  # and the sums are those of a clipper of their own
         model.used = subset  # type: ignore[assignment]

@@ -12,13 +12,13 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.integrations.lightning import LambdaCGDDDPStrategy, LambdaCGDStrategy
+from tests.training import oracle
 
 
 class Module(lightning.LightningModule):

@@ -7,12 +7,12 @@ import shutil
 
 import pytest
 import torch
-from tests.integrations import hf
 from transformers import TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.integrations.huggingface.trainer import RUN_STATE, with_runs
 from lambdacgd.training import checkpoint
+from tests.integrations import hf
 
 
 class Die(TrainerCallback):

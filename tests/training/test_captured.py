@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.graphs import on_the_host
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +13,8 @@ import lambdacgd as lc
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.step import PrivateStep
+from tests.training import oracle
+from tests.training.graphs import on_the_host
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),

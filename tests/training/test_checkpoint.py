@@ -11,11 +11,11 @@ import threading
 
 import pytest
 import torch
-from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, checkpoint
+from tests.training.saved import equal, start, steps
 
 
 def drafts(folder):

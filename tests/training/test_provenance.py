@@ -7,13 +7,13 @@ import math
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.saved import start, steps
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import CheckpointError, TrainingError, export, privatize
 from lambdacgd.training.card import NOT_DECLARED
+from tests.training import oracle
+from tests.training.saved import start, steps
 
 EMPTY = {"format": "lambdacgd-privacy-card-1", "claim": "", "earlier_runs": []}
 

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import start
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -15,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.disturbed import start
 
 
 def refused(match, *, module=None, optimizer=None, dataset=None, p=None, error=lc.InvalidInput, **options):

@@ -9,8 +9,9 @@ from typing import Annotated, Any
 
 import typer
 
+from lambdacgd.errors import integer
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism
-from lambdacgd.validation import integer
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE = 2.0, 1e-4, 2, 8
 
@@ -21,15 +22,15 @@ class Method:
 
     name: str
     mechanism: Mechanism
-    sampling: dict[str, Any]
+    sampling: Sampling
     learning_rate: float
     max_grad_norm: float
 
 
 METHODS = (
-    Method("DP-SGD (Poisson)", Identity(), {"sampling": "poisson"}, 0.03125, 4.0),
-    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), {"bins": "fixed"}, 0.0625, 2.0),
-    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), {"bins": "fresh"}, 0.25, 1.0),
+    Method("DP-SGD (Poisson)", Identity(), Poisson(), 0.03125, 4.0),
+    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), BallsInBins("fixed"), 0.0625, 2.0),
+    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), BallsInBins("fresh"), 0.25, 1.0),
 )
 
 
@@ -44,23 +45,23 @@ def demo(
     from rich.console import Console
     from rich.table import Table
 
+    from lambdacgd import digits
     from lambdacgd.planning import plan as make_plan
-    from lambdacgd.training.tasks import TASKS
 
     console, began = Console(), time.monotonic()
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
-    splits = TASKS["digits"].load(None)
+    train, test = digits.load()
     plans = []
     for method in METHODS:
         with console.status(f"calibrating the noise of {method.name}"):
             plan = make_plan(
-                splits.train,
+                train,
                 BATCH_SIZE,
                 epochs=EPOCHS,
                 epsilon=EPSILON,
                 delta=DELTA,
                 mechanism=method.mechanism,
-                **method.sampling,
+                sampling=method.sampling,
             )
         plans.append(plan)
         console.print(
@@ -69,15 +70,13 @@ def demo(
             highlight=False,
         )
     found: list[list[float]] = [[] for _ in METHODS]
-    table = Table(
-        title=f"Test accuracy on {len(splits.test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left"
-    )
+    table = Table(title=f"Test accuracy on {len(test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left")
     for heading in ("seed", *(method.name for method in METHODS)):
         table.add_column(heading, justify="right")
     for seed in range(seeds):
         for i, (method, plan) in enumerate(zip(METHODS, plans, strict=True)):
             with console.status(f"seed {seed + 1} of {seeds}: {method.name}, {plan.steps} steps"):
-                found[i].append(train_once(splits, plan, method, seed))
+                found[i].append(train_once(train, test, plan, method, seed))
         table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in found))
     table.add_section()
     table.add_row("mean", *(f"{_mean(values)}" for values in found), style="bold")
@@ -91,25 +90,26 @@ def demo(
     )
 
 
-def train_once(splits: Any, plan: Any, method: Method, seed: int) -> float:
+def train_once(train: Any, test: Any, plan: Any, method: Method, seed: int) -> float:
     """The test accuracy of one private run."""
     import torch
     from torch.nn import functional as F
 
+    from lambdacgd import digits
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.training.session import accuracy
-    from lambdacgd.training.tasks import digits_model
 
     torch.manual_seed(seed)
-    model = digits_model()
+    model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate)
-    private = privatize(model, optimizer, splits.train, plan, max_grad_norm=method.max_grad_norm)
+    private = privatize(model, optimizer, train, plan, max_grad_norm=method.max_grad_norm)
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     private.detach()
-    return accuracy(model, splits.test, torch.device("cpu"))
+    images, labels = test.tensors
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).double().mean())
 
 
 def _mean(values: list[float]) -> str:

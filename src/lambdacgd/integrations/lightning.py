@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.clipper import LossReduction
-from lambdacgd.clipping.factors import Mode
+from lambdacgd.clipping.backward import LossReduction
+from lambdacgd.clipping.bounds import Mode
 from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.shared import (
     KeyLike,

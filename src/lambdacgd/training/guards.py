@@ -180,25 +180,20 @@ class Gradients:
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
         self._written = {}
 
-    def drop_zeroed(self) -> None:
-        """After zero_grad(set_to_none=False) a gradient is None too: the clipper is about to write its memory."""
-        for name, p in self._parameters.items():
-            tensor, version = self._written.get(name, (None, 0))
-            if tensor is not None and p.grad is tensor and torch_private.version(p.grad) != version:
-                p.grad = None
-            if p.grad is None:
-                self._written.pop(name, None)
-
     def part(self) -> None:
-        """The sums' memory is about to be written: a gradient still there becomes a copy, so that nobody changes sums
-        by way of ``p.grad``.
+        """The sums' memory, which gradients share, is about to be written: no gradient may share it any longer.
+
+        One that ``zero_grad(set_to_none=False)`` has zeroed becomes None. One that was not zeroed becomes a copy, so
+        that nobody changes sums by way of ``p.grad``.
         """
-        self.drop_zeroed()
-        for name, (tensor, _) in list(self._written.items()):
+        for name, (tensor, version) in list(self._written.items()):
             p = self._parameters[name]
-            if p.grad is tensor:
+            if p.grad is tensor and torch_private.version(tensor) == version:
                 p.grad = tensor.clone()
                 self._written[name] = (p.grad, torch_private.version(p.grad))
+            elif p.grad is tensor or p.grad is None:
+                p.grad = None
+                del self._written[name]
 
     def remember(self) -> None:
         """A step has written ``p.grad``: so it stands until ``zero_grad()``."""
@@ -207,6 +202,7 @@ class Gradients:
             self._written[name] = (p.grad, torch_private.version(p.grad))
 
     def clear(self) -> None:
+        """No gradient is left."""
         for p in self._parameters.values():
             p.grad = None
         self._written = {}

@@ -78,12 +78,13 @@ class Loop:
         self.when_moved: list[Callable[[], None]] = []
         self.resting = False
         self.broken: str | None = None
+        self._compares = world.many  # weights, at the end of an epoch
         self._steps_per_epoch = step.plan.steps_per_epoch
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
         self.attached = True
-        clipper.before_adding = self._before_adding
+        clipper.call_before_adding(self._before_adding)
         self._undo = [
             optimizer.register_step_pre_hook(self._before_step).remove,
             optimizer.register_step_post_hook(self._after_step).remove,
@@ -139,13 +140,12 @@ class Loop:
             empty: Whether nobody takes part, so that its one example has weight zero.
             least: Examples that every rank has at least.
         """
-        self.gradients.drop_zeroed()
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
         self.cycle.batch(step, examples, last=last)
         if self.shards is not None:
             self.shards.expect(step, last=last)
-            self.clipper.may_probe = least > 1
+            self.clipper.allow_probe(least > 1)
         self.clipper.weigh(torch.zeros(1) if empty else None)
 
     def drop_batch(self) -> None:
@@ -207,7 +207,7 @@ class Loop:
         if self.resting or self.cycle.phase is not Phase.NOISED:
             return
         self.acted()
-        if self.world.many and self.cycle.done % self._steps_per_epoch == 0:
+        if self._compares and self.cycle.done % self._steps_per_epoch == 0:
             compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
         for act in self.after_step:
             act()
@@ -226,8 +226,10 @@ class Loop:
         """Warn of examples without a finite gradient, which count for nothing. Looked at when an epoch begins, for a
         batch of nothing else, and when it ends: reading waits for the device.
         """
-        norms, place = self.clipper.norms, self.cycle.done % self._steps_per_epoch
-        self._norms = [norms] if place == 0 else [*self._norms, norms]
+        place = self.cycle.done % self._steps_per_epoch
+        if place == 0:
+            self._norms.clear()
+        self._norms.append(self.clipper.norms)
         if place == 0 and self.clipper.dropped >= self.cycle.handed_out > 0:
             warnings.warn(
                 f"no example of step {self.cycle.current} has a finite gradient, so it adds noise and nothing else. "
@@ -237,7 +239,7 @@ class Loop:
             )
         if place == self._steps_per_epoch - 1:
             missing = int((~torch.cat(self._norms).isfinite()).sum())
-            self._norms = []
+            self._norms.clear()
             if missing:
                 warnings.warn(
                     f"{missing} example(s) of the epoch that ends with step {self.cycle.current} had no finite "

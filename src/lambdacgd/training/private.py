@@ -80,7 +80,7 @@ class Private:
         if any(is_sharded(p) for p in clipper.parameters.values()):
             self.shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
             clipper.keep_sums_in(self.shards)
-            clipper.may_probe = False  # until a batch of which every rank has two examples
+            clipper.allow_probe(False)  # until a batch of which every rank has two examples
         self._step = PrivateStep(plan, run, self.layout, max_grad_norm=max_grad_norm, world=world, shards=self.shards)
         self._loop = Loop(model, optimizer, clipper, self._step, world=world, shards=self.shards, history=history)
         self.loader = Loader(

@@ -13,18 +13,17 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lambdacgd import clipping
-from lambdacgd.clipping.clipper import LossReduction
-from lambdacgd.clipping.factors import Mode
-from lambdacgd.clipping.sites import Replaced
+from lambdacgd.clipping.backward import LossReduction
+from lambdacgd.clipping.bounds import Mode
+from lambdacgd.clipping.clipper import Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
-from lambdacgd.training.augmentation import examples_in, run_by_view
 from lambdacgd.training.card import GivenCard, History
 from lambdacgd.training.distributed.agreement import start_together
 from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate
+from lambdacgd.training.loader import Collate, examples_in, run_by_view
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.sample import sample_of
@@ -150,8 +149,7 @@ def privatize(
                 clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))
-                    clipper.views = views
-                    clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
+                    clipper.expect_views(views)
                 options = {
                     "num_workers": num_workers,
                     "collate_fn": collate_fn,

@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import oracle
-from tests.training.distributed import jobs, launch
 from torch import distributed as dist
 
 import lambdacgd as lc
 from lambdacgd.training import checkpoint
+from tests.training import oracle
+from tests.training.distributed import jobs, launch
 
 
 @functools.lru_cache(maxsize=2)

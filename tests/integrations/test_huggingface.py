@@ -228,19 +228,6 @@ def test_a_second_run_with_the_same_key_has_noise_of_its_own(tmp_path, caplog):
     assert "has been used for 1 run" in caplog.text
 
 
-def test_missing_extras_are_named(monkeypatch):
-    import importlib.util
-
-    from lambdacgd.integrations.extras import need
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
-    )
-    with pytest.raises(ImportError, match=r"lambdacgd\[hf\]"):
-        need("hf", "transformers", "torch")
-
-
 def test_importing_the_library_imports_no_trainer():
     code = (
         "import sys, lambdacgd as lc; lc.plan, lc.privatize, lc.export; "

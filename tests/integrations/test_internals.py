@@ -50,7 +50,9 @@ def test_what_is_missing_is_named_with_its_extra():
 def _replaced(ours, theirs):
     own = [name for base in ours.__mro__ if base.__module__.startswith("lambdacgd") for name in vars(base)]
     return {
-        name for name in own if not name.startswith("__") and inspect.getattr_static(theirs, name, None) is not None
+        name
+        for name in own
+        if not name.startswith(("__", "_abc_")) and inspect.getattr_static(theirs, name, None) is not None
     }
 
 

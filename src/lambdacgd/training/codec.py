@@ -173,9 +173,9 @@ def content_digest(state: Any) -> str:
     return running.hexdigest()
 
 
-def _bytes(value: Tensor) -> memoryview:
+def _bytes(value: Tensor) -> Any:
     flat = value.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy() if flat.numel() else b"")
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:

@@ -346,13 +346,13 @@ def _places(dataset: Any, owners: dict[int, int]) -> Places | None:
 
 
 def _of(dataset: Any, owners: dict[int, int]) -> Places:
-    found = _places(dataset, owners)
+    places = _places(dataset, owners)
     size, owner = len(dataset), owners.setdefault(id(dataset), len(owners) + 1)
-    if found is None:
+    if places is None:
         return np.full(size, owner), np.arange(size)
     if isinstance(dataset, (Subset, ConcatDataset)):
-        return found
-    return np.full(size, owner), found[1]
+        return places
+    return np.full(size, owner), places[1]
 
 
 def _selected(dataset: Any) -> np.ndarray | None:

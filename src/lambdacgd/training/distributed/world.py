@@ -63,9 +63,9 @@ class World:
         """Every rank's value, by rank. All must call it."""
         if not self.many:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank. All must call it."""
@@ -114,10 +114,10 @@ class World:
 
     def agree(self, what: str, facts: dict[str, Any], advice: dict[str, str]) -> None:
         """An error on every rank, naming what differs and where, unless all ranks have the same facts."""
-        found = self.gather(facts)
+        gathered = self.gather(facts)
         lines = []
-        for name in dict.fromkeys(name for other in found for name in other):  # a rank may have facts of its own
-            values = [other.get(name) for other in found]
+        for name in dict.fromkeys(name for other in gathered for name in other):  # a rank may have facts of its own
+            values = [other.get(name) for other in gathered]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 shown = f"{_short(values[0])} on rank 0, {_short(values[odd[0]])} on rank {odd[0]}"

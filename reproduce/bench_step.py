@@ -32,6 +32,7 @@ import lambdacgd as lc
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
 from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.torch_private import foreach_mul_
 from reproduce.bench_models import CASES, Case, LSTMClassifier
 from reproduce.framework import measured_on
 from reproduce.problems import problem
@@ -79,7 +80,7 @@ class OurStep:
         self._loss().backward()
         sums = self._clipper.take()
         self._noises[self.kind](sums, self._steps)
-        torch._foreach_mul_(list(sums.values()), 1 / self._batch)
+        foreach_mul_(list(sums.values()), 1 / self._batch)
         for name, p in self._clipper.parameters.items():
             p.grad = sums[name]
         self._optimizer.step()
@@ -175,8 +176,8 @@ def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dic
         for mode, step in steps.items():
             times[mode].append(turn(step, device))
     return {
-        mode: {"median_ms": statistics.median(found), "least_ms": min(found), "repeats": rounds * _TURN}
-        for mode, found in times.items()
+        mode: {"median_ms": statistics.median(measured), "least_ms": min(measured), "repeats": rounds * _TURN}
+        for mode, measured in times.items()
     }
 
 
@@ -196,9 +197,9 @@ def set_precision(precision: str) -> Iterator[None]:
 def check_names(**given: tuple[Sequence[str], Sequence[str]]) -> None:
     """Each kind of name with those given and those allowed."""
     for kind, (names, allowed) in given.items():
-        for one in names:
-            if one not in allowed:
-                raise ValueError(f"unknown {kind} {one!r}; allowed: {', '.join(allowed)}")
+        for name in names:
+            if name not in allowed:
+                raise ValueError(f"unknown {kind} {name!r}; allowed: {', '.join(allowed)}")
 
 
 def run(
@@ -246,8 +247,8 @@ def _cells(
         except Exception as error:
             cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
         free(device)
-    for mode, found in measure(steps, device, rounds=-(-repeats // _TURN)).items():
-        cells[mode] |= found
+    for mode, measured in measure(steps, device, rounds=-(-repeats // _TURN)).items():
+        cells[mode] |= measured
     steps.clear()
     step = None
     free(device)
@@ -301,12 +302,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def ratios(turn: Callable[[str], float], rounds: int) -> tuple[list[float], list[float]]:
     """Per round, in turns A B B A: B's time over A's, and A's time. ``turn`` runs one of ``PAIR`` and times it."""
     a, b = PAIR
-    found, base = [], []
+    over_base, base = [], []
     for _ in range(rounds):
         first, second, third, fourth = (turn(kind) for kind in (a, b, b, a))
-        found.append((second + third) / (first + fourth))
+        over_base.append((second + third) / (first + fourth))
         base.append((first + fourth) / 2)
-    return found, base
+    return over_base, base
 
 
 def compare_pair(
@@ -321,8 +322,8 @@ def compare_pair(
         return turn(step, device)
 
     ratios(time_of, warm_up)
-    found, base = ratios(time_of, rounds)
-    ratio, low, high = median_interval(found)
+    over_base, base = ratios(time_of, rounds)
+    ratio, low, high = median_interval(over_base)
     return {
         "model": model, "precision": precision, "batch": batch, "ratio": ratio, "low": low, "high": high,
         "dp_sgd_ms": statistics.median(base), "rounds": rounds,

@@ -85,8 +85,8 @@ def load(name: str | None) -> Experiment:
     if name not in EXPERIMENTS:
         raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see python -m reproduce --list)")
     module, attribute = EXPERIMENTS[name][0].split(":")
-    found: Experiment = getattr(importlib.import_module(module), attribute)
-    return found
+    experiment: Experiment = getattr(importlib.import_module(module), attribute)
+    return experiment
 
 
 def reproduce(
@@ -104,10 +104,10 @@ def reproduce(
     """
     cells = list(experiment.cells(settings))
     folder.mkdir(parents=True, exist_ok=True)
-    found = stored(folder)
+    known = stored(folder)
     if not collect:
-        _compute(experiment, cells, folder, found, replace(settings, folder=folder), stop_after)
-    finished = [found[key] for key in map(experiment.key, cells) if key in found]
+        _compute(experiment, cells, folder, known, replace(settings, folder=folder), stop_after)
+    finished = [known[key] for key in map(experiment.key, cells) if key in known]
     if not finished and not collect:
         return []  # no time for a single one
     if not finished:
@@ -123,22 +123,22 @@ def reproduce(
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
     """Finished cells by key; a line cut off by an interruption is passed over."""
-    found: dict[str, dict[str, Any]] = {}
+    finished: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("cells*.jsonl")):
         for record in records(path):
             try:
-                if record["key"] not in found or "error" not in record["result"]:
-                    found[record["key"]] = record
+                if record["key"] not in finished or "error" not in record["result"]:
+                    finished[record["key"]] = record
             except (KeyError, TypeError):
                 continue
-    return found
+    return finished
 
 
 def _compute(
     experiment: Experiment,
     cells: list[Cell],
     folder: Path,
-    found: dict[str, dict[str, Any]],
+    known: dict[str, dict[str, Any]],
     settings: Settings,
     stop_after: float | None,
 ) -> None:
@@ -146,7 +146,7 @@ def _compute(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     began = time.monotonic()
-    todo = [cell for cell in cells if (old := found.get(experiment.key(cell))) is None or "error" in old["result"]]
+    todo = [cell for cell in cells if (old := known.get(experiment.key(cell))) is None or "error" in old["result"]]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(experiment.name, total=len(cells), completed=len(cells) - len(todo))
@@ -160,7 +160,7 @@ def _compute(
             record: dict[str, Any] = {"key": key, "cell": cell, "result": result}
             record |= {"seconds": round(time.monotonic() - started, 2), "machine": machine(), "date": _now()}
             append(folder / "cells.jsonl", record)
-            found[key] = record
+            known[key] = record
             bar.advance(task)
             if not bar.console.is_terminal:  # a log wants lines, not a bar
                 print(f"{experiment.title(cell)}: {record['seconds']} s", flush=True, file=sys.stderr)
@@ -219,9 +219,11 @@ def _page(
         lines += [f"![{experiment.what}]({name}.svg)", ""]
     command = f"python -m reproduce {name}" + (" --quick" if quick else "")
     lines += [f"Written by `{command}`, lambdacgd {__version__}, revision {experiment.revision}. Computed on:", ""]
-    for one in machines:
-        versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
-        lines.append(f"- {one['device']}, {one['system']}; {versions}; {' to '.join(dict.fromkeys(one['dates']))}")
+    for machine in machines:
+        versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+        lines.append(
+            f"- {machine['device']}, {machine['system']}; {versions}; {' to '.join(dict.fromkeys(machine['dates']))}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -309,7 +311,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; None becomes a dash."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join("—" if one is None else str(one) for one in row) + " |" for row in rows]
+    lines += ["| " + " | ".join("—" if value is None else str(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)
 
 

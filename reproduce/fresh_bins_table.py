@@ -52,16 +52,16 @@ def compute(cell: Cell, settings: Settings) -> Row:
     title, epsilon = cell["row"], cell["epsilon"]
     mechanism = _mechanism(title, epsilon)
     printed = _BY_TITLE[title].values[1 + EPSILONS.index(epsilon)] if title in _BY_TITLE else None
-    found: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
+    row: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
     try:
         calibrated = fresh_bins(mechanism, HORIZON, epsilon=epsilon, delta=DELTA, estimate=True)
     except AccountingError as refusal:
-        return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
+        return row | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
     certificate = calibrated.certificate
     error = certificate.details.get("sigma_standard_error", 0.0) / calibrated.sigma
     value = error_norms(mechanism, HORIZON.steps, restart_every=_BLOCK.steps)[0] * calibrated.sigma
-    found |= {"sigma": calibrated.sigma, "rmse": value, "ratio": value / printed if printed else None}
-    return found | {"method": certificate.method, "kind": certificate.kind, "relative_standard_error": error}
+    row |= {"sigma": calibrated.sigma, "rmse": value, "ratio": value / printed if printed else None}
+    return row | {"method": certificate.method, "kind": certificate.kind, "relative_standard_error": error}
 
 
 def _mechanism(title: str, epsilon: float) -> Mechanism:

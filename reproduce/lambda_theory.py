@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lambdacgd import cache
+from lambdacgd import cache, choose_lambda
 from lambdacgd.mechanisms import Diagonal, Horizon, Identity, rmse
-from lambdacgd.tuning import choose_lambda
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 from reproduce.paper import FULL_BATCH, FULL_BATCH_GAPS, RMSE_OPTIMAL, SMALLER_BY, TRAINED
 

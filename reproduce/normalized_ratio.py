@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lambdacgd import choose_lambda
 from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-from lambdacgd.tuning import choose_lambda
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 
 EPOCHS = (1, 2, 4, 8, 16, 32)

@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lambdacgd import choose_lambda
+from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
 from lambdacgd.tuning.choice import shrink
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
+from reproduce.problems import TRAINING_EXAMPLES
 from reproduce.runs import DELTA
 from reproduce.search import sweep_search
 from reproduce.trainer import compute_with
@@ -295,10 +299,6 @@ def _points(
 
 def _rate(task: str, name: str, size: int, epochs: int, epsilon: float, lam: float) -> float:
     """Where a search begins: inversely to the error that noise leaves in sums of gradients."""
-    from lambdacgd.accounting.gaussian import gaussian_sigma
-    from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-    from reproduce.problems import TRAINING_EXAMPLES
-
     horizon = Horizon(TRAINING_EXAMPLES[task] * 4 // 5 // size, epochs)
     error = gaussian_sigma(epsilon, DELTA) * rmse(LambdaCGD(lam), horizon)
     error /= _GAIN[epsilon] if name == "lambda-cgd" else 1.0
@@ -349,17 +349,13 @@ def _groups(rows: list[Row]) -> dict[tuple[str, int, int, float], list[Row]]:
 
 def theory(row: Row) -> dict[str, float]:
     """The λ that errors pick for a row's setting: amplified RMSE under Balls-in-Bins, else RMSE and MaxSE."""
-    from lambdacgd.mechanisms import Horizon
-    from lambdacgd.tuning import choose_lambda
-    from reproduce.problems import TRAINING_EXAMPLES
-
     kept = row.get("examples") or TRAINING_EXAMPLES[row["task"]]
     horizon = Horizon((kept - kept // 5) // row["batch_size"], row["epochs"])
     if row["method"] == "lambda-cgd":
         chosen = choose_lambda(horizon, objective="amplified-rmse", epsilon=row["epsilon"], delta=DELTA)
         return {"amplified RMSE": chosen.value}
-    rmse, maxse = choose_lambda(horizon, objective="rmse"), choose_lambda(horizon, objective="maxse")
-    return {"RMSE": rmse.value, "MaxSE": maxse.value}
+    by_rmse, by_maxse = choose_lambda(horizon, objective="rmse"), choose_lambda(horizon, objective="maxse")
+    return {"RMSE": by_rmse.value, "MaxSE": by_maxse.value}
 
 
 def settings_of(rows: list[Row]) -> list[tuple[Setting, dict[str, float]]]:

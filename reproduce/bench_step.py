@@ -213,7 +213,16 @@ def run(
     batch: int | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every combination; one that fails is recorded as an error and the rest goes on."""
+    """Measure every combination of model, precision and mode, and print a line for each.
+
+    A combination that fails is recorded as an error, and the rest goes on. JSON goes to ``out`` after every model.
+
+    Returns:
+        The machine and a cell for every combination.
+
+    Raises:
+        ValueError: A name is not known.
+    """
     check_names(model=(models, tuple(CASES)), mode=(modes, MODES), precision=(precisions, PRECISIONS))
     place = torch.device(device)
     result: dict[str, Any] = {"machine": measured_on(), "cells": []}
@@ -244,7 +253,7 @@ def _cells(
             step = make_step(mode, case, device, precision, batch or case.batch)
             cells[mode] |= prepare(step, device, resident=resident, warm_up=warm_up)
             steps[mode] = step
-        except Exception as error:
+        except Exception as error:  # whatever a peer raises must not lose the other modes
             cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
         free(device)
     for mode, measured in measure(steps, device, rounds=-(-repeats // _TURN)).items():
@@ -340,7 +349,17 @@ def run_pair(
     batch: int | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Compare for every model and precision; one that fails is recorded as an error and the rest goes on."""
+    """Compare λCGD's step with DP-SGD's for every model and precision, and print a line for each.
+
+    A comparison that fails is recorded as an error, and the rest goes on. JSON goes to ``out`` after every model.
+
+    Returns:
+        The machine and a cell for every comparison: the ratio with its interval.
+
+    Raises:
+        ValueError: A name is not known.
+        InvalidInput: There are fewer than 6 rounds.
+    """
     check_names(model=(models, tuple(CASES)), precision=(precisions, PRECISIONS))
     integer("rounds", rounds, minimum=6)
     place = torch.device(device)
@@ -352,7 +371,7 @@ def run_pair(
                 with set_precision(precision):
                     cell = compare_pair(model, precision, place, batch=size, warm_up=warm_up, rounds=rounds)
                 text = f"{cell['ratio']:.4f} ({cell['low']:.4f} to {cell['high']:.4f}) of {cell['dp_sgd_ms']:.2f} ms"
-            except Exception as error:
+            except Exception as error:  # one model that fails must not lose the rest
                 cell = {"model": model, "precision": precision, "batch": size, "error": f"{error}"[:500]}
                 text = cell["error"][:120]
             free(place)

@@ -57,9 +57,11 @@ DEFAULT = Settings()
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure. What changes the result of a cell belongs into the cell; bump ``revision`` for the rest.
+    """A table or figure.
 
-    ``compute`` may return ``{"error": "…"}``: shown, but computed again next time. ``columns`` are the CSV's, in order.
+    Everything that changes the result of a cell belongs into the cell; after any other change of how it is computed,
+    raise ``revision``. ``compute`` may return ``{"error": "…"}``, which is shown, and computed again next time.
+    ``columns`` are those of the CSV, in order.
     """
 
     name: str
@@ -81,7 +83,11 @@ class Experiment:
 
 
 def load(name: str | None) -> Experiment:
-    """The experiment of that name."""
+    """The experiment of that name.
+
+    Raises:
+        InvalidInput: There is none.
+    """
     if name not in EXPERIMENTS:
         raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see python -m reproduce --list)")
     module, attribute = EXPERIMENTS[name][0].split(":")
@@ -97,10 +103,20 @@ def reproduce(
     stop_after: float | None = None,
     collect: bool = False,
 ) -> list[Row]:
-    """Compute what is missing in ``folder`` and write everything; returns the rows.
+    """Compute the cells that are missing in ``folder``, then write CSV, JSON, plots and a page there.
 
-    ``stop_after`` seconds no new cell is begun; ``collect`` begins none at all. What is written then says how many
-    cells are missing.
+    Args:
+        experiment: What to compute.
+        folder: Where cells are kept and results are written; it is made if it is not there.
+        settings: What the command line says.
+        stop_after: Begin no new cell after this many seconds. The page then says how many cells are missing.
+        collect: Begin no cell at all.
+
+    Returns:
+        The rows of all finished cells, in the order of the experiment's cells.
+
+    Raises:
+        InvalidInput: ``collect`` was asked for, and no cell of these settings is finished.
     """
     cells = list(experiment.cells(settings))
     folder.mkdir(parents=True, exist_ok=True)
@@ -258,7 +274,7 @@ PACKAGES = ("lambdacgd", "torch", "numpy", "scipy", "dp-accounting", "triton", "
 
 @cache
 def machine() -> dict[str, Any]:
-    """Device, system and versions; says CUDA's name only where torch is in use, since asking takes seconds."""
+    """Device, system and versions; a CUDA device is named only where torch is in use, since asking takes seconds."""
     versions: dict[str, str] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -314,7 +314,7 @@ def _opacus_row(
             if size == 1:
                 return {"error": "out of memory with a physical batch of one example"}
             size //= 2
-        except Exception as error:
+        except Exception as error:  # the peer's failure is its own
             return {"error": _said(error)}
 
 
@@ -394,7 +394,7 @@ def compute(paper: Table, cell: Cell, settings: Settings) -> Row:
             steps_per_epoch=paper.examples // cell["batch"], device=settings.torch_device, rounds=cell["rounds"],
             steps=cell["steps"], seconds=cell["seconds"],
         )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # an error of this model alone: it is shown, and measured again next time
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
         torch.set_float32_matmul_precision(before[0])

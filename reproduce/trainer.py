@@ -64,9 +64,20 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
-    """Train and evaluate ``run``: accuracy of the last weights and of their averages, by name.
+    """Train and evaluate a run.
 
-    ``until`` (``time.monotonic()``) is when to give up with ``TooLate``.
+    Args:
+        run: What to train.
+        data: The examples of the run's task.
+        plans: Where the run's plan is.
+        until: When to give up, on the clock of ``time.monotonic()``.
+
+    Returns:
+        The accuracy of the last weights and of their averages, by name; and what the plan and the clock say.
+
+    Raises:
+        TooLate: The time was over before the run was.
+        MissingPlan: ``plans`` does not hold the run's plan.
     """
     (x, y), held_out = data.cut(run)
     plan = plans.for_run(run, len(y))

@@ -19,10 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from lambdacgd.clipping.backward import Totals
-from lambdacgd.clipping.bounds import accumulator
-from lambdacgd.clipping.clipper import compute_device
-from lambdacgd.clipping.records import Record
+from lambdacgd.clipping import Record, Totals, accumulator, compute_device
 from lambdacgd.training.distributed.reduction import TAGS, all_reduce_, check_tag, tag
 from lambdacgd.training.distributed.shards import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping import accumulator
 from lambdacgd.validation import InvalidInput
 
 

@@ -219,3 +219,17 @@ def test_a_checkpoint_loaded_afterwards_is_itself_again(tmp_path):
     ordinary(resumed.model)  # before its first step
     with pytest.raises(TrainingError, match="not those of the run's last step"):
         export(resumed, tmp_path / "release")
+
+
+def test_importing_and_training_register_nothing_in_the_process():
+    """No hook on all optimizers, no class of a scheduler exchanged."""
+    from torch.optim import optimizer as torch_optimizers
+
+    module = oracle.model()
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd, 1)
+    private = privatize(module, sgd, oracle.data(), oracle.plan(), max_grad_norm=1.0, max_physical_batch_size=5)
+    next(iter(private.loader))
+    assert type(scheduler) is torch.optim.lr_scheduler.StepLR
+    assert not torch_optimizers._global_optimizer_pre_hooks
+    assert not torch_optimizers._global_optimizer_post_hooks

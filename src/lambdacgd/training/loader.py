@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.clipper import Replaced, batch_size
+from lambdacgd.clipping import Replaced, batch_size
 from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
 from lambdacgd.torch_private import tree_flatten, tree_unflatten
@@ -57,23 +57,23 @@ class Chunks:
         self.given: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[Chunk]:
-        for step, found in enumerate(self._batches, start=self._start):
-            for chunk in cut(step, found, self._size, rank=self._rank, ranks=self._ranks):
+        for step, batch in enumerate(self._batches, start=self._start):
+            for chunk in cut(step, batch, self._size, rank=self._rank, ranks=self._ranks):
                 self.given.append(chunk)
                 yield chunk
 
 
-def cut(step: int, found: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
+def cut(step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
     """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
 
     With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
     have as many parts as the one with the most examples, so that they go through them together.
     """
-    own, most = found[rank::ranks], max(1, -(-len(found) // ranks))
+    own, most = batch[rank::ranks], max(1, -(-len(batch) // ranks))
     size = size or most
     for first in range(0, most, size):
         part = own[first : first + size].tolist()
-        least = min(size, max(0, len(found) // ranks - first))
+        least = min(size, max(0, len(batch) // ranks - first))
         yield Chunk(step, rank + ranks * first, part or [0], first + size >= most, empty=not part, least=least)
 
 
@@ -359,9 +359,9 @@ class KeepsApart:
                 batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
         except Exception as error:  # if it is broken, the batch itself will say so
             raise _CannotSay from error
-        found = list(_tensors(batch, len(items), ""))
-        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in found), strict=True))
-        return [shape for shape, _ in found], rows
+        tensors = list(_tensors(batch, len(items), ""))
+        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
+        return [shape for shape, _ in tensors], rows
 
 
 def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes]]]:

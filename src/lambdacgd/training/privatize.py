@@ -13,9 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lambdacgd import clipping
-from lambdacgd.clipping.backward import LossReduction
-from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.clipper import Replaced
+from lambdacgd.clipping import LossReduction, Mode, Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
@@ -346,13 +344,13 @@ def _places(dataset: Any, owners: dict[int, int]) -> Places | None:
 
 
 def _of(dataset: Any, owners: dict[int, int]) -> Places:
-    found = _places(dataset, owners)
+    places = _places(dataset, owners)
     size, owner = len(dataset), owners.setdefault(id(dataset), len(owners) + 1)
-    if found is None:
+    if places is None:
         return np.full(size, owner), np.arange(size)
     if isinstance(dataset, (Subset, ConcatDataset)):
-        return found
-    return np.full(size, owner), found[1]
+        return places
+    return np.full(size, owner), places[1]
 
 
 def _selected(dataset: Any) -> np.ndarray | None:

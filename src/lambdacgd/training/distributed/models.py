@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping import accumulator
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.world import World
 
@@ -55,7 +55,7 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
     All ranks must call it; those that do not ``keep`` get nothing.
     """
     reshard(model)
-    found: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict(keep_vars=True).items():
         if not isinstance(value, Tensor) or id(value) in seen:
@@ -63,8 +63,8 @@ def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
         seen.add(id(value))
         whole = gathered(value)
         if keep:
-            found[name] = whole.detach().cpu().contiguous()
-    return found
+            state[name] = whole.detach().cpu().contiguous()
+    return state
 
 
 def gathered(p: Any) -> Tensor:

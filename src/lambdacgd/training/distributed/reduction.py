@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.backward import Totals
-from lambdacgd.clipping.bounds import accumulator
-from lambdacgd.clipping.clipper import compute_device
-from lambdacgd.clipping.records import Record
+from lambdacgd.clipping import Record, Totals, accumulator, compute_device
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.models import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World
@@ -263,7 +260,7 @@ class ShardedTotals(Totals):
                 self.filled[name] = total if self._fresh else self.filled[name].add_(total)
 
     def _make_groups(self, model: nn.Module) -> list[Group]:
-        found: dict[tuple[Any, ...], list[Place]] = {}
+        by_owner: dict[tuple[Any, ...], list[Place]] = {}
         paths = sorted((path for path, _ in fsdp_modules(model)), key=len, reverse=True)
         for name, place in self.places.items():
             owner = next((path for path in paths if path == "" or name.startswith(path + ".")), "")
@@ -274,9 +271,9 @@ class ShardedTotals(Totals):
                     f"parameter {name!r} on a mesh of {mesh.size()} processes, where {self._world.size} train together",
                     "shard over all processes of the job, or pass the mesh's process group as process_group",
                 )
-            found.setdefault((owner, place.dtype, id(mesh)), []).append(place)
+            by_owner.setdefault((owner, place.dtype, id(mesh)), []).append(place)
         groups = []
-        for places in found.values():
+        for places in by_owner.values():
             mesh = self._parameters[places[0].name].device_mesh  # type: ignore[attr-defined]
             width = sum(place.chunk for place in places) + TAGS
             groups.append(

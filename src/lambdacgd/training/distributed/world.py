@@ -22,8 +22,8 @@ class World:
     """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
 
     def __init__(self, group: Any | None) -> None:
-        # The job's own group is not held: whoever destroys it (before the program ends, or threads of gloo may abort the
-        # process) must be the last to let go of it.
+        # The job's own group is not held. Whoever destroys it must be the last to let go of it, before the program ends:
+        # a thread of gloo that outlives Python aborts the process.
         self._whole_job = group is not None and group is dist.group.WORLD
         self._group = None if self._whole_job else group
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -71,9 +71,9 @@ class World:
         """Every rank's value, by rank. All must call it."""
         if not self.many:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank. All must call it."""
@@ -122,10 +122,10 @@ class World:
 
     def agree(self, what: str, facts: dict[str, Any], advice: dict[str, str]) -> None:
         """An error on every rank, naming what differs and where, unless all ranks have the same facts."""
-        found = self.gather(facts)
+        gathered = self.gather(facts)
         lines = []
-        for name in dict.fromkeys(name for other in found for name in other):  # a rank may have facts of its own
-            values = [other.get(name) for other in found]
+        for name in dict.fromkeys(name for other in gathered for name in other):  # a rank may have facts of its own
+            values = [other.get(name) for other in gathered]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 shown = f"{_short(values[0])} on rank 0, {_short(values[odd[0]])} on rank {odd[0]}"

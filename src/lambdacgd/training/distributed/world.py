@@ -22,8 +22,8 @@ class World:
     """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
 
     def __init__(self, group: Any | None) -> None:
-        # The job's own group is not held. Whoever destroys it must be the last to let go of it, before the program ends:
-        # a thread of gloo that outlives Python aborts the process.
+        # The job's own group is not held: whoever destroys it before the program ends must be the last to let go of it,
+        # because a thread of gloo that outlives Python aborts the process.
         self._whole_job = group is not None and group is dist.group.WORLD
         self._group = None if self._whole_job else group
         self.rank = 0 if group is None else dist.get_rank(group)

@@ -177,7 +177,7 @@ def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
         with _damage(source):
             saved = _Saved(source, facts)
             who = decode(facts["identity"], saved.whole)
-        check_belongs(private, who)
+            check_belongs(private, who)
         if not facts["resumable"]:
             raise CheckpointError(
                 f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the optimizer's "

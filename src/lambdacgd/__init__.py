@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from lambdacgd.training import EMA, CheckpointError, Noiser, NotPrivateWarning, Private, Spent, TrainingError
     from lambdacgd.training.export import export
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.tuning import choose_gamma, choose_lambda
+    from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.validation import InvalidInput
 
 _HOMES = {
@@ -56,7 +56,7 @@ _HOMES = {
         "EMA", "CheckpointError", "Noiser", "NotPrivateWarning", "Private", "Spent", "TrainingError", "export",
         "privatize",
     ),
-    "lambdacgd.tuning": ("choose_gamma", "choose_lambda"),
+    "lambdacgd.choosing": ("choose_gamma", "choose_lambda"),
     "lambdacgd.validation": ("InvalidInput",),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

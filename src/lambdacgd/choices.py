@@ -158,7 +158,7 @@ def _lambda_cgd(
         _number_or_auto("lam", lam)
         _refuse_objective(parameters, "lam")
         return LambdaCGD(lam, normalized), None
-    from lambdacgd.tuning import choose_lambda
+    from lambdacgd.choosing import choose_lambda
 
     choice = choose_lambda(
         sampling.horizon, normalized=normalized, **_objective("lam", sampling, parameters, epsilon, delta)
@@ -176,7 +176,7 @@ def _gamma_bifr(
         return GammaBIFR(bands, gamma).resolve(sampling.block), None
     if bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
         return GammaBIFR(bands, 0.0), None
-    from lambdacgd.tuning import choose_gamma
+    from lambdacgd.choosing import choose_gamma
 
     choice = choose_gamma(bands, sampling.horizon, **_objective("gamma", sampling, parameters, epsilon, delta))
     return GammaBIFR(bands, choice.value).resolve(sampling.block), {"parameter": "gamma"} | choice.to_dict()
@@ -187,7 +187,7 @@ def _amplified_band_inv_mf(
 ) -> tuple[Mechanism, dict[str, Any] | None]:
     if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
         raise InvalidInput("amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified")
-    from lambdacgd.tuning import amplified_band_inv_mf
+    from lambdacgd.choosing import amplified_band_inv_mf
 
     found = amplified_band_inv_mf(bands, sampling.horizon, epsilon=epsilon, delta=delta, bins=sampling.bins)
     because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"

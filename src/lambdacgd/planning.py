@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from lambdacgd.accounting.base import Calibration, Certificate
-from lambdacgd.accounting.calibration import calibrate_noise, check_epsilon, methods
-from lambdacgd.accounting.spending import certify_noise
+from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.choices import default_bins, make_mechanism, make_sampling
 from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
 from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
@@ -301,9 +299,9 @@ def plan(
     )
     if noise_multiplier is None:
         assert epsilon is not None
-        calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
+        calibration = accountant_for(described, chosen).sigma(epsilon, delta, estimate=estimate)
     else:
-        certificate = certify_noise(described, chosen, sigma=noise_multiplier, delta=delta)
+        certificate = accountant_for(described, chosen).epsilon(noise_multiplier, delta)
         calibration = Calibration(noise_multiplier, certificate)
     mean_error, max_error = error_norms(described, chosen.steps, restart_every=chosen.restart_every)
     return Plan(

@@ -277,9 +277,9 @@ def _stored(plan: Plan) -> str:
 
 
 def _cross_check(plan: Plan) -> dict[str, Any]:
-    from lambdacgd.accounting.calibration import cross_check
+    from lambdacgd.accounting import accountant_for
 
-    return cross_check(plan.mechanism, plan.sampling, sigma=plan.sigma, epsilon=plan.epsilon)
+    return accountant_for(plan.mechanism, plan.sampling).cross_check(plan.sigma, plan.epsilon)
 
 
 @contextlib.contextmanager

@@ -15,10 +15,8 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.backend_bases import FigureCanvasBase
 
-from lambdacgd.accounting.balls_in_bins import exact_accountant
-from lambdacgd.accounting.base import SMALLEST_EPSILON
-from lambdacgd.accounting.fresh_bins import METHOD as COMPOSED
-from lambdacgd.accounting.fresh_bins import exact_accountant as composed_accountant
+from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON
 from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
@@ -67,12 +65,7 @@ def _trade_off(plan: Plan) -> list[tuple[float, float]]:
     if not isinstance(plan.sampling, BallsInBins) or not plan.certificate.method.startswith("transfer-matrix"):
         return []
     epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if SMALLEST_EPSILON <= e <= 20]
-    composed = plan.certificate.method == COMPOSED
-    fresh = composed_accountant(plan.mechanism, plan.horizon) if composed else None
-    if fresh is not None:
-        return [(b.epsilon, b.delta) for b in fresh.curve(plan.sigma, epsilons, delta=plan.delta)]
-    fixed = exact_accountant(plan.mechanism, plan.horizon)
-    return [] if fixed is None else [(b.epsilon, b.delta) for b in fixed.curve(plan.sigma, epsilons)]
+    return accountant_for(plan.mechanism, plan.sampling).curve(plan.sigma, epsilons, plan.delta)
 
 
 def _errors_over_lambda(plan: Plan, axes: Any) -> None:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins import fresh_bins
+from lambdacgd.accounting import AccountingError, accountant_for
+from lambdacgd.choosing import choose_gamma, choose_lambda
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.paper_rmse import COLUMNS, DELTA, HORIZON, ROWS
 from lambdacgd.experiments.show import panels, table
 from lambdacgd.mechanisms import Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms
-from lambdacgd.tuning import choose_gamma, choose_lambda
+from lambdacgd.sampling import BallsInBins
 
 EPSILONS = tuple(column.epsilon for column in COLUMNS if column.amplified)
 _BLOCK = Horizon(HORIZON.steps_per_epoch, 1)
+_SAMPLING = BallsInBins(
+    examples=HORIZON.steps_per_epoch, steps_per_epoch=HORIZON.steps_per_epoch, epochs=HORIZON.epochs, bins="fresh"
+)
 _QUICK_ROWS = ("DP-SGD", "DP-λCGD (λ=0.8)", "BISR (p=4)")
 _QUICK_EPSILONS = (8.0, 2.0)
 _ORDER = (8.0, 4.0, 2.0, 0.5, 1.0, 0.25)
@@ -55,7 +58,7 @@ def compute(cell: Cell, settings: Settings) -> Row:
     printed = _BY_TITLE[title].values[1 + EPSILONS.index(epsilon)] if title in _BY_TITLE else None
     found: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
     try:
-        calibrated = fresh_bins(mechanism, HORIZON, epsilon=epsilon, delta=DELTA, estimate=True)
+        calibrated = accountant_for(mechanism, _SAMPLING).sigma(epsilon, DELTA, estimate=True)
     except AccountingError as refusal:
         return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
     certificate = calibrated.certificate

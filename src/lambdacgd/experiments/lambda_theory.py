@@ -6,11 +6,11 @@ import math
 from typing import Any
 
 from lambdacgd import cache
+from lambdacgd.choosing import choose_lambda
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.paper_theory import FULL_BATCH, FULL_BATCH_GAPS, RMSE_OPTIMAL, SMALLER_BY, TRAINED
 from lambdacgd.experiments.show import panels, table
 from lambdacgd.mechanisms import Diagonal, Horizon, Identity, rmse
-from lambdacgd.tuning import choose_lambda
 
 DELTA = 1e-5
 EXAMPLES = 50_000  # CIFAR-10

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lambdacgd.choosing import choose_lambda
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.show import panels, table
 from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-from lambdacgd.tuning import choose_lambda
 
 EPOCHS = (1, 2, 4, 8, 16, 32)
 STEPS_PER_EPOCH = (1, 4, 16, 64, 128, 256, 512, 1024)

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.calibration import calibrate_noise
+from lambdacgd.accounting import AccountingError, accountant_for
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.experiments.framework import Cell, Experiment, Row, Settings
 from lambdacgd.experiments.paper_rmse import COLUMNS, DELTA, HORIZON, ROWS, Column, known_slip
@@ -68,7 +67,7 @@ def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
         estimate = MonteCarlo(mechanism, HORIZON).estimate_sigma(column.epsilon, DELTA, relative_error=relative_error)
         relative = estimate.standard_error / estimate.sigma
         return {"sigma": estimate.sigma, "method": "monte-carlo estimate", "relative_standard_error": relative}
-    found = calibrate_noise(mechanism, sampling, epsilon=column.epsilon, delta=DELTA)
+    found = accountant_for(mechanism, sampling).sigma(column.epsilon, DELTA)
     return {"sigma": found.sigma, "method": found.certificate.method, "relative_standard_error": 0.0}
 
 

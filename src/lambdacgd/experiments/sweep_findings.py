@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from lambdacgd.choosing import shrink
 from lambdacgd.experiments.framework import Row
-from lambdacgd.tuning.choice import shrink
 
 TITLES = {"cifar10": "CIFAR-10", "imdb": "IMDb"}
 CLOSE = 0.01  # accuracies this near to the best count as good: differences between seeds are of this size

@@ -104,9 +104,9 @@ def _groups(rows: list[Row]) -> dict[tuple[str, int, int, float], list[Row]]:
 
 def theory(row: Row) -> dict[str, float]:
     """The λ that errors pick for a row's setting: amplified RMSE under Balls-in-Bins, else RMSE and MaxSE."""
+    from lambdacgd.choosing import choose_lambda
     from lambdacgd.experiments.problems import TRAINING_EXAMPLES
     from lambdacgd.mechanisms import Horizon
-    from lambdacgd.tuning import choose_lambda
 
     kept = row.get("examples") or TRAINING_EXAMPLES[row["task"]]
     horizon = Horizon((kept - kept // 5) // row["batch_size"], row["epochs"])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from lambdacgd.accounting.base import Certificate
-from lambdacgd.accounting.spending import certify_noise
+from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.planning import Plan
 
 
@@ -47,14 +46,5 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     """ε at the plan's σ and δ for a run planned over 1, 2, …, k epochs with the same mechanism. Informational."""
     if plan.sigma == 0:
         return (math.inf,) * plan.epochs
-    if plan.restart_every is not None:
-        from lambdacgd.accounting.fresh_bins import epsilon_after_epochs as composed
-
-        found = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=plan.delta)
-        return (*found[:-1], plan.epsilon)
-    return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
-
-
-def _epsilon(plan: Plan, epochs: int) -> float:
-    sampling = replace(plan.sampling, epochs=epochs)
-    return certify_noise(plan.mechanism, sampling, sigma=plan.sigma, delta=plan.delta).epsilon
+    accountant = accountant_for(plan.mechanism, plan.sampling)
+    return (*accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta)[:-1], plan.epsilon)

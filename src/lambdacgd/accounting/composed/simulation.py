@@ -1,4 +1,4 @@
-"""Fresh bins simulated straight from C: sampled losses of one epoch, summed over all of them.
+"""Fresh bins simulated straight from C: losses of one epoch are sampled, then summed over all epochs.
 
 It shares no code with the certificates: neither Gram matrices nor discrete pairs. Losses of one epoch are drawn in all
 b coordinates, from P₁ and from P₁ with its centres moved further out (weighted back by exact densities), because
@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.signal import fftconvolve, lfilter
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins.composition import OneWay
+from lambdacgd.accounting.certificate import AccountingError, OneWay
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.monte_carlo.build import require_nonnegative
+from lambdacgd.accounting.monte_carlo.gram import require_nonnegative
+from lambdacgd.accounting.root import Secant, find_root
 from lambdacgd.mechanisms.base import Horizon, Mechanism
 
 Array = NDArray[np.float64]
@@ -195,44 +195,31 @@ def estimate_sigma(
     peak = float(simulation.squares.max())
     smallest, widest = math.log(math.sqrt(peak / 300.0)), math.log(math.sqrt(k * peak) * gaussian_sigma(epsilon, delta))
 
-    def log_ratios(x: float, pools: range, size: int) -> Array:
-        found = []
+    def ratios(x: float, pools: range, size: int) -> Array:
+        values = []
         for pool_seed in pools:
             pool = simulation.pool(math.exp(x), samples=size, seed=seed * 1000 + pool_seed)
-            found.append(max(pool.delta("remove", k, epsilon), pool.delta("add", k, epsilon)))
-        return np.asarray(found) / delta
+            values.append(max(pool.delta("remove", k, epsilon), pool.delta("add", k, epsilon)))
+        return np.asarray(values) / delta
 
-    few = max(2048, samples // 24)
-    points: list[tuple[float, float]] = []
-    at = math.log(start) if start else 0.5 * (max(smallest, widest - 2.0) + widest)
-    slope = 14.0
-    for _ in range(14):
-        value = math.log(max(float(log_ratios(at, range(1), few)[0]), 1e-6))
-        if points and abs(value) < 3 and abs(points[-1][1]) < 6:
-            slope = float(np.clip((points[-1][1] - value) / (at - points[-1][0]), 3.0, 80.0))
-        points.append((at, value))
-        if abs(value) < 0.05 and len(points) > 1:
-            break
-        if abs(value) < 0.05:  # a second point, for the slope
-            at += 0.03
-            continue
-        at += float(np.clip(value / slope, -0.5, 0.35))
-        failed = max((x for x, v in points if v > 0), default=-math.inf)
-        passed = min((x for x, v in points if v <= 0), default=math.inf)
-        if math.isfinite(failed) and math.isfinite(passed) and not failed < at < passed:
-            at = 0.5 * (failed + passed)
-        at = min(max(at, smallest), widest)
-    pools, size = range(1, 9), max(samples // 8, 1024)
-    fine: list[tuple[float, float]] = []
-    for _ in range(6):
-        ratios = log_ratios(at, pools, size)
-        value = math.log(max(float(ratios.mean()), 1e-6))
-        error = float(ratios.std(ddof=1) / ratios.mean() / math.sqrt(len(ratios)))
-        if fine:  # the same random numbers: the secant is good to the end
-            slope = float(np.clip((fine[-1][1] - value) / (at - fine[-1][0]), 3.0, 80.0))
-        fine.append((at, value))
-        following = min(max(at + value / slope, smallest), widest)
-        if abs(value) < max(0.2 * error, 1e-3) or following == at:
-            break
-        at = following
-    return SimulatedSigma(math.exp(at), math.exp(at) * error / slope, slope, 8 * size)
+    def few(x: float) -> float:
+        return math.log(max(float(ratios(x, range(1), max(2048, samples // 24))[0]), 1e-6))
+
+    size, error = max(samples // 8, 1024), math.inf
+
+    def many(x: float) -> float:
+        nonlocal error
+        drawn = ratios(x, range(1, 9), size)
+        error = float(drawn.std(ddof=1) / drawn.mean() / math.sqrt(len(drawn)))
+        return math.log(max(float(drawn.mean()), 1e-6))
+
+    strategy = Secant(-14.0, limits=(smallest, widest))
+    x = strategy.within_limits(math.log(start) if start else 0.5 * (max(smallest, widest - 2.0) + widest))
+    # A second point, however good the first one is: the secant through them carries errors of δ over to σ.
+    find_root(few, x, strategy, lambda value: len(strategy.points) > 1 and abs(value) < 0.05, most=14)
+    x = strategy.next()
+    strategy.restart()
+    x, value = find_root(many, x, strategy, lambda value: abs(value) < max(0.2 * error, 1e-3), most=6)
+    slope = -strategy.slope
+    sigma = math.exp(strategy.within_limits(x + value / slope))
+    return SimulatedSigma(sigma, sigma * error / slope, slope, 8 * size)

@@ -10,14 +10,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.accounting.base import SMALLEST_EPSILON, AccountingError
-from lambdacgd.accounting.fresh_bins.pair import DiscretePair, dominating_pair
-from lambdacgd.accounting.transfer_matrix import TransferMatrix
-from lambdacgd.accounting.transfer_matrix.accountant import LARGEST_EPSILON
-from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta
-from lambdacgd.accounting.transfer_matrix.curve import settle_add, walk
-from lambdacgd.accounting.transfer_matrix.evaluate import Evaluation, jensen
-from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, AccountingError, OneWay
+from lambdacgd.accounting.composed.composition import DiscretePair, dominating_pair
+from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON, TransferMatrix, settle_add, walk
+from lambdacgd.accounting.exact.evaluation import FINE, Evaluation, Precision, Scale, jensen
+from lambdacgd.accounting.gaussian import one_bin_delta
 
 Nodes = Callable[[float | None, float], list[float]]
 Values = dict[int, Evaluation]
@@ -52,10 +49,8 @@ FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05)
 
 CELLS = 6
 """cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
-
-
 ADD_FLOOR = 10.0
-"""add is followed down to this many floors: it governs rarely, and its far end is the dearest"""
+"""δ_add is followed down to this many floors only. It seldom decides ε, and its far tail costs the most."""
 
 
 def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution) -> DiscretePair:
@@ -70,8 +65,8 @@ def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolut
         raise AccountingError("one epoch at a time is composed")
     scale = accountant.settle(sigma, SMALLEST_EPSILON)
     quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
-    remove = _remove(accountant, sigma, scale, quantum, floor, resolution)
-    add = _add(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution)
+    remove = _curve(accountant, sigma, scale, quantum, floor, resolution, "remove")
+    add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution, "add")
     pair = dominating_pair(
         quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
     )
@@ -80,13 +75,13 @@ def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolut
 
 def _slack(pair: DiscretePair, remove: Values, add: Values) -> dict[str, Array]:
     """The nodes' budgets, as they count in h: δ_add is h's put divided by x. At most all of a value is slack."""
-    found: dict[str, Array] = {}
+    slack: dict[str, Array] = {}
     for at, i in enumerate(pair.index.tolist()):
         value, unit = (remove[i], 1.0) if i > 0 else (add[-i], math.exp(i * pair.quantum))
         unit *= min(1.0, value.delta / value.added) if value.added else 0.0
         for name, amount in value.budget.items():
-            found.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
-    return found
+            slack.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
+    return slack
 
 
 def _nodes(quantum: float, gap: float) -> Nodes:
@@ -104,50 +99,40 @@ def _nodes(quantum: float, gap: float) -> Nodes:
     return choose
 
 
-def _remove(
-    accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
+def _curve(
+    accountant: TransferMatrix,
+    sigma: float,
+    scale: Scale,
+    quantum: float,
+    floor: float,
+    resolution: Resolution,
+    direction: OneWay,
 ) -> Values:
-    chain = accountant.chain(sigma)
-    alone = math.sqrt(chain.gain * chain.peak_variance)
-    choose = _nodes(quantum, resolution.gap)
-    found: Values = {}
-    slope, latest = scale.slope, None
-    walked = walk(
-        accountant, sigma, choose, scale, "remove", precision=resolution.precision, slack=resolution.slack, floor=floor
-    )
-    with contextlib.suppress(AccountingError):  # the Gaussian bound takes over
-        for epsilon, value in walked:
-            found[round(epsilon / quantum)] = _smaller(value, gaussian_delta(alone, epsilon))
-            latest, slope = epsilon, value.slope
-            if value.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
-                break
-    return _continued(found, lambda epsilon: gaussian_delta(alone, epsilon), choose, latest, slope, quantum, floor)
-
-
-def _add(
-    accountant: TransferMatrix, sigma: float, scale: Scale, quantum: float, floor: float, resolution: Resolution
-) -> Values:
+    """Bounds on δ at nodes down to ``floor``: the lattice's as far as it goes, then analytic ones."""
     chain = accountant.chain(sigma)
     alone = math.sqrt(chain.gain * chain.peak_variance)
 
     def analytic(epsilon: float) -> float:
-        return min(jensen(chain, epsilon).delta, gaussian_delta(alone, epsilon))
+        gaussian = one_bin_delta(epsilon, alone)
+        return gaussian if direction == "remove" else min(jensen(chain, epsilon).delta, gaussian)
 
     choose = _nodes(quantum, resolution.gap)
-    first = choose(None, scale.slope)[0]
-    found: Values = {}
+    bounds: Values = {}
     slope, latest = scale.slope, None
     with contextlib.suppress(AccountingError):  # the analytic bound takes over
-        guess = Evaluation(scale.delta, scale.slope)
-        scale = settle_add(accountant, sigma, first, guess, guess)
+        if direction == "add":
+            guess = Evaluation(scale.delta, scale.slope)
+            scale = settle_add(accountant, sigma, choose(None, scale.slope)[0], guess, guess)
+        precision, slack = resolution.precision, resolution.slack
         for epsilon, value in walk(
-            accountant, sigma, choose, scale, "add", precision=resolution.precision, slack=resolution.slack, floor=floor
+            accountant, sigma, choose, scale, direction, precision=precision, slack=slack, floor=floor
         ):
-            found[round(epsilon / quantum)] = _smaller(value, analytic(epsilon))
+            smaller = _smaller(value, analytic(epsilon))
+            bounds[round(epsilon / quantum)] = smaller
             latest, slope = epsilon, value.slope
-            if found[round(epsilon / quantum)].delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
+            if smaller.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
                 break
-    return _continued(found, analytic, choose, latest, slope, quantum, floor)
+    return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
 
 
 def _smaller(value: Evaluation, analytic: float) -> Evaluation:
@@ -156,7 +141,7 @@ def _smaller(value: Evaluation, analytic: float) -> Evaluation:
 
 
 def _continued(
-    found: Values,
+    bounds: Values,
     analytic: Callable[[float], float],
     choose: Nodes,
     latest: float | None,
@@ -164,13 +149,13 @@ def _continued(
     quantum: float,
     floor: float,
 ) -> Values:
-    """``found`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
-    while not found or found[max(found)].delta > floor:
+    """``bounds`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
+    while not bounds or bounds[max(bounds)].delta > floor:
         ahead = choose(latest, slope)
         if not ahead:
             break
         latest = ahead[0]
-        before = found[max(found)].delta if found else 1.0
+        before = bounds[max(bounds)].delta if bounds else 1.0
         value = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
-        found[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
-    return found
+        bounds[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
+    return bounds

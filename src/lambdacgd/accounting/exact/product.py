@@ -1,22 +1,43 @@
 """E e^{zW} over the truncated lattice, for many z at once: the trace of a product of transfer matrices (Lemma 5).
 
 Bins whose scale c_j is (rounded to be) equal share one matrix, and a stretch of n equal matrices costs log n products.
+
+**Extended precision** (x87, 64-bit mantissa) is slow, and 2000 times more accurate than float64. It serves where the
+rounding margin of float64 would be too large beside δ (large ε, small δ), and as the yardstick with which that margin
+was measured. It uses the same float64 tables and kernels, which define the (slightly perturbed) measure; only what is
+computed from them, and cancels, is carried further.
+
+**Devices.** The rounding margin was measured on CPUs. Another device adds up in another order, and some emulate float64
+with narrower numbers. So a device is not trusted for what it is, but for what it has just computed.
+
+Guarantee
+---------
+Of every transform computed on a device the first, the middle and the last value are computed on the CPU too, and have
+to agree within half of the rounding margin. The CPU's own error is below the other half (docs/exact-accountant.md), so
+at these values the margin that the certificate charges covers the device's. The other values come from the same tables
+and matrices, in the same batches, from the same kernels; they are not compared one by one.
+
+**Workers.** Torch's own threads meet after every small product and spin while they wait. Where other processes want the
+cores too, that burned ten times the processor time of the work itself. So each worker takes whole batches on one torch
+thread; workers meet once a transform and sleep while they wait. Rounding no longer depends on the number of threads.
 """
 
 from __future__ import annotations
 
+import contextlib
+import threading
+import warnings
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix import devices
-from lambdacgd.accounting.transfer_matrix.chain import Chain
-from lambdacgd.accounting.transfer_matrix.emission import round_lognormal
-from lambdacgd.accounting.transfer_matrix.lattice import Lattice, Site
-from lambdacgd.accounting.transfer_matrix.workers import in_parallel, workers
+from lambdacgd.accounting.certificate import AccountingError, DeviceError
+from lambdacgd.accounting.exact.lattice import Chain, Lattice, Site, round_lognormal
 from lambdacgd.mechanisms.base import Array
 
 if TYPE_CHECKING:
@@ -57,12 +78,11 @@ def stretches(log_scales: Array, allowed: float) -> list[Stretch]:
 
     def longest(start: int, budget: float) -> int:
         """How many bins from ``start`` on fit into one stretch (its cost grows with its length)."""
-        low, high = 1, n - start
-        while low < high:
-            middle = (low + high + 1) // 2
-            cost = middle * interior[start + middle - 1] - (total[start + middle] - total[start])
-            low, high = (middle, high) if cost <= budget else (low, middle - 1)
-        return low
+
+        def cost(length: int) -> float:
+            return float(length * interior[start + length - 1] - (total[start + length] - total[start]))
+
+        return 1 + bisect_right(range(2, n - start + 1), budget, key=cost)
 
     cuts, start = [], 0
     budget = allowed / 2
@@ -77,14 +97,17 @@ def stretches(log_scales: Array, allowed: float) -> list[Stretch]:
     return [Stretch(m, float(interior[j + m - 1]), float(interior[j])) for j, m in reversed(cuts)]
 
 
-def squarings(count: int, size: int, columns: int) -> int:
-    """How many squarings to spend on M^count R before multiplying one by one (M size×size, R size×columns)."""
-    best, best_cost = 0, float(count * columns)
+def power_cost(count: int, size: int, columns: int) -> tuple[float, int]:
+    """The cheapest way to M^count R (M size×size, R size×columns).
+
+    Returns:
+        Its operations, in units of size² complex multiplications, and how many squarings to spend before multiplying
+        by the powers one by one.
+    """
+    costs = [(float(count * columns), 0)]
     for s in range(1, count.bit_length()):
-        cost = s * size + ((count >> s) + bin(count & ((1 << s) - 1)).count("1")) * columns
-        if cost < best_cost:
-            best, best_cost = s, float(cost)
-    return best
+        costs.append((float(s * size + ((count >> s) + (count & ((1 << s) - 1)).bit_count()) * columns), s))
+    return min(costs)
 
 
 def rounding_unit(bins: int) -> float:
@@ -121,18 +144,14 @@ class TransferProduct:
     def flops(self) -> float:
         """Real operations for one complex z."""
         size, columns = self.lattice.states, self.lattice.closing_states
-        matrix, strip = 8.0 * size**3, 8.0 * size**2 * columns
-        cost = 0.0
-        for stretch in self.plan:
-            s = squarings(stretch.count, size, columns)
-            cost += s * matrix + ((stretch.count >> s) + bin(stretch.count & ((1 << s) - 1)).count("1")) * strip
+        cost = 8.0 * size**2 * sum(power_cost(stretch.count, size, columns)[0] for stretch in self.plan)
         ends = 16.0 * size * columns
         tables = self.left.table.shape[1] + self.right.table.shape[1] + self.interior.table.shape[1] * len(self.plan)
         return cost + ends + 4.0 * len(self.grid) * tables
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""
-        values = devices.compute(
+        values = _on_device(
             lambda device, some: self.on(device, some, rounding),
             z,
             self.device,
@@ -156,7 +175,7 @@ class TransferProduct:
             values[part] = self._evaluate(torch.as_tensor(z[part], device=device), rounding, device).cpu().numpy()
 
         parts, at_once = self._batches(len(z), values.itemsize, device)
-        in_parallel(compute, parts, at_once=at_once)
+        _in_parallel(compute, parts, at_once=at_once)
         return values
 
     def _batches(self, count: int, itemsize: int, device: str) -> tuple[list[slice], int]:
@@ -169,7 +188,7 @@ class TransferProduct:
                 "lump bins or ask for a smaller λ"
             )
         room = int(MEMORY // each)
-        at_once = min(workers(), room, -(-count // SMALLEST_BATCH)) if device == "cpu" else 1
+        at_once = min(_worker_count(), room, -(-count // SMALLEST_BATCH)) if device == "cpu" else 1
         batch = min(room // at_once, 64 if device == "cpu" else 512, -(-count // at_once))
         return [slice(i, min(i + batch, count)) for i in range(0, count, batch)], at_once
 
@@ -208,14 +227,14 @@ class _Tables:
         return _Tables(self.kernel.to(device), self.table.to(device), self.total.to(device), self.strides)
 
     def matrices(self, grid: torch.Tensor, z: torch.Tensor, log_scale: float) -> torch.Tensor:
-        """One transfer matrix a z: kernel(v, v')·E[e^{zcY} | v, v']."""
+        """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
         transform = self.transform(grid * float(np.exp(log_scale)), z)
         # The mean depends on an integer combination of row and column only: a strided view, not a gather.
         spread = transform.as_strided((transform.shape[0], *self.kernel.shape), (transform.shape[1], *self.strides))
         return self.kernel * spread
 
     def transform(self, values: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """E[e^{zY}], a row a z and a column a neighbourhood.
+        """E[e^{zY}]: one row per frequency z, one column per lattice neighbourhood.
 
         b bins repeat the rounding of one, so it is kept out where it can be: the part at real z is 1 + Σ p (e^{zy} − 1)
         where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the
@@ -234,9 +253,9 @@ class _Tables:
         return torch.complex(real + turned[: len(z)], turned[len(z) :])
 
 
-def apply_power(matrix: torch.Tensor, count: int, strip: torch.Tensor) -> torch.Tensor:
-    """matrix^count · strip, batched."""
-    s = squarings(count, matrix.shape[-1], strip.shape[-1])
+def apply_power(matrix: Any, count: int, strip: Any) -> Any:
+    """matrix^count · strip, of torch tensors (batched) or NumPy arrays."""
+    _, s = power_cost(count, matrix.shape[-1], strip.shape[-1])
     for bit in range(s):
         if count >> bit & 1:
             strip = matrix @ strip
@@ -279,3 +298,154 @@ def power_of_transform(z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any],
     else:
         logarithm = np.log1p(s)
     return np.where(small, np.exp(power * logarithm), direct**power)
+
+
+# Extended precision
+
+AVAILABLE = bool(np.finfo(np.longdouble).eps < 1e-18)
+
+
+def extended_transform(
+    product: TransferProduct | IndependentProduct, z: NDArray[Any], rounding: Rounding
+) -> NDArray[Any]:
+    """E e^{zW'} in extended precision."""
+    wide = np.clongdouble if np.iscomplexobj(z) else np.longdouble
+    grid = product.grid.astype(np.longdouble)
+    if isinstance(product, TransferProduct):
+        return np.array([_extended_product(product, grid, wide(value), rounding) for value in z])
+    return power_of_transform(z.astype(wide), grid, product.table.astype(np.longdouble), product.bins)
+
+
+def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, rounding: Rounding) -> Any:
+    first, last = product.ends
+    strip = _extended_matrix(product.right, grid, z, last)
+    for stretch in product.plan:
+        matrix = _extended_matrix(product.interior, grid, z, stretch.log_scale(rounding))
+        strip = apply_power(matrix, stretch.count, strip)
+    return (_extended_matrix(product.left, grid, z, first).T * strip).sum()
+
+
+def _extended_matrix(site: _Tables, grid: NDArray[Any], z: Any, log_scale: float) -> NDArray[Any]:
+    scale = np.longdouble(np.exp(log_scale))
+    transform = np.exp(z * (scale * grid)) @ site.table.cpu().numpy().astype(np.longdouble)
+    size = transform.itemsize
+    rows, columns = site.kernel.shape
+    view = np.lib.stride_tricks.as_strided(transform, (rows, columns), (size * site.strides[0], size * site.strides[1]))
+    return np.asarray(site.kernel.cpu().numpy() * view)
+
+
+# Devices
+
+SPOTS = 3
+"""values of a transform that are computed twice"""
+FEWEST = 8 * SPOTS
+"""values that make a transform worth a device: below, computing some of them twice takes back what it saves"""
+LEAST_WORK = 5e9
+"""real operations that make a transform worth a device: some 0.3 s of one CPU core"""
+
+_refused: dict[str, str] = {}
+"""devices that failed in this process, and how"""
+
+
+def _on_device(
+    on: Callable[[str, NDArray[Any]], NDArray[Any]], z: NDArray[Any], asked: str, *, work: float, unit: float
+) -> NDArray[Any]:
+    """``on(device, z)`` on the device that was asked for, or on the CPU if it is small or that device is wrong.
+
+    ``unit`` is the rounding margin relative to the largest value, ``work`` the number of operations.
+    """
+    device = _resolve(asked)
+    if device == "cpu" or len(z) < FEWEST or work < LEAST_WORK:
+        return on("cpu", z)
+    spots = np.linspace(0, len(z) - 1, SPOTS).astype(int)
+    reference = on("cpu", z[spots])
+    size = float(np.abs(reference).max())
+    if not np.isfinite(size):  # an overflow is no fault of a device
+        return on("cpu", z)
+    try:
+        values = on(device, z)
+    except RuntimeError as error:  # out of memory, no kernel for this card, a card that fell off
+        fault = f"it failed ({error})"
+    else:
+        strayed = float(np.abs(values[spots] - reference).max())
+        if strayed <= 0.5 * unit * size:  # false for a NaN
+            return values
+        fault = f"it strayed from the CPU by {strayed / size:.2g}, where rounding is allowed {0.5 * unit:.2g}"
+    _refused[device] = fault
+    if asked == "auto":
+        warnings.warn(f"accounting on the CPU: {device} is not used, because {fault}", RuntimeWarning, stacklevel=2)
+        return on("cpu", z)
+    raise _unusable(asked, fault)
+
+
+def _resolve(asked: str) -> str:
+    """The device to try: "auto" is CUDA where there is one that has not failed."""
+    if asked == "cpu":
+        return asked
+    import torch
+
+    present = torch.cuda.is_available()
+    if asked == "auto":
+        return "cuda" if present and "cuda" not in _refused else "cpu"
+    if not present:
+        raise _unusable(asked, "no CUDA device is here")
+    if asked in _refused:
+        raise _unusable(asked, _refused[asked])
+    return asked
+
+
+def _unusable(asked: str, fault: str) -> DeviceError:
+    return DeviceError(
+        f"the exact accountant was asked to compute on {asked!r}, but {fault}; set LAMBDACGD_ACCOUNTING_DEVICE to auto "
+        "or cpu to go without"
+    )
+
+
+# Workers
+
+Part = TypeVar("Part")
+
+_lock = threading.Lock()
+_users = 0
+_threads = 1
+"""torch's number of threads before the first of ``_users`` came"""
+
+
+def _worker_count() -> int:
+    """How many batches may be computed at once: the threads that torch has been given."""
+    import torch
+
+    with _lock:
+        return _threads if _users else torch.get_num_threads()
+
+
+@contextlib.contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Torch on one thread inside; the last one to leave restores what the first one found."""
+    import torch
+
+    global _users, _threads
+    with _lock:
+        if _users == 0:
+            _threads = torch.get_num_threads()
+            torch.set_num_threads(1)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                torch.set_num_threads(_threads)
+
+
+def _in_parallel(compute: Callable[[Part], None], parts: Sequence[Part], *, at_once: int) -> None:
+    """``compute`` for every part, ``at_once`` of them at a time; an error of any of them is raised."""
+    with _one_thread_each():
+        if at_once == 1 or len(parts) == 1:
+            for part in parts:
+                compute(part)
+            return
+        with ThreadPoolExecutor(at_once) as pool:
+            for done in [pool.submit(compute, part) for part in parts]:
+                done.result()

@@ -13,6 +13,7 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import AccountingError, Calibration, Certificate
+    from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.clipping import ClippingError
     from lambdacgd.keys import KeyFileError, Ledger, LedgerError, SecretKey
     from lambdacgd.mechanisms import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from lambdacgd.training import EMA, CheckpointError, Noiser, NotPrivateWarning, Private, Spent, TrainingError
     from lambdacgd.training.export import export
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.validation import InvalidInput
 
 _HOMES = {

@@ -11,7 +11,7 @@ import pytest
 
 import lambdacgd as lc
 from lambdacgd import cache
-from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.accountants import accountant_for
 
 
 def fixed(b: int, k: int) -> lc.Sampling:

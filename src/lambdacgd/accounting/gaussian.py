@@ -64,8 +64,8 @@ def gaussian_epsilon(sigma: float, delta: float) -> float:
 def one_bin_delta(epsilon: float, deviation: float) -> float:
     """δ(ε) of a single bin whose privacy loss has this standard deviation: δ without amplification.
 
-    It is ``gaussian_delta(epsilon, 1 / deviation)`` computed from logarithms of tails, which differs by up to 1e-8 of
-    δ. The exact accountant begins its searches here, and its σ stay what they were to the bit only with this formula.
+    It is ``gaussian_delta(epsilon, 1 / deviation)`` computed from logarithms of tails, to about 1e-11 of δ. The exact
+    accountant begins its searches here, and its σ stay what they were to the bit only with this formula.
     """
     half, ratio = deviation / 2, epsilon / deviation
     return _tail_difference(half - ratio, -half - ratio, epsilon)

@@ -114,6 +114,7 @@ class Estimator:
                     needed = 1.2 * samples * (estimate.relative_error / relative_error) ** 2
                     samples = int(np.clip(needed, few, max_samples))
                 at += miss / slope
+        assert estimate is not None
         sigma = math.exp(at)
         return SigmaEstimate(sigma, sigma * estimate.relative_error / slope, slope, estimate)
 

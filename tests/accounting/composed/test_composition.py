@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins.composition import Composition, OneWay
-from lambdacgd.accounting.fresh_bins.pair import DiscretePair, dominating_pair
+from lambdacgd.accounting.certificate import AccountingError, OneWay
+from lambdacgd.accounting.composed.composition import Composition, DiscretePair, dominating_pair
 from lambdacgd.accounting.gaussian import gaussian_delta
 
 
@@ -106,6 +105,15 @@ def test_a_node_above_the_chord_of_its_neighbours_is_left_out() -> None:
     pair = dominating_pair(0.1, spoilt, curve)
     assert {7, 20}.isdisjoint(pair.index.tolist())
     assert pair.remove(0.7) >= curve[7]
+
+
+@pytest.mark.parametrize("copies", [1, 1000, 10_000])
+def test_the_relative_margin_covers_every_factor(copies: int) -> None:
+    """Tilted masses err by up to 1e-12 each, and ``copies`` of them are multiplied: 1e-9 once covered 1000 only."""
+    pair = DiscretePair(0.1, np.array([-1, 1]), np.array([0.4, 0.5]), np.array([0.5, 0.4]), 1e-9, 1e-9)
+    found = Composition(pair, copies).remove(0.2 * copies)  # beyond every finite loss
+    assert found.delta >= found.infinite * (1 + 1e-12 * copies)
+    assert found.delta <= found.infinite * (1 + 1e-9 + 2e-12 * copies)
 
 
 def test_too_long_a_transform_is_refused() -> None:

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from lambdacgd.accounting.transfer_matrix import product
-from lambdacgd.accounting.transfer_matrix.chain import plain_chain
-from lambdacgd.accounting.transfer_matrix.measure import FINE, Measure, Scale, measure
-from lambdacgd.accounting.transfer_matrix.workers import in_parallel, workers
+from lambdacgd.accounting.exact import product
+from lambdacgd.accounting.exact.evaluation import FINE, LossLaw, Scale, loss_law
+from lambdacgd.accounting.exact.lattice import plain_chain
+from lambdacgd.accounting.exact.product import _in_parallel, _worker_count
 
 Z = 1j * np.linspace(0.0, 30.0, 61) - 1.0
 
@@ -23,8 +23,8 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def law() -> Measure:
-    return measure(plain_chain(0.8, 30, 1, 1.5), Scale(2.0, 1e-3, 5.0), FINE, direction="remove", device="cpu")
+def law() -> LossLaw:
+    return loss_law(plain_chain(0.8, 30, 1, 1.5), Scale(2.0, 1e-3, 5.0), FINE, direction="remove", device="cpu")
 
 
 def test_the_number_of_workers_makes_no_difference() -> None:
@@ -56,10 +56,10 @@ def test_an_error_reaches_the_caller_and_threads_are_restored() -> None:
 
     def fail(part: int) -> None:
         assert torch.get_num_threads() == 1
-        assert workers() == 2
+        assert _worker_count() == 2
         if part == 3:
             raise ValueError("part 3")
 
     with pytest.raises(ValueError, match="part 3"):
-        in_parallel(fail, range(5), at_once=2)
+        _in_parallel(fail, range(5), at_once=2)
     assert torch.get_num_threads() == 2

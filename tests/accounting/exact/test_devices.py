@@ -13,15 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.balls_in_bins import balls_in_bins
-from lambdacgd.accounting.base import DeviceError
-from lambdacgd.accounting.fresh_bins import FreshBins, fresh_bins
-from lambdacgd.accounting.transfer_matrix import TransferMatrix, devices
-from lambdacgd.accounting.transfer_matrix.chain import plain_chain
-from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE, extended_transform
-from lambdacgd.accounting.transfer_matrix.measure import FINE, Scale, measure
-from lambdacgd.accounting.transfer_matrix.product import TransferProduct, rounding_unit
-from lambdacgd.mechanisms import Horizon, LambdaCGD
+from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.certificate import DeviceError
+from lambdacgd.accounting.composed import FreshBins
+from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact import product as devices
+from lambdacgd.accounting.exact.evaluation import FINE, Scale, loss_law
+from lambdacgd.accounting.exact.lattice import plain_chain
+from lambdacgd.accounting.exact.product import AVAILABLE, TransferProduct, extended_transform, rounding_unit
+from lambdacgd.mechanisms import LambdaCGD
+from lambdacgd.sampling import BallsInBins
 
 torch = pytest.importorskip("torch")
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -45,7 +46,7 @@ CASES = [
 def test_transforms_keep_within_half_their_rounding_margin(device: str, case: Any, direction: Any) -> None:
     lam, b, k, sigma, epsilon = case
     strike = math.exp(epsilon if direction == "remove" else -min(epsilon, 1.0))
-    law = measure(plain_chain(lam, b, k, sigma), Scale(strike, 1e-5, 4.0), FINE, direction=direction, device=device)
+    law = loss_law(plain_chain(lam, b, k, sigma), Scale(strike, 1e-5, 4.0), FINE, direction=direction, device=device)
     rounding: Any = "up" if direction == "remove" else "down"
     z = (1j * np.linspace(0.0, 120.0, 41) - 2.0) / strike
     spots = [0, 1, 3, 10, 40]
@@ -154,7 +155,7 @@ def test_small_transforms_stay_on_the_cpu(stand_in: Any, monkeypatch: pytest.Mon
 def test_an_overflow_is_not_the_fault_of_a_device(stand_in: Any) -> None:
     asked = stand_in(single)
     with np.errstate(all="ignore"):
-        values = devices.compute(lambda device, z: np.exp(z), np.full(30, 1e4), "auto", work=1.0, unit=1e-14)
+        values = devices._on_device(lambda device, z: np.exp(z), np.full(30, 1e4), "auto", work=1.0, unit=1e-14)
     assert np.isinf(values).all()
     assert not asked
     assert not devices._refused
@@ -167,11 +168,12 @@ def test_a_device_that_is_not_there_is_an_error_not_a_fallback() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
-@pytest.mark.parametrize("how", [balls_in_bins, fresh_bins])
-def test_nor_is_another_accountant_asked_instead(how: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_nor_is_another_accountant_asked_instead(bins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", "cuda")
+    sampling = BallsInBins(examples=9, steps_per_epoch=9, epochs=3, bins=bins)
     with pytest.raises(DeviceError):
-        how(LambdaCGD(0.5), Horizon(9, 3), epsilon=1.0, delta=1e-3)
+        accountant_for(LambdaCGD(0.5), sampling).sigma(1.0, 1e-3)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -212,7 +214,7 @@ def test_by_default_cuda_is_used_passes_its_checks_and_agrees(monkeypatch: pytes
         monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", device)
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # a refusal would be one
-            fixed = TransferMatrix(0.9, 390, 10).sigma(2.0, 1e-5)[0]
-            found.append((fixed, FreshBins(0.9, 390, 10).sigma(8.0, 1e-5)[0]))
+            fixed = TransferMatrix(0.9, 390, 10).sigma(2.0, 1e-5).sigma
+            found.append((fixed, FreshBins(0.9, 390, 10).sigma(8.0, 1e-5).sigma))
     assert "cuda" in asked
     assert found[0] == pytest.approx(found[1], rel=1e-6)

@@ -11,20 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix import product as product_module
-from lambdacgd.accounting.transfer_matrix.chain import Chain, plain_chain
-from lambdacgd.accounting.transfer_matrix.emission import round_lognormal, value_grid
-from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE, extended_transform
-from lambdacgd.accounting.transfer_matrix.lattice import Site, lattice
-from lambdacgd.accounting.transfer_matrix.product import (
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.exact import product as product_module
+from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN
+from lambdacgd.accounting.exact.lattice import Chain, Site, lattice, plain_chain, round_lognormal, value_grid
+from lambdacgd.accounting.exact.product import (
+    AVAILABLE,
     IndependentProduct,
     TransferProduct,
+    extended_transform,
+    power_cost,
     rounding_unit,
-    squarings,
     stretches,
 )
-from lambdacgd.accounting.transfer_matrix.put import EXTENDED_GAIN
 
 
 def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float = 6.0) -> TransferProduct:
@@ -100,7 +99,8 @@ def test_power_applied_to_a_strip(count: int, columns: int) -> None:
     strip = rng.random((2, 5, columns))
     got = product_module.apply_power(torch.as_tensor(m), count, torch.as_tensor(strip)).numpy()
     np.testing.assert_allclose(got, np.linalg.matrix_power(m, count) @ strip, rtol=1e-11)
-    assert squarings(count, 5, columns) < count.bit_length()
+    assert power_cost(count, 5, columns)[1] < count.bit_length()
+    assert power_cost(count, 5, columns)[0] <= count * columns
 
 
 def test_independent_bins() -> None:

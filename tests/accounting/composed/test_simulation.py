@@ -7,21 +7,30 @@ import math
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.calibration import cross_check
-from lambdacgd.accounting.fresh_bins import METHOD, FreshBins, epsilon_after_epochs, fresh_bins
-from lambdacgd.accounting.fresh_bins.dominating import dominating, largest_by_distance
-from lambdacgd.accounting.fresh_bins.simulation import Simulation, estimate_sigma, simulate
-from lambdacgd.accounting.monte_carlo.reference import dense_strategy
-from lambdacgd.accounting.transfer_matrix.reference import gram, quadrature
+from lambdacgd.accounting import Calibration, accountant_for
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.composed.accountant import METHOD, FreshBins, dominating, largest_by_distance
+from lambdacgd.accounting.composed.simulation import Simulation, estimate_sigma, simulate
+from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
-from lambdacgd.sampling import BallsInBins
+from lambdacgd.sampling import BallsInBins, Bins
 
 STEPS = 12
 BLOCK = Horizon(STEPS, 1)
 MECHANISMS = [
     BISR(4), BSR(3), BandMF(4), BLT(2), GammaBIFR(3, 0.7), BandInvMF(2), Diagonal(), LambdaCGD(0.7, normalized=True),
 ]  # fmt: skip
+
+
+def fresh_bins(
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, estimate: bool = False
+) -> Calibration:
+    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta, estimate=estimate)
+
+
+def fresh(horizon: Horizon, bins: Bins = "fresh") -> BallsInBins:
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)
 
 
 @pytest.mark.parametrize("way", ["remove", "add"])
@@ -53,14 +62,13 @@ def test_the_certificate_lies_just_above_the_simulation_over_all_epochs() -> Non
 
 
 def test_plans_are_cross_checked() -> None:
-    sampling = BallsInBins(400, 20, 4, "fresh")
-    found = cross_check(LambdaCGD(0.5), sampling, sigma=2.0, epsilon=1.0)
+    found = accountant_for(LambdaCGD(0.5), fresh(Horizon(20, 4))).cross_check(2.0, 1.0)
     bound = FreshBins(0.5, 20, 4).delta(2.0, 1.0).delta
     assert found["delta"] - 5 * found["standard_error"] <= bound <= 1.05 * found["delta"] + 5 * found["standard_error"]
 
 
 def test_estimated_noise_is_close_to_the_exact_one() -> None:
-    exact = FreshBins(0.6, 30, 5).sigma(2.0, 1e-5)[0]
+    exact = FreshBins(0.6, 30, 5).sigma(2.0, 1e-5).sigma
     for start in (None, exact, 1.5 * exact):  # a search that begins at its end must learn the slope too
         found = estimate_sigma(LambdaCGD(0.6), Horizon(30, 5), epsilon=2.0, delta=1e-5, samples=49_152, start=start)
         assert found.sigma == pytest.approx(exact, rel=0.01)
@@ -103,7 +111,7 @@ def test_negative_strategies_are_refused() -> None:
 def test_epsilon_grows_epoch_by_epoch(mechanism: Mechanism) -> None:
     horizon = Horizon(20, 4)
     sigma = fresh_bins(mechanism, horizon, epsilon=2.0, delta=1e-5).sigma
-    found = epsilon_after_epochs(mechanism, horizon, sigma=sigma, epsilon=2.0, delta=1e-5)
+    found = accountant_for(mechanism, fresh(horizon)).epsilon_after_epochs(sigma, 2.0, 1e-5)
     assert found[-1] == pytest.approx(2.0, rel=1e-2)
     assert len(found) == 4
     assert list(found) == sorted(found)

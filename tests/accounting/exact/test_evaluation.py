@@ -10,17 +10,19 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix import put as put_module
-from lambdacgd.accounting.transfer_matrix.measure import COARSE, FINE, Precision
-from lambdacgd.accounting.transfer_matrix.put import (
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.exact import evaluation
+from lambdacgd.accounting.exact.evaluation import (
+    COARSE,
+    FINE,
+    Precision,
     Window,
     choose_window,
     coefficients,
     far_bound,
-    put,
+    frequency_weights,
+    put_bound,
     tail_bound,
-    weights,
 )
 
 VALUES = np.array([0.05, 0.3, 0.9, 1.0, 1.3, 4.0, 30.0])
@@ -28,7 +30,7 @@ CHANCES = np.array([0.001, 0.1, 0.4, 0.3, 0.15, 0.0489, 0.0001])
 
 
 class Discrete:
-    """A W with finitely many values, in place of a Measure."""
+    """A W with finitely many values, in place of a LossLaw."""
 
     def transform(self, z: Any, rounding: str) -> Any:
         return np.exp(np.outer(z, VALUES)) @ CHANCES
@@ -43,7 +45,7 @@ def window_for(strike: float, width: float, value: float, precision: Precision =
 def bound(strike: float, width: float, window: Window) -> tuple[float, float]:
     """The bound, and what of it the put itself says may be slack."""
     transform = Discrete().transform(1j * window.frequencies - window.tilt, "up")
-    part = put(strike, width, window, transform, 1e-15)
+    part = put_bound(strike, width, window, transform, 1e-15)
     return float(part.series) + part.added, part.added
 
 
@@ -99,7 +101,7 @@ def test_coefficients_near_zero_use_the_series() -> None:
 def test_tail_bound_exceeds_the_tail(last: int) -> None:
     strike, width = 2.0, 0.3
     window = replace(window_for(strike, width, 1e-3), count=4000)
-    terms = np.abs(weights(strike, width, window)).astype(float) * window.total
+    terms = np.abs(frequency_weights(strike, width, window)).astype(float) * window.total
     bounded = tail_bound(strike, window.low, window.period, window.tilt, last, width, window.total)
     assert terms[last + 1 :].sum() <= bounded
 
@@ -120,6 +122,6 @@ def test_coarser_precision_needs_fewer_frequencies() -> None:
 
 
 def test_too_many_frequencies_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(put_module, "MOST_FREQUENCIES", 20)
+    monkeypatch.setattr(evaluation, "MOST_FREQUENCIES", 20)
     with pytest.raises(AccountingError, match="frequencies"):
         window_for(2.0, 1e-3, 1e-4)

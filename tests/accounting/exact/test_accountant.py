@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError, calibrate
-from lambdacgd.accounting.transfer_matrix import METHOD, TransferMatrix
-from lambdacgd.accounting.transfer_matrix.evaluate import evaluate_add, evaluate_remove
-from lambdacgd.accounting.transfer_matrix.extended import AVAILABLE
-from lambdacgd.accounting.transfer_matrix.measure import FINE, Precision, Scale, measure
-from lambdacgd.accounting.transfer_matrix.reference import gram, quadrature, sampled
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.exact.accountant import METHOD, TransferMatrix
+from lambdacgd.accounting.exact.evaluation import FINE, Precision, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.product import AVAILABLE
+from lambdacgd.accounting.reference import gram, quadrature, sampled
+from lambdacgd.accounting.root import smallest
 
 # Slack turned down until only errors could hide in what is left.
 TIGHT = Precision(smoothing=0.02, lattice=1e-6, scales=1e-6, negligible=1e-6, wrap=1e-6, rounding=8e-3)
@@ -45,12 +45,12 @@ def test_never_below_quadrature_and_close_to_it(
     rough = accountant.delta(sigma, epsilon)
     chain = accountant.chain(sigma)
     scale = Scale(math.exp(epsilon), rough.delta_remove, rough.slope)
-    law = measure(chain, scale, TIGHT, direction="remove", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="remove", device="cpu")
     remove = evaluate_remove(law, scale, TIGHT)
     assert truth_remove * (1 - 1e-7) <= remove.delta <= truth_remove * 1.002
     assert remove.delta - truth_remove <= 1.2 * remove.added + 1e-6 * truth_remove
     scale = Scale(math.exp(-epsilon), truth_add, 2 * rough.slope)
-    law = measure(chain, scale, TIGHT, direction="add", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="add", device="cpu")
     add = evaluate_add(law, scale, TIGHT)
     assert truth_add * (1 - 1e-7) <= add.delta <= truth_add * 1.002
 
@@ -93,7 +93,7 @@ def test_where_a_float64_sum_falls_below_the_truth() -> None:
 
 
 def test_without_extended_precision_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lambdacgd.accounting.transfer_matrix.evaluate.AVAILABLE", False)
+    monkeypatch.setattr("lambdacgd.accounting.exact.evaluation.AVAILABLE", False)
     with pytest.raises(AccountingError, match=r"smallest δ reachable there is about|certifies nothing"):
         TransferMatrix(0.5, 3, 3).delta(1.11978, 12.0)
 
@@ -130,7 +130,8 @@ def test_identity_strategy_is_one_of_b_allocation() -> None:
     """C = I: k epochs in the same bin are one epoch at σ/√k; another deterministic accountant says [8.102, 8.173]."""
     many, one = TransferMatrix(0.0, 390, 10), TransferMatrix(0.0, 390, 1)
     assert many.delta(1.2, 8.1).delta == pytest.approx(one.delta(1.2 / math.sqrt(10), 8.1).delta, rel=1e-9)
-    epsilon, bound = many.epsilon(1.2, 1e-5)
+    bound = many.epsilon(1.2, 1e-5)
+    epsilon = bound.epsilon
     assert 8.102 <= epsilon <= 8.173
     assert bound.delta <= 1e-5
     nearly = TransferMatrix(1e-4, 390, 10).delta(1.2, 8.1)
@@ -138,7 +139,8 @@ def test_identity_strategy_is_one_of_b_allocation() -> None:
 
 
 def test_one_bin_is_the_gaussian_mechanism() -> None:
-    sigma, bound = TransferMatrix(0.0, 1, 1).sigma(1.0, 1e-5, rtol=1e-6)
+    bound = TransferMatrix(0.0, 1, 1).sigma(1.0, 1e-5, rtol=1e-6)
+    sigma = bound.sigma
     assert sigma == pytest.approx(3.73063, rel=1e-5)
     assert bound.delta_remove == bound.delta_add
 
@@ -165,15 +167,17 @@ def test_monotone_in_every_argument() -> None:
 
 def test_normalised_columns_cost_less_noise_in_their_own_units() -> None:
     """Unit columns: σ is smaller by about the column norm, and never below what its own Gram matrix needs."""
-    plain, _ = TransferMatrix(0.9, 40, 2).sigma(2.0, 1e-3)
-    unit, bound = TransferMatrix(0.9, 40, 2, normalized=True).sigma(2.0, 1e-3)
+    plain = TransferMatrix(0.9, 40, 2).sigma(2.0, 1e-3).sigma
+    bound = TransferMatrix(0.9, 40, 2, normalized=True).sigma(2.0, 1e-3)
+    unit = bound.sigma
     assert unit == pytest.approx(plain * math.sqrt(1 - 0.9**2), rel=0.05)
     (remove, error), _ = sampled(gram(0.9, 40, 2, normalized=True), unit, 2.0, samples=200_000, seed=3)
     assert remove - 5 * error <= bound.delta_remove
 
 
 def test_lumped_chains_are_used_near_one_and_lose_little() -> None:
-    sigma, bound = TransferMatrix(0.998, 120, 4).sigma(3.0, 1e-3, rtol=1e-3)
+    bound = TransferMatrix(0.998, 120, 4).sigma(3.0, 1e-3, rtol=1e-3)
+    sigma = bound.sigma
     (remove, error), (add, add_error) = sampled(gram(0.998, 120, 4), sigma, 3.0, samples=60_000, seed=5)
     assert remove - 5 * error <= bound.delta_remove
     assert add - 5 * add_error <= bound.delta_add
@@ -182,16 +186,18 @@ def test_lumped_chains_are_used_near_one_and_lose_little() -> None:
 
 def test_epsilon_inverts_sigma() -> None:
     accountant = TransferMatrix(0.9, 100, 5)
-    sigma, _ = accountant.sigma(2.0, 1e-5)
-    epsilon, bound = accountant.epsilon(sigma, 1e-5)
+    sigma = accountant.sigma(2.0, 1e-5).sigma
+    bound = accountant.epsilon(sigma, 1e-5)
+    epsilon = bound.epsilon
     assert epsilon == pytest.approx(2.0, rel=2e-3)
     assert bound.delta <= 1e-5
 
 
 def test_a_start_and_a_coarser_tolerance_change_little() -> None:
     accountant = TransferMatrix(0.9, 100, 5)
-    fine, _ = accountant.sigma(2.0, 1e-5)
-    coarse, bound = accountant.sigma(2.0, 1e-5, rtol=3e-3, start=1.3 * fine)
+    fine = accountant.sigma(2.0, 1e-5).sigma
+    bound = accountant.sigma(2.0, 1e-5, rtol=3e-3, start=1.3 * fine)
+    coarse = bound.sigma
     assert fine * 0.9995 <= coarse <= 1.008 * fine
     assert bound.delta <= 1e-5
 
@@ -210,7 +216,8 @@ def test_curve_agrees_with_single_evaluations() -> None:
 
 
 def test_certificate_can_be_stored() -> None:
-    sigma, bound = TransferMatrix(0.8, 20, 3).sigma(2.0, 1e-4, rtol=1e-3)
+    bound = TransferMatrix(0.8, 20, 3).sigma(2.0, 1e-4, rtol=1e-3)
+    sigma = bound.sigma
     certificate = bound.certificate(1e-4)
     assert (certificate.method, certificate.confidence, certificate.direction) == (METHOD, 1.0, "both")
     assert certificate.kind == "bound"
@@ -264,7 +271,7 @@ def test_numbers_of_another_precision_are_computed_with_in_float64() -> None:
 def test_a_slope_learnt_where_delta_is_flat_does_not_end_the_search() -> None:
     """δ nearly 1 at the first points: once smoothed with their slope nothing passed, and sampling had to answer."""
     accountant, epsilon, delta = TransferMatrix(0.97, 2, 1), 13.4566, 4.934e-3
-    sigma, _ = accountant.sigma(epsilon, delta)
+    sigma = accountant.sigma(epsilon, delta).sigma
     truth, _ = quadrature(gram(0.97, 2, 1), sigma, epsilon, step=0.01)
     assert 0.95 * delta <= truth <= delta
 
@@ -275,7 +282,8 @@ def test_a_slope_learnt_where_delta_is_flat_does_not_end_the_search() -> None:
 )
 def test_few_bins_with_much_noise_are_tight_too(lam: float, b: int, k: int, epsilon: float, delta: float) -> None:
     """All bins matter together there, and the end of training counts: without it δ was 9% too large, or refused."""
-    sigma, bound = TransferMatrix(lam, b, k).sigma(epsilon, delta)
+    bound = TransferMatrix(lam, b, k).sigma(epsilon, delta)
+    sigma = bound.sigma
     truth = max(quadrature(gram(lam, b, k), sigma, epsilon, step=0.05))
     assert truth <= bound.delta <= 1.03 * truth
 
@@ -283,9 +291,10 @@ def test_few_bins_with_much_noise_are_tight_too(lam: float, b: int, k: int, epsi
 @pytest.mark.parametrize(("lam", "b", "k"), [(0.9, 3, 1), (0.6, 2, 3)])
 def test_what_a_chain_costs_normalised_columns_is_reported(lam: float, b: int, k: int) -> None:
     accountant, epsilon, delta = TransferMatrix(lam, b, k, normalized=True), 0.5, 1e-4
-    sigma, bound = accountant.sigma(epsilon, delta)
+    bound = accountant.sigma(epsilon, delta)
+    sigma = bound.sigma
     matrix = gram(lam, b, k, normalized=True)
-    needed = calibrate(lambda x: max(quadrature(matrix, x, epsilon, step=0.1)), delta, start=sigma, rtol=1e-3)
+    needed = smallest(lambda x: max(quadrature(matrix, x, epsilon, step=0.1)), delta, start=sigma, rtol=1e-3)
     assert math.log(sigma / needed) == pytest.approx(bound.details["dominating_chain_sigma_loss"], rel=0.15, abs=2e-3)
 
 
@@ -297,7 +306,7 @@ def test_jensens_bound_is_not_passed_off_as_tight(monkeypatch: pytest.MonkeyPatc
 
     accountant = TransferMatrix(0.5, 5, 2)
     tight = accountant.delta(3.0, 0.3)
-    monkeypatch.setattr("lambdacgd.accounting.transfer_matrix.accountant.evaluate_add", refuses)
+    monkeypatch.setattr("lambdacgd.accounting.exact.accountant.evaluate_add", refuses)
     scale = Scale(math.exp(0.3), tight.delta_remove, tight.slope)
     loose = accountant.evaluate(3.0, 0.3, scale, FINE)
     assert loose.details["add"] == "jensen"
@@ -312,11 +321,11 @@ def test_a_slope_far_from_the_first_guess_is_found() -> None:
     assert 1.02266e-6 < bound.delta < 1.05 * 1.02266e-6
 
 
-@pytest.mark.parametrize(("where", "limit"), [("product.LARGEST_TABLE", 1000), ("evaluate.LARGEST_WORK", 1e6)])
+@pytest.mark.parametrize(("where", "limit"), [("product.LARGEST_TABLE", 1000), ("evaluation.LARGEST_WORK", 1e6)])
 def test_what_would_take_too_long_or_too_much_is_refused(
     where: str, limit: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"lambdacgd.accounting.transfer_matrix.{where}", limit)
+    monkeypatch.setattr(f"lambdacgd.accounting.exact.{where}", limit)
     with pytest.raises(AccountingError, match="use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"):
         TransferMatrix(0.9, 10, 2).delta(3.0, 1.0)
 
@@ -325,7 +334,7 @@ def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     accountant = TransferMatrix(0.9, 10, 2)
     for broken in (math.nan, -1.0, math.inf):
         monkeypatch.setattr(
-            "lambdacgd.accounting.transfer_matrix.evaluate.float", lambda _, broken=broken: broken, raising=False
+            "lambdacgd.accounting.exact.evaluation.float", lambda _, broken=broken: broken, raising=False
         )
         with pytest.raises((AccountingError, ValueError)):
             accountant.sigma(1.0, 1e-5)
@@ -334,7 +343,7 @@ def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-check of the total mass: a lattice kernel off by 1% stops the accountant."""
-    from lambdacgd.accounting.transfer_matrix import measure as module
+    from lambdacgd.accounting.exact import evaluation as module
 
     original = module.lattice
 
@@ -348,7 +357,7 @@ def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_importing_needs_no_torch() -> None:
-    code = "import sys, lambdacgd.accounting.transfer_matrix; sys.exit('torch' in sys.modules)"
+    code = "import sys, lambdacgd.accounting.exact; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -374,6 +383,6 @@ def test_a_first_slope_that_misleads_does_not_make_the_search_creep(monkeypatch)
     """One epoch of many bins: the second point lies far beyond, where δ says little; 36 evaluations once."""
     evaluate, seen = TransferMatrix.evaluate, []
     monkeypatch.setattr(TransferMatrix, "evaluate", lambda self, *a, **k: seen.append(a[0]) or evaluate(self, *a, **k))
-    sigma, _ = TransferMatrix(0.9, steps_per_epoch=9765, epochs=1).sigma(4.0, 1e-7)
+    sigma = TransferMatrix(0.9, steps_per_epoch=9765, epochs=1).sigma(4.0, 1e-7).sigma
     assert sigma == pytest.approx(1.1256, rel=3e-4)
     assert len(seen) <= 12

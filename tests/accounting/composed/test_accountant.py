@@ -7,22 +7,34 @@ import math
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins import METHOD, FreshBins, fresh_bins
-from lambdacgd.accounting.fresh_bins.composition import Composition
-from lambdacgd.accounting.fresh_bins.pair import dominating_pair
-from lambdacgd.accounting.fresh_bins.profile import FINAL, QUICK, Resolution, one_epoch
-from lambdacgd.accounting.fresh_bins.simulation import simulate
+from lambdacgd.accounting import Calibration, accountant_for
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
+from lambdacgd.accounting.composed.composition import Composition, dominating_pair
+from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, one_epoch
+from lambdacgd.accounting.composed.simulation import simulate
+from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.transfer_matrix import TransferMatrix
-from lambdacgd.accounting.transfer_matrix.reference import gram, quadrature
-from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD
+from lambdacgd.accounting.reference import gram, quadrature
+from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD, Mechanism
+from lambdacgd.sampling import BallsInBins, Bins
 from lambdacgd.validation import InvalidInput
+
+
+def fresh_bins(
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, estimate: bool = False
+) -> Calibration:
+    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta, estimate=estimate)
+
+
+def fresh(horizon: Horizon, bins: Bins = "fresh") -> BallsInBins:
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)
 
 
 def test_without_correlation_it_is_random_allocation_composed_over_epochs() -> None:
     # A deterministic accountant of random allocation, composed, gives ε(1e-5) between 7.52 and 7.59.
-    assert 7.52 <= FreshBins(0.0, 390, 10).epsilon(0.494, 1e-5) <= 7.59
+    assert 7.52 <= FreshBins(0.0, 390, 10).epsilon(0.494, 1e-5).epsilon <= 7.59
 
 
 @pytest.mark.parametrize(("epsilon", "sampled"), [(8.0, 0.487), (2.0, 0.706)])
@@ -43,12 +55,12 @@ def test_sampled_values_are_met(lam: float, epsilon: float, sampled: float) -> N
 
 
 def test_one_epoch_is_fixed_bins() -> None:
-    from lambdacgd.accounting.balls_in_bins import balls_in_bins
-
     for mechanism in (LambdaCGD(0.8), Identity()):
-        both = [how(mechanism, Horizon(30, 1), epsilon=2.0, delta=1e-5) for how in (fresh_bins, balls_in_bins)]
-        assert both[0] == both[1]
-    exact, composed = both[0].sigma, FreshBins(0.0, 30, 1).sigma(2.0, 1e-5)[0]
+        one = Horizon(30, 1)
+        both = [accountant_for(mechanism, fresh(one, bins)).sigma(2.0, 1e-5) for bins in ("fresh", "fixed")]
+        assert both[0].sigma == both[1].sigma
+        assert both[0].certificate.method == both[1].certificate.method
+    exact, composed = both[0].sigma, FreshBins(0.0, 30, 1).sigma(2.0, 1e-5).sigma
     assert exact * 0.999 <= composed <= exact * 1.004
 
 
@@ -59,9 +71,9 @@ def test_one_bin_is_the_gaussian_mechanism() -> None:
 
 def test_fewer_epochs_cost_less() -> None:
     accountant = FreshBins(0.0, 40, 6)
-    spent = [accountant.epsilon(0.8, 1e-5, epochs=epochs) for epochs in (1, 3, 6)]
+    spent = [accountant.epsilon(0.8, 1e-5, epochs=epochs).epsilon for epochs in (1, 3, 6)]
     assert spent == sorted(spent)
-    assert spent[-1] == pytest.approx(accountant.epsilon(0.8, 1e-5), rel=1e-9)
+    assert spent[-1] == pytest.approx(accountant.epsilon(0.8, 1e-5).epsilon, rel=1e-9)
     with pytest.raises(AccountingError, match="between 1 and 6"):
         accountant.epsilon(0.8, 1e-5, epochs=7)
 
@@ -76,7 +88,8 @@ def test_a_curve_comes_from_one_composition() -> None:
 @pytest.mark.parametrize(("lam", "steps"), [(0.999, 2), (0.9999, 3)])
 def test_few_bins_whose_noise_hardly_decays(lam: float, steps: int) -> None:
     """A chain that never ends says nothing about theirs: guesses from it were far off, and the search refused."""
-    sigma, bound = FreshBins(lam, steps, 10).sigma(2.0, 1e-5)
+    bound = FreshBins(lam, steps, 10).sigma(2.0, 1e-5)
+    sigma = bound.sigma
     drawn = simulate(LambdaCGD(lam), Horizon(steps, 10), sigma=sigma, epsilon=2.0, seed=3)
     # At 5 standard errors: a false alarm in 1.7e6. One percent of δ is less than 0.1% of σ.
     truth, error = float(drawn["delta"]), float(drawn["standard_error"])

@@ -7,11 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix.chain import Chain, plain_chain
-from lambdacgd.accounting.transfer_matrix.emission import value_grid
-from lambdacgd.accounting.transfer_matrix.lattice import lattice, poisson_eta, spacing_ratio
-from lambdacgd.accounting.transfer_matrix.product import Stretch, TransferProduct
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.exact.lattice import Chain, lattice, plain_chain, poisson_eta, spacing_ratio, value_grid
+from lambdacgd.accounting.exact.product import Stretch, TransferProduct
 
 
 def product_of(chain: Chain, *, ratio: float, reach: float, fine: float = 2e-3, top: float = 1e5) -> TransferProduct:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.transfer_matrix.chain import gaussian_delta, jensen_add, normalized_chain, plain_chain
-from lambdacgd.accounting.transfer_matrix.reference import gram, quadrature
+from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.exact.lattice import normalized_chain, plain_chain
+from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
+from lambdacgd.accounting.reference import gram, quadrature
 
 lams = st.floats(0.01, 0.995)
 sizes = st.integers(2, 12)
@@ -82,9 +83,9 @@ def test_a_lump_must_divide_the_bins() -> None:
 
 @pytest.mark.parametrize("ratio", [0.05, 0.5, 2.0, 9.0])
 @pytest.mark.parametrize("epsilon", [0.05, 1.0, 8.0])
-def test_gaussian_delta(ratio: float, epsilon: float) -> None:
+def test_one_bin_is_the_gaussian_mechanism(ratio: float, epsilon: float) -> None:
     exact = norm.cdf(ratio / 2 - epsilon / ratio) - math.exp(epsilon) * norm.cdf(-ratio / 2 - epsilon / ratio)
-    assert gaussian_delta(ratio, epsilon) == pytest.approx(exact, rel=1e-8, abs=1e-15)
+    assert one_bin_delta(epsilon, ratio) == pytest.approx(exact, rel=1e-8, abs=1e-15)
 
 
 @pytest.mark.parametrize(

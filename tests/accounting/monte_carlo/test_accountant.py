@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from lambdacgd import cache
-from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
-from lambdacgd.accounting.monte_carlo import MonteCarlo, certificate, sweep
-from lambdacgd.accounting.monte_carlo.build import gram_of
+from lambdacgd.accounting.monte_carlo import MonteCarlo
+from lambdacgd.accounting.monte_carlo import accountant as module
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
+from lambdacgd.accounting.monte_carlo.gram import gram_of
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 from lambdacgd.validation import InvalidInput
 
@@ -50,11 +51,11 @@ def test_the_wager_rejects_what_is_not_true() -> None:
     limit = gaussian_delta(1.0, 1.0)
     passes = 0
     for entropy in range(40):
-        wager = certificate.prepare(estimator, 1.0, 1.0, "remove", limit=limit, failure=0.05)
-        passes += certificate.run(wager, failure=0.05, max_samples=40_960, entropy=entropy).passed
+        wager = module.prepare(estimator, 1.0, 1.0, "remove", limit=limit, failure=0.05)
+        passes += module.settle(wager, failure=0.05, max_samples=40_960, entropy=entropy).passed
     assert passes <= 9
-    wager = certificate.prepare(estimator, 1.0, 1.1, "remove", limit=limit, failure=1e-6)
-    assert certificate.run(wager, failure=1e-6, max_samples=409_600, entropy=1).passed
+    wager = module.prepare(estimator, 1.0, 1.1, "remove", limit=limit, failure=1e-6)
+    assert module.settle(wager, failure=1e-6, max_samples=409_600, entropy=1).passed
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
@@ -63,7 +64,7 @@ def test_upper_bounds_cover_the_truth(direction: str) -> None:
     estimator = Estimator(gram_of(LambdaCGD(0.0), Horizon(1, 1)))
     truth = gaussian_delta(0.5, 2.0)
     bounds = [
-        certificate.upper_bound(estimator, 0.5, 2.0, direction, failure=0.1, samples=4096)  # type: ignore[arg-type]
+        module.upper_bound(estimator, 0.5, 2.0, direction, failure=0.1, samples=4096)  # type: ignore[arg-type]
         for _ in range(60)
     ]
     assert sum(bound < truth for bound in bounds) <= 17
@@ -84,7 +85,7 @@ def test_a_budget_that_is_too_small_says_what_would_do() -> None:
 
 
 def test_where_every_attempt_fails_amplification_is_not_claimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(certificate, "run", lambda *a, **k: certificate.Outcome(False, 1, 0.0))
+    monkeypatch.setattr(module, "settle", lambda *a, **k: module.Outcome(False, 1, 0.0))
     accountant = MonteCarlo(LambdaCGD(0.9), SMALL)
     found = accountant.certify(1.0, 1e-5)
     plain = accountant.without_amplification(1.0, 1e-5)
@@ -106,11 +107,11 @@ def test_epsilons_beyond_the_margins_are_refused() -> None:
 def test_the_attempts_share_beta(monkeypatch: pytest.MonkeyPatch) -> None:
     failures: list[float] = []
 
-    def fail(wager: certificate.Wager, *, failure: float, **rest: object) -> certificate.Outcome:
+    def fail(wager: module.Wager, *, failure: float, **rest: object) -> module.Outcome:
         failures.append(failure)
-        return certificate.Outcome(False, 1, 0.0)
+        return module.Outcome(False, 1, 0.0)
 
-    monkeypatch.setattr(sweep.certificate, "run", fail)
+    monkeypatch.setattr(module, "settle", fail)
     MonteCarlo(LambdaCGD(0.9), SMALL).certify(1.0, 1e-5, failure_probability=1e-7)
     assert sum(failures) <= 0.5e-7
     assert failures[0] == 0.25e-7
@@ -119,14 +120,14 @@ def test_the_attempts_share_beta(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stakes_keep_every_factor_non_negative() -> None:
     estimator = Estimator(gram_of(BISR(4), SMALL))
     for epsilon, sigma in ((0.3, 8.0), (2.0, 2.0)):
-        wager = certificate.prepare(estimator, epsilon, sigma, "remove", limit=1e-5, failure=1e-9)
+        wager = module.prepare(estimator, epsilon, sigma, "remove", limit=1e-5, failure=1e-9)
         assert 1 + wager.stake * (wager.limit - wager.proposal.largest_weight * (1 + 2e-8)) > 0
 
 
 def test_verification_is_fresh_every_time() -> None:
     estimator = Estimator(gram_of(BISR(4), SMALL))
-    wager = certificate.prepare(estimator, 1.0, 2.5, "remove", limit=1e-5, failure=1e-300)
-    runs = {certificate.run(wager, failure=1e-300, max_samples=4096).log_capital for _ in range(3)}
+    wager = module.prepare(estimator, 1.0, 2.5, "remove", limit=1e-5, failure=1e-300)
+    runs = {module.settle(wager, failure=1e-300, max_samples=4096).log_capital for _ in range(3)}
     assert len(runs) == 3
     assert all(math.isfinite(capital) for capital in runs)
 

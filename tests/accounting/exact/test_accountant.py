@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact.accountant import METHOD, TransferMatrix
-from lambdacgd.accounting.exact.evaluation import FINE, Precision, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.evaluation import FINE, Precision, PutBound, Scale, evaluate_add, evaluate_remove, loss_law
 from lambdacgd.accounting.exact.product import AVAILABLE
 from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest
@@ -333,9 +333,8 @@ def test_what_would_take_too_long_or_too_much_is_refused(
 def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     accountant = TransferMatrix(0.9, 10, 2)
     for broken in (math.nan, -1.0, math.inf):
-        monkeypatch.setattr(
-            "lambdacgd.accounting.exact.evaluation.float", lambda _, broken=broken: broken, raising=False
-        )
+        put = PutBound(np.longdouble(broken), 0.0, 0.0, 0.0)
+        monkeypatch.setattr("lambdacgd.accounting.exact.evaluation.put_bound", lambda *_, put=put: put)
         with pytest.raises((AccountingError, ValueError)):
             accountant.sigma(1.0, 1e-5)
         monkeypatch.undo()

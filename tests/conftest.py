@@ -1,4 +1,4 @@
-"""What CI shows, a desk repeats: hypothesis, keys, run ids and seeds draw the same every time. The cache is its own."""
+"""What CI shows, a desk repeats: keys, run ids and seeds draw the same every time. The cache is the tests' own."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ settings.load_profile("lambdacgd")
 def own_cache(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setenv("LAMBDACGD_CACHE", str(tmp_path_factory.mktemp("cache")))
+    patch.setenv("LAMBDACGD_STATE", "off")  # tests resume copies of one run on purpose; tests/test_ledger.py has it on
     yield
     patch.undo()
 

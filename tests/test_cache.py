@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +32,11 @@ def test_only_the_same_question_is_answered(tmp_path: Path, monkeypatch: pytest.
 def test_a_file_under_the_wrong_name_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
     ask({"x": 1}, "one")
-    (path,) = tmp_path.iterdir()
-    stored = json.loads(path.read_text())
-    stored["asked"]["question"]["x"] = 2
-    for content in (json.dumps(stored), "[]", "{", ""):
-        path.write_text(content)
+    (path,) = tmp_path.glob("*.json")
+    ask({"x": 2}, "two")
+    (two,) = set(tmp_path.glob("*.json")) - {path}
+    for content in (two.read_bytes(), b"[]", b"{", b"", b"\xff", b"[" * 100_000):
+        path.write_bytes(content)
         assert ask({"x": 1}, "computed") == "computed"
         assert ask({"x": 1}, "kept") == "computed"
 
@@ -43,12 +45,58 @@ def test_a_damaged_answer_is_computed_again(tmp_path: Path, monkeypatch: pytest.
     """A σ that lost a digit would be a noise multiplier that nobody certified."""
     monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
     ask({"x": 1}, {"sigma": 2.5, "certificate": {"delta": 1e-5}})
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.json")
     for damaged in ({"sigma": 0.5, "certificate": {"delta": 1e-5}}, None, {}):
         stored = json.loads(path.read_text())
         path.write_text(json.dumps(stored | {"answer": damaged}))
         assert ask({"x": 1}, {"sigma": 2.5}) == {"sigma": 2.5}
         assert ask({"x": 1}, "kept") == {"sigma": 2.5}
+
+
+def test_an_edited_answer_is_not_believed_even_with_its_hash_computed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that was edited to σ/10 gave a plan that training accepted."""
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
+    ask({"x": 1}, {"sigma": 2.5})
+    (path,) = tmp_path.glob("*.json")
+    stored = json.loads(path.read_text())
+    answer, text = {"sigma": 0.25}, json.dumps(stored["asked"], sort_keys=True)
+    for key in (b"", bytes(32), b"another user's secret, 32 bytes."):
+        signature = cache._signature(key, text, answer)
+        digest = hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()  # as it was signed before
+        path.write_text(json.dumps(stored | {"answer": answer, "signature": signature, "digest": digest}))
+        assert ask({"x": 1}, {"sigma": 2.5}) == {"sigma": 2.5}
+
+
+def test_the_secret_of_a_folder_is_its_owners_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
+    assert ask({"x": 1}, "first") == "first"
+    secret = tmp_path / ".secret"
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    secret.chmod(0o644)
+    assert ask({"x": 1}, "anew") == "anew"  # anyone may have signed what lies here
+    secret.chmod(0o600)
+    assert ask({"x": 1}, "again") == "first"
+    secret.write_bytes(b"cut off")
+    assert ask({"x": 1}, "anew") == "anew"
+    assert ask({"x": 1}, "kept") == "kept"
+    assert ask({"x": 1}, "again") == "kept"
+    monkeypatch.setattr(os, "getuid", lambda: -1)
+    assert ask({"x": 1}, "another user") == "another user"
+
+
+def test_all_code_before_training_counts_as_code_of_the_answer(tmp_path: Path) -> None:
+    root = Path(cache.__file__).parent
+    files = {file.relative_to(root).as_posix() for file in cache.code_of_answers(root)}
+    parts = {file.split("/")[0] for file in files}
+    assert {"accounting", "mechanisms", "sampling", "planning.py"} <= parts
+    assert all((root / part).exists() for part in parts)
+    assert not parts & {"training", "clipping", "noise", "integrations", "cli"}
+    (tmp_path / "accounting").mkdir()
+    for name in ("new.py", "accounting/newer.py"):  # a file that somebody adds counts without being named anywhere
+        (tmp_path / name).write_text("")
+        assert tmp_path / name in cache.code_of_answers(tmp_path)
 
 
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +109,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.M
         assert ask({"x": 1}, "one") == "one"
     with pytest.raises(TypeError, match="JSON"):
         ask({"x": 1}, object())
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".secret"]
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,8 @@ import errno
 import os
 import pickle
 import stat
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -15,8 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lambdacgd.chacha import keystream, prf64, scattered_blocks
-from lambdacgd.keys import DestroyedKeyError, KeyFileError, SecretKey
+from lambdacgd.keys import DestroyedKeyError, KeyFileError, SecretKey, keystream, prf64, scattered_blocks
 
 SECRET = bytes(range(1, 33))
 # Computed apart from the library (hashlib and OpenSSL alone); they must never change.
@@ -301,6 +302,99 @@ def test_a_damaged_file_is_refused_without_showing_it(tmp_path: Path, damage: ob
     assert SECRET.hex()[:16] not in "".join(traceback.format_exception(caught.value))
 
 
+def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+    """No flip loads as another key, which would go on with noise that cancels nothing and other bins."""
+    path = tmp_path / "run.key"
+    SecretKey.from_bytes(SECRET).save(path)
+    content = path.read_bytes()
+    for bit in range(8 * len(content)):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(KeyFileError, match="not a whole key file"):
+            SecretKey.load(path)
+
+
+def test_a_file_of_the_first_version_loads(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    path.write_bytes(b"lambdacgd secret key, version 1\n" + SECRET.hex().encode() + b"\n")
+    path.chmod(0o600)
+    key = SecretKey.load(path)
+    assert key == SecretKey.from_bytes(SECRET)
+    key.destroy()
+    assert not path.exists()
+
+
+def test_a_traceback_with_local_variables_holds_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    SecretKey.from_bytes(SECRET).save(path)
+    path.write_bytes(path.read_bytes()[:-1])  # damaged, but the secret is in it
+    with pytest.raises(KeyFileError) as caught:
+        SecretKey.load(path)
+    shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "source = " in shown
+    assert SECRET.hex()[:16] not in shown
+    assert repr(SECRET)[2:10] not in shown
+
+
+def test_drafts_of_a_killed_process_are_swept_but_never_a_file_that_is_somebody_elses(tmp_path: Path) -> None:
+    path, precious = tmp_path / "run.key", tmp_path / "precious"
+    drafts = [tmp_path / f".run.key.{digit * 16}.tmp" for digit in "0123"]
+    precious.write_text("keep me")
+    drafts[0].write_bytes(b"half a key")
+    other = [tmp_path / ".run.key.tmp", tmp_path / ".other.key.0000000000000000.tmp"]
+    for draft in other:
+        draft.write_text("not ours")
+    key = SecretKey.from_bytes(SECRET)
+    key.save(path)
+    assert not drafts[0].exists()
+    os.link(path, drafts[1])  # killed between the link and the removal of the draft
+    drafts[2].symlink_to(precious)
+    os.link(precious, drafts[3])
+    assert SecretKey.load(path) == key
+    assert SecretKey.load(path) == key  # the sweep has not overwritten the key through its second name
+    drafts[0].write_bytes(b"half a key")
+    key.destroy()
+    assert precious.read_text() == "keep me"
+    assert sorted(p for p in tmp_path.iterdir()) == sorted([precious, *other])
+
+
+WHAT_STAYS_IN_MEMORY = """
+import sys
+from lambdacgd.keys import SecretKey
+
+MASK = bytes(i ^ 0x5A for i in range(256))  # so that what is looked for stands nowhere in memory by itself
+secret = bytes((37 * i + 11) % 256 for i in range(32))
+digits = b"".join(bytes((b"0123456789abcdef"[n] ^ 0x5A,)) for byte in secret[4:12] for n in (byte >> 4, byte & 15))
+key = SecretKey.from_bytes(secret)
+key.save(sys.argv[1])
+key = SecretKey.load(sys.argv[1])
+key.destroy()
+hits = 0
+with open("/proc/self/maps") as maps, open("/proc/self/mem", "rb", 0) as memory:
+    for line in maps.readlines():
+        span, rights, _, _, inode, *name = line.split()
+        if "rw" in rights and not (name and name[0].startswith("[v")):
+            begin, end = (int(x, 16) for x in span.split("-"))
+            while begin < end:
+                memory.seek(begin)
+                try:
+                    part = memory.read(min(1 << 22, end - begin))
+                except OSError:
+                    break
+                hits += part.translate(MASK).count(digits)
+                begin += len(part) or end
+print(hits)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs /proc")
+def test_destroy_leaves_no_copy_in_the_files_form(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WHAT_STAYS_IN_MEMORY, str(tmp_path / "run.key")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == 0
+
+
 def test_a_folder_or_missing_file(tmp_path: Path) -> None:
     with pytest.raises((KeyFileError, OSError)):
         SecretKey.load(tmp_path)
@@ -373,6 +467,12 @@ def test_destroy_leaves_another_key_alone(tmp_path: Path) -> None:
     with pytest.raises(DestroyedKeyError):
         key.fingerprint()
     assert SecretKey.load(path) == survivor
+
+
+@pytest.mark.parametrize("attempt", [pickle.dumps, copy.copy, copy.deepcopy, lambda k: pickle.dumps({"a": [k]})])
+def test_a_sub_key_cannot_be_pickled_or_copied(attempt: object) -> None:
+    with pytest.raises(TypeError, match="cannot be pickled or copied"):
+        attempt(SecretKey.from_bytes(SECRET).derive("run"))  # type: ignore[operator]
 
 
 def test_a_sub_key_does_not_show_itself() -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import multiprocessing
 import os
+import shutil
 import stat
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from lambdacgd import ledger as ledger_module
 from lambdacgd.ledger import Ledger, LedgerError, Release
 
 
@@ -123,7 +131,19 @@ def blank(content: bytes) -> bytes:
     return b"\n" + content
 
 
-@pytest.mark.parametrize("damage", [flip, drop_line, garbage, blank])
+def bad_text(content: bytes) -> bytes:
+    return content.replace(b"release", b"rel\xffase")
+
+
+def deep(content: bytes) -> bytes:
+    return content + b"[" * 100_000 + b"\n"
+
+
+def long_number(content: bytes) -> bytes:
+    return content + b"9" * 10_000 + b"\n"
+
+
+@pytest.mark.parametrize("damage", [flip, drop_line, garbage, blank, bad_text, deep, long_number])
 def test_any_other_damage_is_an_error(ledger: Ledger, damage: object) -> None:
     run = ledger.new_run()
     ledger.record(run, 10, digest="a")
@@ -132,6 +152,176 @@ def test_any_other_damage_is_an_error(ledger: Ledger, damage: object) -> None:
     for call in (lambda: ledger.newest(run), lambda: ledger.new_run(), lambda: ledger.check_resume(run, 20)):
         with pytest.raises(LedgerError, match="damaged"):
             call()
+
+
+@pytest.mark.parametrize("lines", [1, 3])
+def test_a_flipped_newline_at_the_end_does_not_make_the_last_line_forgotten(ledger: Ledger, lines: int) -> None:
+    """It looked like a line cut off by a crash, so the newest release was forgotten, and the run could go back."""
+    run = ledger.new_run()
+    for step in range(1, lines):
+        ledger.record(run, step, digest="a")
+    content = ledger.path.read_bytes()
+    for bit in range(8):
+        ledger.path.write_bytes(content[:-1] + bytes((content[-1] ^ 1 << bit,)))
+        for reader in (ledger, Ledger(ledger.path)):
+            with pytest.raises(LedgerError, match="damaged"):
+                reader.newest(run)
+    ledger.path.write_bytes(content)
+    assert ledger.runs() == [run]
+
+
+@given(st.binary(max_size=80), st.integers(0, 400), st.booleans())
+def test_whatever_stands_in_the_file_the_answer_is_an_error_or_the_truth(junk: bytes, at: int, replace: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        ledger = Ledger(Path(folder) / "run.ledger")
+        run = ledger.new_run()
+        ledger.record(run, 5, digest="a")
+        content = ledger.path.read_bytes()
+        ledger.path.write_bytes(content[:at] + junk + content[at + len(junk) * replace :])
+        try:
+            newest = Ledger(ledger.path).newest(run)
+        except LedgerError:
+            return
+        assert newest == Release(5, "a", "checkpoint") or (newest is None and at + len(junk) >= len(content) - 1)
+
+
+def test_a_record_costs_the_same_whatever_the_length(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = ledger.new_run()
+    for step in range(50):
+        ledger.record(run, step, digest="a")
+    calls, real = [], ledger_module._checksum
+    monkeypatch.setattr(ledger_module, "_checksum", lambda *given: calls.append(1) or real(*given))
+    Ledger(ledger.path).record(run, 50, digest="another process")
+    assert len(calls) == 52  # every line there, and the new one
+    ledger.record(run, 51, digest="b")
+    assert len(calls) == 52 + 3  # two lines that this process has not read, one of them its own, and the new one
+    ledger.record(run, 52, digest="b")
+    assert len(calls) == 55 + 2
+    assert ledger.newest(run) == Release(52, "b", "checkpoint")
+
+
+def test_another_file_in_its_place_is_read_anew(ledger: Ledger) -> None:
+    run = ledger.new_run()
+    before = ledger.path.read_bytes()
+    ledger.record(run, 5, digest="a")
+    assert ledger.newest(run) == Release(5, "a", "checkpoint")
+    other = ledger.path.with_name("other")
+    other.write_bytes(before)
+    os.replace(other, ledger.path)
+    assert ledger.newest(run) is None
+    ledger.record(run, 3, digest="b")
+    ledger.path.write_bytes(before)  # the same file, cut off and written anew
+    assert ledger.newest(run) is None
+    ledger.path.unlink()
+    assert ledger.runs() == []
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_the_ledger_as_it_was(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ledger.new_run()
+    ledger.record(run, 5, digest="a")
+    before = ledger.path.read_bytes()
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(LedgerError, match=r"cannot be written \(No space left on device\)"):
+            ledger.record(run, 6, digest="b")
+    assert ledger.path.read_bytes() == before
+    ledger.record(run, 6, digest="b")
+    assert ledger.newest(run) == Release(6, "b", "checkpoint")
+    with pytest.raises(LedgerError, match="cannot be written"):
+        Ledger(ledger.path.parent / "no" / "folder.ledger").new_run()
+
+
+def test_a_system_without_file_locks_imports_the_ledger_and_refuses_to_write_one(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['fcntl'] = None\n"
+        "import lambdacgd.keys\n"
+        "from lambdacgd.ledger import Ledger, LedgerError\n"
+        "try:\n    Ledger(sys.argv[1]).new_run()\n"
+        "except LedgerError as error:\n    print(error)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "run.ledger")]
+    assert "file locks" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which this machine remembers runs; tests do without unless they ask for it."""
+    monkeypatch.setenv("LAMBDACGD_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory: Path) -> None:
+    (tmp_path / "a").mkdir()
+    first = Ledger(tmp_path / "a" / "run.ledger")
+    run, other = first.new_run(), first.new_run()
+    first.record(run, 10, digest="a")
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copy = Ledger(tmp_path / "b" / "run.ledger")
+    copy.check_resume(run, 10, "a")  # either of the two may go on
+    first.record(run, 20, digest="b")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        copy.check_resume(run, 10, "a")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        copy.record(run, 15, digest="c")
+    copy.check_resume(other, 0)  # nothing happened to that one
+    copy.declare_destroyed(run, 10)  # the operator's word about what the first released
+    copy.check_resume(run, 10, "a")
+    copy.record(run, 15, digest="c")
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        first.check_resume(run, 20, "b")
+    assert {stat.S_IMODE(path.stat().st_mode) for path in memory.iterdir()} == {0o600}
+    assert stat.S_IMODE(memory.stat().st_mode) == 0o700
+
+
+def test_a_ledger_cut_off_at_the_end_of_a_line_is_refused(ledger: Ledger, memory: Path) -> None:
+    """Together with an old checkpoint it looked like a run that never went further."""
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    before = ledger.path.read_bytes()
+    ledger.record(run, 20, digest="b")
+    ledger.path.write_bytes(before)
+    with pytest.raises(LedgerError, match="lacks the newest record"):
+        ledger.check_resume(run, 10, "a")
+
+
+def test_a_ledger_that_went_on_elsewhere_or_before_its_memory_was_written_is_fine(
+    ledger: Ledger, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("LAMBDACGD_STATE", "off")  # another machine; or a crash before the memory was written
+        ledger.record(run, 20, digest="b")
+    ledger.check_resume(run, 20, "b")
+    ledger.record(run, 30, digest="c")
+    for content in ("", "not a number"):  # a crash cut it off
+        (memory / f"run-{run}").write_text(content)
+        ledger.check_resume(run, 30, "c")
+
+
+def test_a_home_that_cannot_be_written_remembers_nothing(
+    ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LAMBDACGD_STATE", str(tmp_path / "file" / "state"))
+    run = ledger.new_run()
+    ledger.record(run, 10, digest="a")
+    ledger.check_resume(run, 10, "a")
+
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("LAMBDACGD_STATE", "XDG_STATE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    ledger.record(run, 20, digest="b")
+    ledger.check_resume(run, 20, "b")
 
 
 def test_lines_are_json_and_hold_nothing_secret(ledger: Ledger) -> None:

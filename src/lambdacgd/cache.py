@@ -1,8 +1,9 @@
 """Results that take seconds to compute, kept on disk by the content of the question.
 
-A key is a hash of the question and of the code that answers it, so a changed accountant never answers with an old
-result; an answer carries its own hash, so a damaged one is computed again. Only public values are cached: no key, no
-data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or ``off``.
+A question is filed under a hash of itself and of the code that answers it, so a changed accountant never answers with
+an old result. An answer is signed with a secret that was drawn for this folder and that only its owner can read: an
+answer that was damaged, edited, or put there by somebody else is computed again. Only public values are cached: no
+training key, no data, no randomness. ``LAMBDACGD_CACHE`` names another folder, or ``off``.
 """
 
 from __future__ import annotations
@@ -10,16 +11,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import hmac
 import json
 import os
+import secrets
+import stat
 import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import scipy
+
 from lambdacgd.version import __version__
 
+#: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
+AFTER_THE_PLAN = ("cli", "clipping", "experiments", "integrations", "noise", "torch_private.py", "training")
+_SECRET = ".secret"
 _enabled: ContextVar[bool] = ContextVar("cache_enabled", default=True)
 
 
@@ -46,46 +57,94 @@ def folder() -> Path | None:
         return None
 
 
-@functools.cache
-def _code() -> str:
-    """A digest of every source file an answer can depend on: all of the package down to the planner."""
-    root = Path(__file__).parent
-    files = [root / "validation.py"]
-    for part in ("mechanisms", "accounting", "tuning"):
-        files += sorted((root / part).rglob("*.py"))
-    digest = hashlib.sha256(__version__.encode())
-    for file in files:
-        digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _digest(answer: Any) -> str:
-    return hashlib.sha256(json.dumps(answer, sort_keys=True).encode()).hexdigest()
-
-
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
-    """The JSON-serialisable answer of ``compute()``, from disk if this question was asked before."""
+    """Answer a question from disk if it was asked before, and by computing it otherwise.
+
+    Args:
+        kind: A word for the question, which begins the file's name.
+        question: All that the answer depends on besides this package's code; JSON-serialisable.
+        compute: Computes the answer, which must be JSON-serialisable.
+
+    Returns:
+        The answer, as ``compute()`` returned it now or before.
+
+    Guarantee
+    ---------
+    What comes from disk was computed by this version of the code for this very question, by a process that could read
+    the folder's secret: this user's own. A folder without such a secret is never believed.
+    """
     where = folder()
-    if where is None:
+    secret = None if where is None else _secret(where)
+    if where is None or secret is None:
         return compute()
     text = json.dumps({"kind": kind, "code": _code(), "question": question}, sort_keys=True)
     path = where / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     try:
         stored = json.loads(path.read_text())
-        if stored["asked"] == json.loads(text) and stored["digest"] == _digest(stored["answer"]):
+        if hmac.compare_digest(stored["signature"], _signature(secret, text, stored["answer"])):
             return stored["answer"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass  # absent or damaged: compute it (again)
     answer = compute()
+    signed = {"asked": json.loads(text), "answer": answer, "signature": _signature(secret, text, answer)}
+    content = json.dumps(signed)
     with contextlib.suppress(OSError):  # a read-only or full disk costs time, not correctness
-        where.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({"asked": json.loads(text), "answer": answer, "digest": _digest(answer)})
-        with tempfile.NamedTemporaryFile("w", dir=where, suffix=".tmp", delete=False) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.replace(file.name, path)
-            except OSError:
-                os.unlink(file.name)
-                raise
+        _write(path, content)
     return answer
+
+
+def _signature(secret: bytes, text: str, answer: Any) -> str:
+    message = json.dumps([text, answer], sort_keys=True)
+    return hmac.new(secret, message.encode(), hashlib.sha256).hexdigest()
+
+
+def _secret(where: Path) -> bytes | None:
+    """The folder's secret, made if there is none; None if it cannot be made or others may have written or read it."""
+    path = where / _SECRET
+    with contextlib.suppress(OSError):
+        if not path.exists():
+            where.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):  # another process was faster, and its secret is as good
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with open(descriptor, "wb") as file:
+                    file.write(secrets.token_bytes(32))
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(64)
+        if hasattr(os, "getuid") and not _private(status):
+            return None
+        if len(content) == 32:
+            return content
+        path.unlink()  # a crash cut it off: the next question draws a new one
+    return None
+
+
+def _private(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _write(path: Path, content: str) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.replace(file.name, path)
+        except OSError:
+            os.unlink(file.name)
+            raise
+
+
+@functools.cache
+def _code() -> str:
+    """A digest of all that answers: this package without what comes after the plan, and libraries' versions."""
+    root = Path(__file__).parent
+    versions = (__version__, np.__version__, scipy.__version__, metadata.version("dp-accounting"))
+    digest = hashlib.sha256(" ".join(versions).encode())
+    for file in code_of_answers(root):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def code_of_answers(root: Path) -> list[Path]:
+    """The source files under the package's folder ``root`` that can decide an answer, in a fixed order."""
+    return sorted(file for file in root.rglob("*.py") if file.relative_to(root).parts[0] not in AFTER_THE_PLAN)

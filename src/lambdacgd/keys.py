@@ -3,6 +3,9 @@
 Whoever holds the key can subtract the noise from a released model. It is as sensitive as the training data, lives
 in a file of its own (mode 0600), and never enters a representation, a pickle, a copy, an error message, a checkpoint
 or an export. What is public about it is its ``fingerprint()``.
+
+The second half of this file turns sub-keys of the secret into random words: ChaCha20, and a pseudorandom function of
+integer ids on top of it.
 """
 
 from __future__ import annotations
@@ -12,23 +15,44 @@ import errno
 import hashlib
 import hmac
 import os
+import re
 import secrets
 import stat
+import struct
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import Any, NoReturn, Self
 
-from lambdacgd.chacha import prf64
-from lambdacgd.ledger import Ledger, LedgerError, Release
+import numpy as np
+from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+from numpy.typing import NDArray
 
-__all__ = ["DestroyedKeyError", "KeyFileError", "Ledger", "LedgerError", "Release", "SecretKey", "prf64"]
+from lambdacgd.errors import KeyFileError, LedgerError
+from lambdacgd.ledger import Ledger, Release
 
-_HEADER = b"lambdacgd secret key, version 1\n"
+__all__ = [
+    "DestroyedKeyError",
+    "KeyFileError",
+    "Ledger",
+    "LedgerError",
+    "Release",
+    "SecretKey",
+    "SubKey",
+    "check_key",
+    "keystream",
+    "keystream_into",
+    "prf64",
+    "prf64_range",
+    "scattered_blocks",
+]
+
+# A key file: the header, the secret in hexadecimal, and the fingerprint, by which damage is noticed. Files of version 1
+# end after the secret.
+_HEADER = b"lambdacgd secret key, version 2\n"
+_OLD_HEADER = b"lambdacgd secret key, version 1\n"
+_CHECK = b"fingerprint "
+_DIGITS = b"0123456789abcdef"
 _BYTES = 32
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-
-
-class KeyFileError(ValueError):
-    """A key file that cannot be trusted or used; the message says what to do and holds nothing secret."""
 
 
 class DestroyedKeyError(RuntimeError):
@@ -36,12 +60,18 @@ class DestroyedKeyError(RuntimeError):
 
 
 class SubKey(bytes):
-    """32 secret bytes that do not show themselves, so that a traceback with local variables holds nothing secret."""
+    """32 secret bytes that do not show themselves, so that a traceback with local variables holds nothing secret.
+
+    A sub-key can be neither pickled nor copied: another process derives its own from the key's file.
+    """
 
     def __repr__(self) -> str:
         return "<sub-key>"
 
     __str__ = __repr__
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError("a sub-key cannot be pickled or copied: derive it again from the SecretKey")
 
 
 class SecretKey:
@@ -53,7 +83,8 @@ class SecretKey:
     computationally independent of each other, of the fingerprint, and tell nothing about the secret.
     """
 
-    __slots__ = ("_path", "_secret")
+    __slots__ = ("_ledger", "_path", "_secret")
+    _ledger: Ledger | None
     _path: Path | None
     _secret: bytearray
 
@@ -62,14 +93,29 @@ class SecretKey:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new key from the operating system's generator."""
+        """Make a new key from the operating system's generator.
+
+        Returns:
+            The key. It lives in memory until ``save`` gives it a file.
+        """
         return cls._make(bytearray(secrets.token_bytes(_BYTES)))
 
     @classmethod
     def from_bytes(cls, secret: bytes) -> Self:
-        """The key with exactly these 32 bytes: for tests and for keys kept in a vault of your own."""
+        """Make the key with exactly these bytes: for tests, and for keys that you keep in a vault of your own.
+
+        Args:
+            secret: 32 bytes.
+
+        Returns:
+            The key. It holds a copy of the bytes.
+
+        Raises:
+            ValueError: ``secret`` is not 32 bytes.
+        """
         if not isinstance(secret, bytes | bytearray) or len(secret) != _BYTES:
             got = f"{len(secret)} bytes" if isinstance(secret, bytes | bytearray) else f"a {type(secret).__name__}"
+            del secret  # a traceback may show local variables, and this could be a key with one byte too many
             raise ValueError(f"a secret key is {_BYTES} bytes, not {got}; SecretKey.generate() makes a good one")
         return cls._make(bytearray(secret))
 
@@ -78,19 +124,37 @@ class SecretKey:
         key = object.__new__(cls)
         key._secret = secret
         key._path = path
+        key._ledger = None
         return key
 
     def derive(self, *path: str | int) -> bytes:
-        """The 32-byte sub-key of a path such as ``("run", run_id, "noise")``. Use one sub-key for one purpose.
+        """Compute the sub-key of a path such as ``("run", run_id, "noise")``. Use one sub-key for one purpose.
 
-        Parts are typed and length-prefixed, so ("a", "bc") and ("ab", "c"), or 1 and "1", are different paths.
+        Args:
+            *path: Strings and integers. They are typed and length-prefixed, so ("a", "bc") and ("ab", "c"), or 1 and
+                "1", are different paths.
+
+        Returns:
+            32 bytes that do not show themselves and cannot be pickled.
+
+        Raises:
+            ValueError: The path is empty.
+            TypeError: The path holds something else than strings and integers.
+            DestroyedKeyError: The key was destroyed.
         """
         if not path:
             raise ValueError('derive() needs a path, such as derive("run", run_id, "noise")')
-        return SubKey(self._hash(b"lambdacgd-subkey", _encode(path), _BYTES))
+        return SubKey(self._hash(b"lambdacgd-subkey", _encode_path(path), _BYTES))
 
     def fingerprint(self) -> str:
-        """32 hexadecimal digits that name the key without revealing it; safe in checkpoints and logs."""
+        """Name the key without revealing it: 32 hexadecimal digits, safe in checkpoints and logs.
+
+        Returns:
+            A one-way function of the secret.
+
+        Raises:
+            DestroyedKeyError: The key was destroyed.
+        """
         return self._hash(b"lambdacgd-public", b"fingerprint", 16).hex()
 
     def _hash(self, purpose: bytes, message: bytes, size: int) -> bytes:
@@ -104,16 +168,35 @@ class SecretKey:
         return self._path
 
     def ledger(self) -> Ledger:
-        """The run ledger beside the key's file (``run.key`` -> ``run.ledger``)."""
+        """The run ledger beside the key's file (``run.key`` -> ``run.ledger``).
+
+        Returns:
+            The same object at every call, so that it need not read the file again from its beginning.
+
+        Raises:
+            KeyFileError: The key has no file yet.
+        """
         if self._path is None:
             raise KeyFileError("a ledger lives beside the key's file; save(path) the key first")
-        return Ledger(self._path.with_suffix(".ledger"))
+        path = self._path.with_suffix(".ledger")
+        if self._ledger is None or self._ledger.path != path:
+            self._ledger = Ledger(path)
+        return self._ledger
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read (0600). An existing file is never replaced.
 
         The file appears whole or not at all: it is written and synced under another name, then linked into place
         (where the file system has no links, it is written in place, and ``load`` refuses one that a crash cut off).
+        Drafts of this file that a killed process left behind are removed.
+
+        Args:
+            path: Where the key shall live from now on.
+
+        Raises:
+            FileExistsError: There is such a file.
+            DestroyedKeyError: The key was destroyed.
+            OSError: The file cannot be written.
         """
         if not self._secret:
             raise DestroyedKeyError("this key was destroyed; there is nothing left to save")
@@ -127,29 +210,49 @@ class SecretKey:
                 if error.errno not in _NO_LINKS:
                     raise
                 self._write_new(target)
-        except FileExistsError:
+        except (FileExistsError, FileNotFoundError) as error:
+            # Whoever made the target meanwhile may have swept our draft away.
+            if isinstance(error, FileNotFoundError) and not target.exists():
+                raise
             raise FileExistsError(
                 f"{target} exists; a key file is never overwritten. Load it, or choose another name"
             ) from None
         finally:
-            draft.unlink(missing_ok=True)
+            _remove_draft(draft)
         _sync_folder(target)
+        _sweep_drafts(target)
         self._path = target.absolute()
 
     def _write_new(self, path: Path) -> None:
+        content = _key_file(self._secret, self.fingerprint())
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as file:
-            os.fchmod(descriptor, 0o600)
-            file.write(_HEADER + self._secret.hex().encode() + b"\n")
-            file.flush()
-            os.fsync(descriptor)
+        with open(descriptor, "wb", buffering=0) as file:  # a buffer would keep a copy that nobody wipes
+            try:
+                os.fchmod(descriptor, 0o600)
+                rest = memoryview(content)
+                while rest:
+                    rest = rest[file.write(rest) :]
+                os.fsync(descriptor)
+            finally:
+                _wipe(content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a key file; refused if anyone but its owner could read it, or if it is not a whole key file."""
+        """Read a key file. Drafts of this file that a killed process left behind are removed.
+
+        Args:
+            path: A file that ``save`` wrote, of this version of the library or an earlier one.
+
+        Returns:
+            The key.
+
+        Raises:
+            KeyFileError: Others than its owner may have read the file, or it is not a whole and unchanged key file.
+            OSError: The file cannot be read.
+        """
         source = Path(path)
         descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
+        with open(descriptor, "rb", buffering=0) as file:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
                 raise KeyFileError(f"{source} is not a regular file; a key lives in a file of its own")
@@ -158,27 +261,35 @@ class SecretKey:
                     f"{source} has mode {stat.S_IMODE(status.st_mode):04o}, so others on this machine may have "
                     f"read the key. If they cannot have, run: chmod 600 '{source}'; otherwise train anew with a new key"
                 )
-            content = file.read(1024)
-        secret = _decode(content)
+            secret = _read_secret(file)
         if secret is None:
-            raise KeyFileError(f"{source} is not a whole key file of this library; it may be cut off or another file")
+            raise KeyFileError(
+                f"{source} is not a whole key file of this library: it is cut off, damaged or another file. Restore it "
+                f"from a backup"
+            )
+        _sweep_drafts(source)
         return cls._make(secret, source.absolute())
 
     def destroy(self) -> None:
-        """Forget the key for good: zero its memory, overwrite and remove its file. Calling it again does nothing.
+        """Forget the key: overwrite it in this object's memory, overwrite its file, and remove the file.
 
-        Sub-keys already derived live on in whoever holds them; backups, snapshots and flash storage may keep copies of
-        the file that no program can reach. If the file cannot be removed, the error says so, and a second call tries
-        again; a file that holds another key by now is left alone.
+        Calling it again does nothing. Once it is done, this object computes nothing any more, and nobody can read the
+        key from its file. What it cannot reach: sub-keys that live noise objects hold; copies in memory that Python,
+        the hash function or the operating system freed without overwriting them, or swapped out; backups, snapshots,
+        and spare blocks of flash drives. Drafts of the file that a killed process left behind are removed.
+
+        Raises:
+            KeyFileError: The file holds another key by now. It is left alone; the key in memory is forgotten.
+            OSError: The file cannot be removed. The key in memory is forgotten, and a second call tries again.
         """
         path = self._path
         replaced = path is not None and bool(self._secret) and not self._may_be_in(path)
-        for index in range(len(self._secret)):
-            self._secret[index] = 0
+        _wipe(self._secret)
         self._secret = bytearray()
         if path is not None and not replaced:
             with contextlib.suppress(FileNotFoundError):
                 _overwrite_and_remove(path)
+            _sweep_drafts(path)
         self._path = None
         if replaced:
             raise KeyFileError(
@@ -188,10 +299,15 @@ class SecretKey:
 
     def _may_be_in(self, path: Path) -> bool:
         try:
-            found = _decode(path.read_bytes()[:1024])
+            with open(path, "rb", buffering=0) as file:
+                secret = _read_secret(file)
         except OSError:
             return True
-        return found is None or hmac.compare_digest(found, self._secret)
+        if secret is None:
+            return True
+        same = hmac.compare_digest(secret, self._secret)
+        _wipe(secret)
+        return same
 
     def __repr__(self) -> str:
         return f"<SecretKey {self.fingerprint()[:8]}>" if self._secret else "<SecretKey destroyed>"
@@ -216,7 +332,7 @@ class SecretKey:
         self.__reduce_ex__(2)
 
 
-def _encode(path: tuple[str | int, ...]) -> bytes:
+def _encode_path(path: tuple[str | int, ...]) -> bytes:
     parts = [len(path).to_bytes(8, "little")]
     for part in path:
         if isinstance(part, bool) or not isinstance(part, str | int):
@@ -226,26 +342,78 @@ def _encode(path: tuple[str | int, ...]) -> bytes:
     return b"".join(parts)
 
 
-def _decode(content: bytes) -> bytearray | None:
-    body = content.removeprefix(_HEADER)
-    if len(content) != len(_HEADER) + 2 * _BYTES + 1 or len(body) != 2 * _BYTES + 1 or body[-1:] != b"\n":
-        return None
+# --- The key's file. The secret stands in buffers that are wiped after use, never in strings or bytes, which cannot be.
+
+
+def _key_file(secret: bytearray, fingerprint: str) -> bytearray:
+    start, check = len(_HEADER), b"\n" + _CHECK + fingerprint.encode() + b"\n"
+    content = bytearray(start + 2 * _BYTES + len(check))
+    content[:start] = _HEADER
+    for index, byte in enumerate(secret):
+        content[start + 2 * index] = _DIGITS[byte >> 4]
+        content[start + 2 * index + 1] = _DIGITS[byte & 15]
+    content[start + 2 * _BYTES :] = check
+    return content
+
+
+def _read_secret(file: Any) -> bytearray | None:
+    """The secret in an unbuffered key file; None unless the file is whole and as it was written."""
+    content = bytearray(1024)
     try:
-        secret = bytearray.fromhex(body[:-1].decode("ascii"))
-    except ValueError:
+        return _decode(memoryview(content)[: file.readinto(content)])
+    finally:
+        _wipe(content)
+
+
+def _decode(content: memoryview) -> bytearray | None:
+    start, end = len(_HEADER), len(_HEADER) + 2 * _BYTES
+    digits = [_DIGITS.find(byte) for byte in content[start:end]]
+    if len(digits) != 2 * _BYTES or min(digits) < 0:
         return None
-    return secret if len(secret) == _BYTES else None
+    secret = bytearray(_BYTES)
+    for index in range(_BYTES):
+        secret[index] = 16 * digits[2 * index] + digits[2 * index + 1]
+    if content[:start] == _OLD_HEADER and content[end:] == b"\n":
+        return secret
+    check = b"\n" + _CHECK + SecretKey._make(secret).fingerprint().encode() + b"\n"
+    if content[:start] == _HEADER and content[end:] == check:
+        return secret
+    _wipe(secret)
+    return None
 
 
-def _overwrite_and_remove(path: Path) -> None:
+def _wipe(buffer: bytearray) -> None:
+    buffer[:] = bytes(len(buffer))  # of the same length, so it is written in place
+
+
+def _overwrite_and_remove(path: Path, flags: int = 0) -> None:
     if not os.access(path, os.W_OK):
         path.chmod(0o600)  # a key file may be read-only, which is no protection from its owner
-    with open(path, "r+b") as file:
-        file.write(bytes(os.fstat(file.fileno()).st_size))
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags)
+    with open(descriptor, "r+b") as file:
+        file.write(bytes(os.fstat(descriptor).st_size))
         file.flush()
-        os.fsync(file.fileno())
+        os.fsync(descriptor)
     path.unlink()
     _sync_folder(path)
+
+
+def _sweep_drafts(target: Path) -> None:
+    """Remove the drafts of a key file that exists, or was destroyed: whoever left them behind was killed."""
+    named = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{16}}\.tmp")
+    with contextlib.suppress(OSError):  # in a folder that we may not change, they stay
+        for draft in [path for path in target.absolute().parent.iterdir() if named.fullmatch(path.name)]:
+            _remove_draft(draft)
+
+
+def _remove_draft(draft: Path) -> None:
+    """Remove a draft, overwritten first unless it is a second name of the key's own file, or of somebody else's."""
+    with contextlib.suppress(FileNotFoundError):
+        status = draft.lstat()
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            _overwrite_and_remove(draft, os.O_NOFOLLOW)
+        else:
+            draft.unlink()
 
 
 def _sync_folder(path: Path) -> None:
@@ -254,3 +422,120 @@ def _sync_folder(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# --- Random words from a sub-key: the ChaCha20 block function (RFC 8439), twice ---------------------------------------
+#
+# OpenSSL makes consecutive blocks, NumPy scattered ones. A block is addressed by the last four words of the cipher's
+# state, ``tail = (w12, w13, w14, w15)``. RFC 8439 calls w12 the counter and w13 … w15 the nonce; here each caller says
+# what its words mean, and never uses a tail twice for two purposes under one key.
+
+UINT32 = NDArray[np.uint32]
+UINT64 = NDArray[np.uint64]
+
+_CONSTANTS = np.frombuffer(b"expand 32-byte k", dtype="<u4").astype(np.uint32)
+_CHUNK = 1 << 14  # blocks evaluated together in NumPy: 16 rows of 64 KiB, about the size of a second-level cache
+
+
+def check_key(key: bytes) -> None:
+    """Refuse anything but 32 bytes, without ever repeating them in the message."""
+    if not isinstance(key, bytes | bytearray) or len(key) != 32:
+        raise ValueError("a ChaCha20 key is 32 bytes; take one from SecretKey.derive(...)")
+
+
+def keystream(key: bytes, tail: tuple[int, int, int, int], blocks: int) -> UINT32:
+    """``blocks`` consecutive blocks (w12 counts up) as one array of 16·blocks little-endian words.
+
+    The run must not carry out of w12: how OpenSSL builds treat that differs, so callers split there.
+    """
+    if tail[0] + blocks > 1 << 32:
+        raise ValueError(f"{blocks} blocks from counter {tail[0]} overflow its 32 bits; split the run at 2**32")
+    out = bytearray(64 * blocks)
+    keystream_into(key, tail, bytes(64 * blocks), out)
+    return np.frombuffer(out, dtype="<u4")
+
+
+def keystream_into(key: bytes, tail: tuple[int, int, int, int], zeros: bytes | memoryview, out: Any) -> None:
+    """The keystream from ``tail`` on into the writable buffer ``out``, as long as ``zeros`` (which must be zero)."""
+    encryptor = Cipher(algorithms.ChaCha20(bytes(key), struct.pack("<4I", *tail)), mode=None).encryptor()
+    encryptor.update_into(zeros, out)
+
+
+def scattered_blocks(key: bytes, tails: UINT32) -> UINT32:
+    """The block of every row of ``tails`` (shape (m, 4)), as an array of shape (m, 16)."""
+    out = np.empty((len(tails), 16), dtype=np.uint32)
+    words = np.frombuffer(bytes(key), dtype="<u4").astype(np.uint32)
+    for start in range(0, len(tails), _CHUNK):
+        part = tails[start : start + _CHUNK]
+        first = [np.full(len(part), w, dtype=np.uint32) for w in (*_CONSTANTS, *words)]
+        first += [np.ascontiguousarray(part[:, j], dtype=np.uint32) for j in range(4)]
+        state = [word.copy() for word in first]
+        for _ in range(10):
+            for a in range(4):  # a column round
+                _quarter_round(state, a, a + 4, a + 8, a + 12)
+            for a in range(4):  # a diagonal round
+                _quarter_round(state, a, (a + 1) % 4 + 4, (a + 2) % 4 + 8, (a + 3) % 4 + 12)
+        for j in range(16):
+            out[start : start + len(part), j] = state[j] + first[j]
+    return out
+
+
+def _quarter_round(state: list[UINT32], a: int, b: int, c: int, d: int) -> None:
+    for x, y, z, turn in ((a, b, d, 16), (c, d, b, 12), (a, b, d, 8), (c, d, b, 7)):
+        state[x] += state[y]
+        state[z] ^= state[x]
+        state[z] = (state[z] << np.uint32(turn)) | (state[z] >> np.uint32(32 - turn))
+
+
+def prf64(subkey: bytes, ids: NDArray[np.integer]) -> UINT64:
+    """A pseudorandom function with 64-bit values: word ``id`` of the ChaCha20 keystream of ``subkey``.
+
+    ``prf64(k, ids)[j]`` is the little-endian 8-byte word at byte ``8·ids[j]`` of the keystream whose 64-bit block
+    counter is (w12, w13), w14 = w15 = 0. Any id from 0 to 2⁶⁴−1 is allowed, in any order, any shape, with repeats.
+    Memory beyond the output is bounded by a constant (about 20 MB), whatever the ids.
+
+    Guarantee
+    ---------
+    Without the sub-key the values are indistinguishable from independent uniform 64-bit words, as far as ChaCha20 is
+    a secure stream cipher; and they are the same on every machine. The sub-key must serve nothing else.
+    """
+    check_key(subkey)
+    ids = np.asarray(ids)
+    if ids.dtype.kind not in "iu":
+        raise ValueError(f"ids have dtype {ids.dtype}; they must be integers")
+    if ids.dtype.kind == "i" and ids.size and int(ids.min()) < 0:
+        raise ValueError(f"the smallest id is {int(ids.min())}; ids must not be negative")
+    flat = ids.reshape(-1)
+    out = np.empty(flat.size, dtype=np.uint64)
+    for start in range(0, flat.size, 1 << 16):
+        part = flat[start : start + (1 << 16)].astype(np.uint64)
+        out[start : start + part.size] = _words(subkey, part)
+    return out.reshape(ids.shape)
+
+
+def prf64_range(subkey: bytes, count: int) -> UINT64:
+    """``prf64(subkey, np.arange(count))``, ten times as fast: the keystream itself, without an index."""
+    check_key(subkey)
+    out = np.empty(count, dtype=np.uint64)
+    for start in range(0, count, 1 << 16):
+        size = min(1 << 16, count - start)
+        block = start >> 3
+        out[start : start + size] = keystream(subkey, (block & 0xFFFFFFFF, block >> 32, 0, 0), -(-size // 8)).view(
+            "<u8"
+        )[:size]
+    return out
+
+
+def _words(subkey: bytes, ids: UINT64) -> UINT64:
+    low, high = int(ids.min()) >> 3, int(ids.max()) >> 3
+    # Ids that lie close together (a range, a shuffled range) come out of one keystream slice: OpenSSL makes about
+    # fifty blocks in the time NumPy makes one.
+    if high - low < max(16, 4 * ids.size) and low >> 32 == high >> 32:
+        run = keystream(subkey, (low & 0xFFFFFFFF, low >> 32, 0, 0), high - low + 1).view("<u8")
+        return run[(ids - np.uint64(8 * low)).astype(np.int64)].astype(np.uint64)
+    index = ids >> np.uint64(3)
+    tails = np.zeros((ids.size, 4), dtype=np.uint32)
+    tails[:, 0] = (index & np.uint64(0xFFFFFFFF)).astype(np.uint32)
+    tails[:, 1] = (index >> np.uint64(32)).astype(np.uint32)
+    blocks = scattered_blocks(subkey, tails).astype("<u4").view("<u8")
+    return blocks[np.arange(ids.size), (ids & np.uint64(7)).astype(np.int64)].astype(np.uint64)

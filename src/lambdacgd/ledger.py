@@ -9,26 +9,31 @@ The file holds one JSON object a line, each with a checksum over itself and the 
 to disk before the call returns; a line cut off by a crash was therefore never acknowledged, and is ignored. Any other
 damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between then
 leaves a run that refuses to go back, never one that goes back unnoticed.
+
+A process reads the file once, and afterwards only what was added since: a record costs the same whatever the length.
+
+What the file itself cannot show is that its last lines were cut off, or that it is an older copy of the ledger, as when
+a folder is copied and both are resumed. So the machine remembers, outside of the folder, the last record of each run
+that was written here: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE``
+names another folder, or ``off``). A ledger that lacks this record is refused.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-class LedgerError(RuntimeError):
-    """The ledger refuses: going back, an unknown run, two processes on one run, or a damaged file."""
+from lambdacgd.errors import LedgerError
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,20 @@ class Release:
 
 
 class Ledger:
-    """The ledger in the file ``path`` (created, 0600, with the first record)."""
+    """The ledger in the file ``path`` (created, 0600, with the first record).
+
+    Guarantee
+    ---------
+    A record that a call returned from is on disk. A run that released weights resumes only from the newest of them: a
+    changed, missing or swapped line is an error. That the last lines were cut off, or that the whole file is an older
+    copy, is noticed on the machine that wrote what is missing, by the user who wrote it, as long as that user's state
+    folder can be written and is kept. On another machine nothing tells such a file from a whole one.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
+        self._contents = _Contents(self.path)
+        self._reading = threading.Lock()
 
     @classmethod
     def beside(cls, key_file: str | os.PathLike[str]) -> Ledger:
@@ -52,21 +67,43 @@ class Ledger:
         return cls(Path(key_file).with_suffix(".ledger"))
 
     def new_run(self, **public: str | int | float) -> str:
-        """Enter a new run, with any public facts about it, and return its id (32 hexadecimal digits)."""
+        """Enter a new run.
+
+        Args:
+            **public: Facts about the run that may be known, such as the plan's digest.
+
+        Returns:
+            The run's id, 32 hexadecimal digits.
+
+        Raises:
+            LedgerError: The file is damaged or cannot be written.
+        """
         run_id = secrets.token_hex(16)
         self._append({"event": "run", "run": run_id, "facts": public})
         return run_id
 
     def runs(self) -> list[str]:
         """All run ids, oldest first."""
-        return [record["run"] for record in self._records() if record["event"] == "run"]
+        return list(self._read().releases)
 
     def record(self, run_id: str, step: int, *, digest: str, kind: str = "checkpoint") -> None:
-        """Enter that the weights after ``step`` steps are about to leave the process."""
+        """Enter that weights are about to leave the process. They may leave once this call has returned.
+
+        Args:
+            run_id: A run of this ledger.
+            step: How many steps the weights went through.
+            digest: A public name of what is written; ``check_resume`` compares it.
+            kind: What leaves, such as "checkpoint" or "export".
+
+        Raises:
+            LedgerError: The run is unknown, or released a later step before; the file is damaged, or cannot be written.
+            ValueError: ``step`` is not an integer of at least 0.
+        """
         _check_step(step)
 
-        def check(records: list[dict[str, Any]]) -> None:
-            newest = _newest(self._releases(run_id, records))
+        def check(contents: _Contents) -> None:
+            contents.check_remembered(run_id)
+            newest = contents.newest_of(run_id)
             if newest is not None and step < newest.step:
                 raise LedgerError(
                     f"run {run_id} released step {newest.step} and now wants to release step {step}: this process went "
@@ -80,19 +117,40 @@ class Ledger:
         """Enter the operator's word that every release of this run after ``after_step`` is destroyed, with all copies.
 
         This is what makes going back safe. The ledger cannot check it.
+
+        Args:
+            run_id: A run of this ledger.
+            after_step: The last step whose release still exists.
+
+        Raises:
+            LedgerError: The run is unknown; the file is damaged, or cannot be written.
+            ValueError: ``after_step`` is not an integer of at least 0.
         """
         _check_step(after_step)
         record = {"event": "destroyed", "run": run_id, "after": int(after_step)}
-        self._append(record, lambda records: self._releases(run_id, records))
+        self._append(record, lambda contents: contents.releases_of(run_id))
 
     def newest(self, run_id: str) -> Release | None:
         """The newest release that was not declared destroyed; None if there is none."""
-        return _newest(self._releases(run_id, self._records()))
+        return self._read().newest_of(run_id)
 
     def check_resume(self, run_id: str, step: int, digest: str | None = None) -> None:
-        """Refuse to resume this run from ``step`` unless that is its newest release (or, with none, step 0)."""
-        releases = self._releases(run_id, self._records())
+        """Refuse to resume this run from ``step`` unless that is its newest release (or, with none, step 0).
+
+        Args:
+            run_id: A run of this ledger.
+            step: How many steps the weights to resume from went through.
+            digest: The public name of the file to resume from, if it shall be compared.
+
+        Raises:
+            LedgerError: The run is unknown, ``step`` is not its newest release, or the digest is another; the file is
+                damaged.
+            ValueError: ``step`` is not an integer of at least 0.
+        """
+        contents = self._read()
+        releases = contents.releases_of(run_id)
         _check_step(step)
+        contents.check_remembered(run_id)
         if not releases:
             if step != 0:
                 raise LedgerError(
@@ -128,7 +186,7 @@ class Ledger:
         while True:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_file(descriptor, wait=False)
             except OSError:
                 os.close(descriptor)
                 raise LedgerError(
@@ -147,57 +205,165 @@ class Ledger:
                 path.unlink(missing_ok=True)
             os.close(descriptor)
 
-    def _releases(self, run_id: str, records: list[dict[str, Any]]) -> list[Release]:
-        known, releases = False, []
-        for record in records:
-            if record["run"] != run_id:
-                continue
-            if record["event"] == "run":
-                known = True
-            elif record["event"] == "release":
-                releases.append(Release(record["step"], record["digest"], record["kind"]))
-            elif record["event"] == "destroyed":
-                releases = [release for release in releases if release.step <= record["after"]]
-        if not known:
-            raise LedgerError(
-                f"run {run_id} is not in {self.path}; a run starts with new_run(), and its ledger moves with its key"
-            )
-        return releases
-
-    def _records(self) -> list[dict[str, Any]]:
+    def _read(self) -> _Contents:
         try:
-            return _parse(self.path.read_bytes(), self.path)[0]
+            with open(self.path, "rb", buffering=0) as file, self._reading:
+                return self._contents_of(file)
         except FileNotFoundError:
-            return []
+            return _Contents(self.path)
 
-    def _append(
-        self, record: dict[str, Any], check_records: Callable[[list[dict[str, Any]]], object] | None = None
-    ) -> None:
-        """Add a record, unless ``check_records`` refuses what is there: both under one lock, so nothing comes between.
+    def _contents_of(self, file: Any) -> _Contents:
+        """What the open file says. Lines that were read before are not read again, unless the file is another one."""
+        known, self._contents = self._contents, _Contents(self.path)
+        if not known.begins(file):
+            known = _Contents(self.path)
+        known.read_on(file)
+        self._contents = known
+        return known
+
+    def _append(self, record: dict[str, Any], check: Callable[[_Contents], object] | None = None) -> None:
+        """Add a record, unless ``check`` refuses what is there: both under one lock, so nothing comes between.
 
         A file that does not exist is not made by a refusal.
         """
-        if check_records is not None and not self.path.exists():
-            check_records([])
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+b") as file:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o600:
-                os.fchmod(descriptor, 0o600)
-            records, check, whole = _parse(file.read(), self.path)
-            if check_records is not None:
-                check_records(records)
-            file.truncate(whole)  # a torn last line was never acknowledged; the next record must not run on from it
-            file.seek(whole)
-            record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-            record["check"] = _checksum(check, record)
-            file.write(json.dumps(record, sort_keys=True).encode() + b"\n")
-            file.flush()
-            os.fsync(descriptor)
-        if not whole:
-            folder = os.open(self.path.absolute().parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+        if check is not None and not self.path.exists():
+            check(_Contents(self.path))
+        try:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise self._unwritten(error) from error
+        with open(descriptor, "r+b", buffering=0) as file:
+            _lock_file(descriptor, wait=True)
+            with self._reading:
+                if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o600:
+                    os.fchmod(descriptor, 0o600)
+                contents = self._contents_of(file)
+                if check is not None:
+                    check(contents)
+                record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+                record["check"] = _checksum(contents.check, record)
+                self._write(file, contents.length, json.dumps(record, sort_keys=True).encode() + b"\n")
+                _remember(record["run"], record["check"])
+
+    def _write(self, file: Any, length: int, line: bytes) -> None:
+        """Put the line behind the whole lines: a torn one was never acknowledged, and must not run on into this one."""
+        try:
+            file.truncate(length)
+            file.seek(length)
+            rest = memoryview(line)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+            if not length:
+                folder = os.open(self.path.absolute().parent, os.O_RDONLY)
+                try:
+                    os.fsync(folder)
+                finally:
+                    os.close(folder)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.truncate(length)
+            raise self._unwritten(error) from error
+
+    def _unwritten(self, error: OSError) -> LedgerError:
+        return LedgerError(
+            f"{self.path} cannot be written ({error.strerror or error}), so no weights may leave this process. Make "
+            f"room on the disk or mend what is wrong with it, and save again"
+        )
+
+
+class _Contents:
+    """What the whole lines of a ledger's file say, as far as they were read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.releases: dict[str, list[Release]] = {}  # by run, oldest first, without what was declared destroyed
+        self.newest: dict[str, Release] = {}  # by run: the last entry of the furthest step, whatever came last
+        self._checks: dict[str, set[int]] = {}  # by run: the checksums of all its records
+        self.lines = 0
+        self.length = 0  # in bytes
+        self.check = ""  # the last line's
+        self._last = b""
+        self._file: tuple[int, int] | None = None
+
+    def releases_of(self, run_id: str) -> list[Release]:
+        if run_id not in self.releases:
+            raise LedgerError(
+                f"run {run_id} is not in {self.path}; a run starts with new_run(), and its ledger moves with its key"
+            )
+        return self.releases[run_id]
+
+    def newest_of(self, run_id: str) -> Release | None:
+        self.releases_of(run_id)
+        return self.newest.get(run_id)
+
+    def check_remembered(self, run_id: str) -> None:
+        """Refuse a ledger without the last record of this run that this machine wrote."""
+        remembered = _remembered(run_id)
+        if remembered is not None and remembered not in self._checks.get(run_id, ()):
+            raise LedgerError(
+                f"{self.path} lacks the newest record of run {run_id} that was written on this machine: lines were cut "
+                f"off, or this is an older copy, and the run went on in another. Going on here would use the same "
+                f"noise for other sums. Use the newest ledger and checkpoint; or, if all that the other one released "
+                f"since is destroyed with all copies, say so here with ledger.declare_destroyed({run_id!r}, step)"
+            )
+
+    def begins(self, file: Any) -> bool:
+        """Whether this is the file that was read, with the same last line where it ended then."""
+        status = os.fstat(file.fileno())
+        if self._file != (status.st_dev, status.st_ino):
+            return False
+        file.seek(self.length - len(self._last))
+        return bool(file.read(len(self._last)) == self._last)
+
+    def read_on(self, file: Any) -> None:
+        status = os.fstat(file.fileno())
+        self._file = status.st_dev, status.st_ino
+        file.seek(self.length)
+        *lines, torn = file.read().split(b"\n")
+        for line in lines:
+            self._add(line)
+        if _is_more_than_an_object(torn):  # a crash cuts a line off; it does not put something else behind it
+            raise self._damaged(self.lines + 1)
+
+    def _add(self, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+            valid = record["check"] == _checksum(self.check, record) and self._apply(record)
+        except (ValueError, KeyError, TypeError, RecursionError):
+            valid = False
+        if not valid:
+            raise self._damaged(self.lines + 1)
+        self._checks.setdefault(str(record["run"]), set()).add(int(record["check"], 16))
+        self.lines += 1
+        self.length += len(line) + 1
+        self.check, self._last = record["check"], line + b"\n"
+
+    def _apply(self, record: dict[str, Any]) -> bool:
+        event, run_id = record["event"], str(record["run"])
+        if event == "run":
+            self.releases.setdefault(run_id, [])
+        elif event == "release":
+            release = Release(_check_step(record["step"]), str(record["digest"]), str(record["kind"]))
+            self.releases[run_id].append(release)
+            before = self.newest.get(run_id)
+            if before is None or release.step >= before.step:
+                self.newest[run_id] = release
+        elif event == "destroyed":
+            left = [release for release in self.releases[run_id] if release.step <= _check_step(record["after"])]
+            self.releases[run_id] = left
+            self.newest.pop(run_id, None)
+            if left:
+                self.newest[run_id] = max(reversed(left), key=lambda release: release.step)
+        else:
+            return False
+        return True
+
+    def _damaged(self, number: int) -> LedgerError:
+        return LedgerError(
+            f"line {number} of {self.path} is damaged, so it is unknown which weights were released. Restore the file "
+            f"from a backup, or destroy every checkpoint of its runs and train anew with a new key"
+        )
 
 
 def _checksum(before: str, record: dict[str, Any]) -> str:
@@ -205,35 +371,62 @@ def _checksum(before: str, record: dict[str, Any]) -> str:
     return hashlib.blake2b((before + body).encode(), digest_size=8).hexdigest()
 
 
-def _parse(content: bytes, path: Path) -> tuple[list[dict[str, Any]], str, int]:
-    """The records, the last checksum, and the length of the whole lines."""
-    whole = content.rfind(b"\n") + 1
-    records: list[dict[str, Any]] = []
-    check = ""
-    for number, line in enumerate(content[:whole].splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            valid = record["check"] == _checksum(check, record) and record["event"] in ("run", "release", "destroyed")
-        except (ValueError, KeyError, TypeError):
-            valid = False
-        if not valid:
-            raise LedgerError(
-                f"line {number} of {path} is damaged, so it is unknown which weights were released. Restore the file "
-                f"from a backup, or destroy every checkpoint of its runs and train anew with a new key"
-            )
-        records.append(record)
-        check = record["check"]
-    return records, check, whole
+def _memory_of(run_id: str) -> Path | None:
+    """Where this machine remembers the last record of a run; None if it shall not, or the user has no home."""
+    chosen = os.environ.get("LAMBDACGD_STATE", "")
+    if chosen == "off" or not run_id.isalnum():
+        return None
+    try:
+        folder = chosen or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lambdacgd"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
+    return Path(folder) / f"run-{run_id}"
 
 
-def _newest(releases: list[Release]) -> Release | None:
-    """The last entry of the furthest step, in whatever order they were entered."""
-    return max(reversed(releases), key=lambda release: release.step, default=None)
+def _remember(run_id: str, check: str) -> None:
+    path = _memory_of(run_id)
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # a home that cannot be written: nothing is remembered, as the guarantee says
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "w") as file:
+            file.write(check)
+        os.replace(draft, path)
 
 
-def _check_step(step: int) -> None:
+def _remembered(run_id: str) -> int | None:
+    path = _memory_of(run_id)
+    try:
+        return None if path is None else int(path.read_text(), 16)
+    except (OSError, ValueError):  # never written, or cut off by a crash
+        return None
+
+
+def _is_more_than_an_object(text: bytes) -> bool:
+    """Whether a whole JSON object stands there with something behind it, as when a bit of the newline flipped."""
+    try:
+        decoded = text.decode("utf-8", "replace")
+        return json.JSONDecoder().raw_decode(decoded)[1] < len(decoded)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lock_file(descriptor: int, *, wait: bool) -> None:
+    try:
+        import fcntl  # here, so that planning works on systems without it
+    except ImportError:
+        raise LedgerError(
+            "a ledger needs file locks (fcntl), which this system does not have: train on Linux or macOS"
+        ) from None
+    fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _check_step(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; it must be an integer of at least 0")
+    return step
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -124,10 +124,11 @@ def test_smallest_horizons(mechanism):
 def test_optimised_parameters_are_cached_by_content(tmp_path, monkeypatch):
     monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
     first = BandInvMF(3).resolve(Horizon(20, 2))
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     stored = json.loads(file.read_text())
     stored["answer"] = [1.0, -0.25, -0.125]
-    stored["digest"] = cache._digest(stored["answer"])
+    asked = json.dumps(stored["asked"], sort_keys=True)
+    stored["signature"] = cache._signature(cache._secret(tmp_path), asked, stored["answer"])
     file.write_text(json.dumps(stored))
     assert BandInvMF(3).resolve(Horizon(20, 2)).coefficients == (1.0, -0.25, -0.125)
     assert BandInvMF(3).resolve(Horizon(20, 3)).coefficients != (1.0, -0.25, -0.125)

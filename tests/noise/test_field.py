@@ -13,8 +13,7 @@ from scipy import special, stats
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout, NoiseField, cpu
-from lambdacgd.noise.jobs import match
-from lambdacgd.noise.layout import Entry
+from lambdacgd.noise.layout import Entry, match
 from lambdacgd.noise.reference import gaussian_pairs, normals
 
 from .helpers import KEY, SHAPES, SUBKEY, expected, field, tensors

@@ -1,4 +1,4 @@
-"""Every mechanism of the library through its noise stage: regenerated, buffered, and the whole matrix C⁻¹ agree."""
+"""Every mechanism of the library through its noise: regenerated, buffered, and the whole matrix C⁻¹ agree."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ REGENERATED: list[Mechanism] = [
 ]
 BUFFERED: list[Mechanism] = [BLT(2), BSR(4), BandMF(4)]
 SHAPES = {"w": (700,)}
-TERMS = {"sigma": 1.5, "clip": 2.0, "horizon": 50}
+TERMS = {"sigma": 1.5, "clip": 2.0, "horizon": 50, "float64_sums": True}
 
 
 @pytest.mark.parametrize("mechanism", REGENERATED, ids=str)
@@ -57,8 +57,8 @@ def test_regenerated_equals_buffered_over_fifty_steps(mechanism: Mechanism, rest
 def test_the_noise_is_the_inverse_of_the_strategy(mechanism: Mechanism) -> None:
     """C times the noise added is ζσz, with C = T·D⁻¹ built entry by entry from the mechanism's own strategy."""
     mechanism = mechanism.resolve(HORIZON)
-    stage = BufferedNoise if mechanism in BUFFERED or not mechanism.regenerates(50) else RegeneratedNoise
-    noise = stage.of(field(SHAPES), mechanism, **TERMS)  # type: ignore[arg-type]
+    kind = BufferedNoise if mechanism in BUFFERED or not mechanism.regenerates(50) else RegeneratedNoise
+    noise = kind.of(field(SHAPES), mechanism, **TERMS)  # type: ignore[arg-type]
     rows = []
     for step in range(1, 51):
         sums = {"w": torch.zeros(700, dtype=torch.float64)}

@@ -22,7 +22,8 @@ LAMBDA = BandedInverse((1.0, -0.9))
 def stage(
     recurrence: BandedInverse = LAMBDA, *, sigma: float = 1.5, clip: float = 2.0, **more: object
 ) -> RegeneratedNoise:
-    return RegeneratedNoise(field(), recurrence, **({"sigma": sigma, "clip": clip, "horizon": 100} | more))  # type: ignore[arg-type]
+    terms = {"sigma": sigma, "clip": clip, "horizon": 100, "float64_sums": True} | more
+    return RegeneratedNoise(field(), recurrence, **terms)  # type: ignore[arg-type]
 
 
 def added(noise: RegeneratedNoise, step: int, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
@@ -84,9 +85,9 @@ def test_joint_law_of_two_steps_has_covariance_minus_lambda() -> None:
     noise = RegeneratedNoise(field({"w": (n,)}, "joint"), BandedInverse((1.0, -lam)), sigma=1.0, clip=1.0, horizon=10)
     x = []
     for step in (4, 5, 6):
-        sums = {"w": torch.zeros(n, dtype=torch.float64)}
+        sums = {"w": torch.zeros(n)}
         noise.add_(sums, step)
-        x.append(sums["w"])
+        x.append(sums["w"].double())
     # Each mean has standard deviation below 3/√n: six of them beyond 5 sd with probability below 4e-6.
     bound = 5 * 3 / math.sqrt(n)
     assert abs((x[0] * x[1]).mean() + lam) < bound
@@ -160,6 +161,21 @@ def test_no_noise_is_no_noise() -> None:
     assert all(torch.equal(sums[name], kept[name]) for name in sums)
 
 
+@pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
+def test_float64_sums_are_refused_where_they_get_noise(kind: type) -> None:
+    """The noise has 32 bits a number: what it does not cover of a float64 sum would be released as it is."""
+    sums, terms = tensors(dtype=torch.float64), {"clip": 1.0, "horizon": 5}
+    kept = {name: value.clone() for name, value in sums.items()}
+    noisy = kind(field(), LAMBDA, sigma=1e-30, **terms)
+    for out in (None, tensors()):
+        with pytest.raises(TypeError, match="float64"):
+            noisy.add_(sums, 1, out=out)
+    kind(field(), LAMBDA, sigma=0.0, **terms).add_(sums, 1)  # nothing is hidden, so nothing can be betrayed
+    assert all(torch.equal(sums[name], kept[name]) for name in sums)
+    noisy.add_(tensors(), 1, out=sums)  # float32 sums and noise, in a wider place
+    assert all(torch.equal(value, value.float().double()) for value in sums.values())
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["scale", "big"])
 def test_a_sum_that_is_not_finite_is_refused(name: str, value: float) -> None:
@@ -193,6 +209,10 @@ def half(sums: dict[str, torch.Tensor]) -> None:
     sums["big"] = sums["big"].to(torch.bfloat16)
 
 
+def double(sums: dict[str, torch.Tensor]) -> None:
+    sums["big"] = sums["big"].double()
+
+
 def integer(sums: dict[str, torch.Tensor]) -> None:
     sums["big"] = sums["big"].long()
 
@@ -215,7 +235,8 @@ def doubled(sums: dict[str, torch.Tensor]) -> None:
         (drop, LayoutError, "lack 'big'"),
         (extra, LayoutError, "'more', which is not in the layout"),
         (reshaped, LayoutError, r"shape \(1000, 41\), the layout \(41, 1000\)"),
-        (half, TypeError, "torch.bfloat16; allowed are torch.float32, torch.float64"),
+        (half, TypeError, "torch.bfloat16; allowed are torch.float32"),
+        (double, TypeError, "torch.float64. A noise number carries 32 random bits"),
         (integer, TypeError, "torch.int64"),
         (sparse, TypeError, "to_dense"),
         (expanded, LayoutError, "contiguous"),
@@ -227,7 +248,7 @@ def test_what_does_not_fit_is_refused_and_left_untouched(change: object, error: 
     change(sums)  # type: ignore[operator]
     kept = {name: value.clone() for name, value in sums.items()}
     with pytest.raises(error, match=message):
-        stage().add_(sums, 1)
+        stage(float64_sums=False).add_(sums, 1)
     assert all(torch.equal(sums[n].to_dense(), kept[n].to_dense()) for n in sums)
 
 

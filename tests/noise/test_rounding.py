@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, GammaBIFR, LambdaCGD
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz
 from lambdacgd.noise import BufferedNoise
-from lambdacgd.noise.combination import rounded_down, rounded_up
 from lambdacgd.noise.cuda import CudaBackend
+from lambdacgd.noise.layout import rounded_down, rounded_up
 
 from .helpers import SUBKEY, field
 

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
 
+from lambdacgd.errors import AccountingError, DeviceError
+
 Direction = Literal["both", "remove", "add"]
 OneWay = Literal["remove", "add"]
 

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return result if isinstance(result, int) else 0
     except InvalidInput as error:
         flag = _FLAGS.get(error.parameter, "--" + error.parameter.replace("_", "-"))
-        return _complain(f"{flag} {error.complaint}")
+        return _complain(f"{flag}{error.complaint}")
     except ValueError as error:
         return _complain(str(error))
     except BrokenPipeError:  # who reads us has seen enough

@@ -1,5 +1,5 @@
-"""The one error of this package: what cannot be clipped exactly is refused, with the fix named."""
+"""The old place of ``lambdacgd.errors.ClippingError``; goes once nothing imports it."""
 
+from lambdacgd.errors import ClippingError
 
-class ClippingError(ValueError):
-    """The model, the loss or the call cannot be clipped per example exactly; the message says what to do."""
+__all__ = ["ClippingError"]

@@ -6,26 +6,26 @@ Buffers are noise. They are never saved: ``rebuild`` makes them again from the k
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Self
+from typing import Literal
 
 import numpy as np
 import torch
 
-from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Mechanism, Recurrence
-from lambdacgd.noise.combination import Combination, Terms, check_terms, rounded_down, rounded_up, scales_digest
-from lambdacgd.noise.field import UNIT, NoiseField
-from lambdacgd.noise.jobs import Job, match
-from lambdacgd.noise.regenerated import check_step
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Recurrence
+from lambdacgd.noise.field import UNIT, CorrelatedNoise, NoiseField
+from lambdacgd.noise.layout import Job, match, rounded_down, rounded_up
+from lambdacgd.torch_private import foreach_add_, foreach_div_, foreach_mul, foreach_mul_, foreach_norm, foreach_zero_
 
 Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
 
 
-class BufferedNoise:
+class BufferedNoise(CorrelatedNoise):
     """Adds ζσ·d_t·x_t to clipped sums, x = C⁻¹z by the mechanism's recurrence, from stored vectors.
 
     Serves ``BandedStrategy`` (BSR, BandMF: the last p−1 outputs), ``BufferedToeplitz`` (BLT: one vector a buffer) and,
-    for comparison, ``BandedInverse`` (the last p−1 fields, which ``RegeneratedNoise`` computes again). ``buffers``
-    says where the vectors live: ``"device"``, beside the sums, or ``"cpu"``, in (pinned) host memory.
+    for comparison, ``BandedInverse`` (the last p−1 fields, which ``RegeneratedNoise`` computes again). The arguments
+    are those of ``CorrelatedNoise``, and ``buffers``, which says where the vectors live: ``"device"``, beside the sums,
+    or ``"cpu"``, in (pinned) host memory.
 
     Steps are meant to come in order. Any other step first rebuilds the buffers from the field, so the noise of a step
     never depends on what was asked before.
@@ -46,51 +46,28 @@ class BufferedNoise:
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
+        float64_sums: bool = False,
         buffers: Literal["device", "cpu"] = "device",
     ) -> None:
         if not isinstance(recurrence, BandedInverse | BandedStrategy | BufferedToeplitz):
             raise TypeError(f"recurrence is a {type(recurrence).__name__}; it must be one of lambdacgd.mechanisms.base")
         if buffers not in ("device", "cpu"):
             raise ValueError(f"buffers is {buffers!r}; it must be 'device' or 'cpu'")
-        scale, scales = check_terms(
-            sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
-        )
-        self.field = field
-        self.recurrence = _in_float32(recurrence)
-        self.horizon = int(horizon)
-        self._where = buffers
-        self._scaling = Combination((1.0,), scale, self.horizon, scales, restart_every)
-        self._terms = Terms(
-            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
-        )
-        self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT
-        self._next: int | None = None  # the step the store is ready for
-        self._signature: object = None
-
-    @classmethod
-    def of(
-        cls,
-        field: NoiseField,
-        mechanism: Mechanism,
-        *,
-        sigma: float,
-        clip: float,
-        horizon: int,
-        restart_every: int | None = None,
-        buffers: Literal["device", "cpu"] = "device",
-    ) -> Self:
-        """The noise of a mechanism over this horizon (or over each stretch between restarts)."""
-        n = restart_every or horizon
-        return cls(
+        super().__init__(
             field,
-            mechanism.recurrence(n),
+            recurrence,
             sigma=sigma,
             clip=clip,
             horizon=horizon,
-            column_scales=mechanism.column_scales(n),
+            column_scales=column_scales,
             restart_every=restart_every,
-            buffers=buffers,
+            float64_sums=float64_sums,
         )
+        self.recurrence = _in_float32(recurrence)
+        self._where = buffers
+        self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT
+        self._next: int | None = None  # the step the store is ready for
+        self._signature: object = None
 
     @torch.no_grad()
     def add_(
@@ -102,18 +79,21 @@ class BufferedNoise:
         offsets: Mapping[str, int] | None = None,
         check: bool = True,
     ) -> None:
-        """Add step t's noise in place, or write sum + noise to ``out``; see ``RegeneratedNoise.add_``."""
+        """Add step t's noise in place, or write sum + noise to ``out``: arguments and errors of RegeneratedNoise.add_.
+
+        Only ``step`` must be an int: the buffers advance with every call.
+        """
         if isinstance(step, torch.Tensor):
             raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
-        check_step(step, self.horizon)
+        self._check_step(step)
         step = int(step)
-        jobs = match(self.field.layout, sums, out=out, offsets=offsets)
-        self.field._agree(self._terms)
+        jobs = match(self.field.layout, sums, out=out, offsets=offsets, float64_sums=self._float64_sums)
+        self.field.agree(self._terms)
         self._prepare(jobs, step)
         self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
-        scale = float(rounded_up([self._scaling.scale_at(step)])[0])
+        scale = float(rounded_up([self._combination.scale_at(step)])[0])
         noise = self._advance(jobs, step)
-        torch._foreach_mul_(noise, scale)
+        foreach_mul_(noise, scale)
         results = []
         for job, x in zip(jobs, noise, strict=True):
             if job.target is job.source:
@@ -125,22 +105,27 @@ class BufferedNoise:
         if check:
             self.check()
 
-    def check(self) -> None:
-        """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
-        self.field._check()
-
     @torch.no_grad()
     def rebuild(self, sums: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None) -> None:
-        """Make the buffers ready for ``step`` from the field alone, as after a resume. ``sums`` only say where."""
-        check_step(step, self.horizon)
-        jobs = match(self.field.layout, sums, offsets=offsets)
+        """Make the buffers ready for ``step`` from the field alone, as after a resume.
+
+        Args:
+            sums: Tensors as for ``add_``, which say only where the buffers are needed; they are not changed.
+            step: The next step, from 1 to the horizon.
+            offsets: As for ``add_``.
+
+        Raises:
+            LayoutError, TypeError, NoiseError: As for ``add_``.
+        """
+        self._check_step(step)
+        jobs = match(self.field.layout, sums, offsets=offsets, float64_sums=self._float64_sums)
         self._next = None
         self._prepare(jobs, step)
 
     def _prepare(self, jobs: Sequence[Job], step: int) -> None:
         signature = [(job.source.shape, job.source.device, job.offset) for job in jobs]
         if self._next == step and signature == self._signature:
-            if self._scaling.since(step) == 1:
+            if self._combination.since(step) == 1:
                 self._clear()
             return
         self._next = None
@@ -148,7 +133,7 @@ class BufferedNoise:
             self._store = [[self._vector(job) for job in jobs] for _ in range(self.recurrence.past_vectors)]
             self._signature = signature
         self._clear()
-        start = step - self._scaling.since(step) + 1
+        start = step - self._combination.since(step) + 1
         if isinstance(self.recurrence, BandedInverse):
             start = max(start, step - self.recurrence.past_vectors)  # further back nothing counts
         for past in range(start, step):
@@ -168,11 +153,11 @@ class BufferedNoise:
         if any(vector.is_pinned() for vectors in self._store for vector in vectors):
             torch.cuda.synchronize()  # a copy from the device may still be on its way into them
         for vectors in self._store:
-            torch._foreach_zero_(vectors)
+            foreach_zero_(vectors)
 
     def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
         z = [torch.empty(job.source.shape, dtype=torch.float32, device=job.source.device) for job in jobs]
-        self.field._apply([Job(j.entry, v, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
+        self.field.apply([Job(j.entry, v, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
         return z
 
     def _advance(self, jobs: Sequence[Job], step: int) -> Vectors:
@@ -184,20 +169,20 @@ class BufferedNoise:
                 _add(x, vectors, -weight)
             for decay, vectors in zip(recurrence.decays, self._store, strict=True):
                 near = [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)]
-                torch._foreach_mul_(near, decay)  # where the arithmetic is fast; in place if the buffers live there
-                torch._foreach_add_(near, x)
+                foreach_mul_(near, decay)  # where the arithmetic is fast; in place if the buffers live there
+                foreach_add_(near, x)
                 _store(vectors, near)
             return x
         if isinstance(recurrence, BandedInverse):
             z = x
-            x = list(torch._foreach_mul(z, recurrence.coefficients[0]))
+            x = list(foreach_mul(z, recurrence.coefficients[0]))
             for a, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
                 _add(x, vectors, a)
             self._push(z)
             return x
         for c, vectors in zip(recurrence.coefficients[1:], self._store, strict=True):
             _add(x, vectors, -c)
-        torch._foreach_div_(x, recurrence.coefficients[0])
+        foreach_div_(x, recurrence.coefficients[0])
         self._push(x)
         return x
 
@@ -213,12 +198,8 @@ class BufferedNoise:
             mine = [result for result in results if result.device == device and result.numel()]
             if not mine:
                 continue
-            largest = torch.stack([norm.float() for norm in torch._foreach_norm(mine, float("inf"))])
-            bad = ~torch.isfinite(largest).all()
-            if device.type == "cuda":
-                self.field._backend(device).flags.bitwise_or_(bad.to(torch.int32))
-            else:
-                self.field._bad |= bool(bad)
+            largest = torch.stack([norm.float() for norm in foreach_norm(mine, float("inf"))])
+            self.field.flag(~torch.isfinite(largest).all())
 
 
 def _in_float32(recurrence: Recurrence) -> Recurrence:
@@ -233,9 +214,7 @@ def _in_float32(recurrence: Recurrence) -> Recurrence:
 
 
 def _add(x: Vectors, vectors: Vectors, weight: float) -> None:
-    torch._foreach_add_(
-        x, [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)], alpha=weight
-    )
+    foreach_add_(x, [v.to(value.device, non_blocking=True) for value, v in zip(x, vectors, strict=True)], alpha=weight)
 
 
 def _store(buffers: Vectors, values: Vectors) -> None:

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lambdacgd.chacha import keystream_into
-from lambdacgd.noise.jobs import Job
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS
+from lambdacgd.keys import keystream_into
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, Job
 
 _GROUPS = 128  # groups of a piece: 65 536 elements, in arrays of 256 KiB: smaller ones would queue for Python's lock
 _SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
@@ -36,7 +35,7 @@ class Piece:
 
 def pieces(jobs: Sequence[Job]) -> list[Piece]:
     """Cut the jobs (in layout order) into pieces. Neighbouring small tensors share one."""
-    found: list[Piece] = []
+    cut: list[Piece] = []
     first = end = 0
     parts: list[tuple[Job, int, int]] = []
     for job in jobs:
@@ -45,7 +44,7 @@ def pieces(jobs: Sequence[Job]) -> list[Piece]:
         while done < count:
             group = base + (job.offset + done) // GROUP_ELEMENTS
             if parts and (group > end or group - first >= _GROUPS):
-                found.append(Piece(first, end - first, tuple(parts)))
+                cut.append(Piece(first, end - first, tuple(parts)))
                 parts = []
             if not parts:
                 first = group
@@ -55,8 +54,8 @@ def pieces(jobs: Sequence[Job]) -> list[Piece]:
             done += take
             end = base + -(-(job.offset + done) // GROUP_ELEMENTS)
     if parts:
-        found.append(Piece(first, end - first, tuple(parts)))
-    return found
+        cut.append(Piece(first, end - first, tuple(parts)))
+    return cut
 
 
 class _Views:
@@ -132,11 +131,11 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, *, rea
             noise = combined(subkey, piece.first_group, piece.groups, bands, scale)
             return all([_add(part, noise, piece.first_group, read) for part in piece.parts])
 
-    todo = pieces(jobs)
+    cut = pieces(jobs)
     threads = torch.get_num_threads()
-    if threads == 1 or len(todo) == 1:
-        return all([work(piece) for piece in todo])
-    return all(list(_pool(threads).map(work, todo)))
+    if threads == 1 or len(cut) == 1:
+        return all([work(piece) for piece in cut])
+    return all(list(_pool(threads).map(work, cut)))
 
 
 def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, read: bool) -> bool:
@@ -178,26 +177,26 @@ def _views(
     if begin == 0 and end == source.numel():
         return [(source, target, values.view(source.shape))]
     row = source[0].numel()
-    found = []
+    views = []
     first, last = -(-begin // row), end // row  # the whole rows inside
     for a, b in ((begin, min(end, first * row)), (max(end if first > last else last * row, begin), end)):
         if a < b:
             index = a // row
             piece = values[a - begin : b - begin]
             inner, outer = source[index], target[index]
-            found += _views(inner, inner if same else outer, a - index * row, b - index * row, piece)
+            views += _views(inner, inner if same else outer, a - index * row, b - index * row, piece)
     if first < last:
         block = source[first:last]
         piece = values[first * row - begin : last * row - begin].view(block.shape)
-        found.append((block, block if same else target[first:last], piece))
-    return found
+        views.append((block, block if same else target[first:last], piece))
+    return views
 
 
-_pools: dict[int, ThreadPoolExecutor] = {}
-os.register_at_fork(after_in_child=_pools.clear)  # a forked child has none of its parent's threads
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # by process and size: a forked child has none of these threads
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    if threads not in _pools:
-        _pools[threads] = ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")
-    return _pools[threads]
+    which = os.getpid(), threads
+    if which not in _pools:
+        _pools[which] = ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")
+    return _pools[which]

@@ -11,9 +11,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from lambdacgd.noise.combination import Combination, rounded_up
-from lambdacgd.noise.jobs import Job
-from lambdacgd.noise.layout import GROUP_ELEMENTS
+from lambdacgd.noise.layout import GROUP_ELEMENTS, Combination, Job, rounded_up
 
 _TABLES = 3  # of one size, written in turn; also a reserve for graph capture, which cannot allocate on the host
 
@@ -53,9 +51,11 @@ class CudaBackend:
 
     def __init__(self, subkey: bytes, device: torch.device) -> None:
         self.device = device
-        # Data, never a compile-time constant: Triton keeps compiled constants in a cache on disk.
-        words = np.append(np.frombuffer(subkey, dtype="<i4").astype(np.int32), np.int32(1))
-        self.key = torch.from_numpy(words).to(device)
+        # Data, never a compile-time constant: Triton keeps compiled constants in a cache on disk. And no variable: a
+        # traceback may show those, and a device that is full raises here.
+        self.key = torch.from_numpy(np.append(np.frombuffer(subkey, dtype="<i4").astype(np.int32), np.int32(1))).to(
+            device
+        )
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._free: dict[int, list[_Table]] = {}  # by size, the longest unused first

@@ -1,20 +1,25 @@
-"""The noise field: z[step, element], standard normal, a pure function of the secret key and the run id."""
+"""The noise field: z[step, element], standard normal, a pure function of the secret key and the run id.
+
+``CorrelatedNoise`` is what the two ways to correlate the field have in common; ``regenerated`` and ``buffered`` are the
+two.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
 
+from lambdacgd.errors import NonFiniteSum
 from lambdacgd.keys import SecretKey
+from lambdacgd.mechanisms.base import Mechanism, Recurrence
 from lambdacgd.noise import cpu
-from lambdacgd.noise.combination import Combination, Terms
 from lambdacgd.noise.cuda import CudaBackend, Launch
-from lambdacgd.noise.jobs import Job, match
-from lambdacgd.noise.layout import Layout
+from lambdacgd.noise.layout import Combination, Job, Layout, Terms, check_terms, match, scales_digest
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -22,10 +27,6 @@ _told: set[str] = set()
 
 class NoiseError(RuntimeError):
     """Noise that must not be given: a step outside the run, or the same noise under other terms."""
-
-
-class NonFiniteSum(ArithmeticError):
-    """A sum held a NaN or an infinity. Its noisy result must not reach the weights: drop it, do not step."""
 
 
 class NoiseField:
@@ -36,7 +37,8 @@ class NoiseField:
     Without the key, the field is computationally indistinguishable from independent standard normals (as far as
     ChaCha20 and BLAKE2b are secure), with the tail cut at 8.24 σ and 64 random bits a pair of values. Runs with
     different run ids have independent fields. The CPU and CUDA agree to float32 rounding; one backend gives the same
-    bits every time. As with all floating-point noise, that sums and noise are rounded is not part of the accounting.
+    bits every time. That sums and noise are rounded to floating point is not part of the accounting: the last bits of a
+    released number can say more than ε and δ do. Sums with more bits than the noise (float64) are refused.
     """
 
     def __init__(self, key: SecretKey, layout: Layout, *, run_id: str) -> None:
@@ -61,12 +63,22 @@ class NoiseField:
     def fill_(
         self, tensors: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None
     ) -> None:
-        """Overwrite the tensors with z[step]. For tests and for buffers; noise for training comes from a stage."""
+        """Overwrite the tensors with z[step]: for tests. Sums get their noise from RegeneratedNoise or BufferedNoise.
+
+        Args:
+            tensors: float32 or float64 tensors named as in the layout.
+            step: Which of the field's steps, from 1.
+            offsets: For each tensor that is a shard, the row-major index of its first element in the whole tensor.
+
+        Raises:
+            ValueError: ``step`` is not an integer from 1, or a tensor does not fit the layout.
+            TypeError: A tensor is of another type.
+        """
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
             raise ValueError(f"step is {step!r}; steps count from 1")
-        self._apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
+        self.apply(match(self.layout, tensors, offsets=offsets, float64_sums=True), UNIT, step, read=False)
 
-    def _agree(self, terms: Terms) -> None:
+    def agree(self, terms: Terms) -> None:
         """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.
 
         And one process: a forked child is a second copy of the run, whose sums would get the same noise.
@@ -85,13 +97,14 @@ class NoiseField:
                 f"release two sums under one noise vector. Start a new run (a new run id) for other settings"
             )
 
-    def _apply(
+    def apply(
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
+        """target = source + the combination at this step (the noise alone if not ``read``) for every job."""
         for device in {job.source.device for job in jobs}:
             mine = [job for job in jobs if job.source.device == device]
             if device.type == "cuda":
-                backend = self._backend(device)
+                backend = self.backend(device)
                 backend.launch(backend.prepare(mine), combination, step, read=read)
                 continue
             if isinstance(step, torch.Tensor):
@@ -102,11 +115,13 @@ class NoiseField:
             else:
                 self._by_copy(mine, bands, scale, read)
 
-    def _plan(
+    def adder(
         self,
         sums: Mapping[str, torch.Tensor],
         out: Mapping[str, torch.Tensor] | None,
         offsets: Mapping[str, int] | None,
+        *,
+        float64_sums: bool,
     ) -> Callable[[Combination, int | torch.Tensor], None]:
         """Check the tensors and return what adds noise to them. CUDA tensors that have not moved are known again.
 
@@ -115,15 +130,15 @@ class NoiseField:
         seen = _fingerprint(sums, out, offsets)
         if seen is not None and seen == self._seen and all(launch.current for _, ls in self._launches for launch in ls):
             return self._repeat
-        jobs = match(self.layout, sums, out=out, offsets=offsets)
+        jobs = match(self.layout, sums, out=out, offsets=offsets, float64_sums=float64_sums)
         if seen is None or any(job.source.device.type != "cuda" for job in jobs):
-            return lambda combination, step: self._apply(jobs, combination, step)
+            return lambda combination, step: self.apply(jobs, combination, step)
 
         def first(combination: Combination, step: int | torch.Tensor) -> None:
             self._seen = None
             devices = {job.source.device for job in jobs}
-            found = [(self._backend(d), [job for job in jobs if job.source.device == d]) for d in devices]
-            self._launches = [(backend, backend.prepare(mine)) for backend, mine in found]
+            shares = [(self.backend(d), [job for job in jobs if job.source.device == d]) for d in devices]
+            self._launches = [(backend, backend.prepare(mine)) for backend, mine in shares]
             self._seen = seen
             self._repeat(combination, step)
 
@@ -146,12 +161,21 @@ class NoiseField:
             )
             job.target.copy_(result)
 
-    def _backend(self, device: torch.device) -> CudaBackend:
+    def backend(self, device: torch.device) -> CudaBackend:
+        """This field's share on a CUDA device, made when it is first asked for."""
         if device not in self._devices:
             self._devices[device] = CudaBackend(self._subkey, device)
         return self._devices[device]
 
-    def _check(self) -> None:
+    def flag(self, bad: torch.Tensor) -> None:
+        """Remember that a sum was not finite, if the boolean says so: on CUDA in device memory, without waiting."""
+        if bad.device.type == "cuda":
+            self.backend(bad.device).flags.bitwise_or_(bad.to(torch.int32))
+        else:
+            self._bad |= bool(bad)
+
+    def check(self) -> None:
+        """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
         bits = 0
         for backend in self._devices.values():
             bits |= backend.read_flags()
@@ -175,13 +199,104 @@ def _fingerprint(
     sums: Mapping[str, torch.Tensor], out: Mapping[str, torch.Tensor] | None, offsets: Mapping[str, int] | None
 ) -> tuple[Any, ...] | None:
     """All that a launch depends on, without keeping any tensor alive; None for tensors that are not plain CUDA ones."""
-    found: list[Any] = []
+    seen: list[Any] = []
     for tensors in (sums, {} if out is None else out):
         for name, tensor in tensors.items():
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cuda or tensor.is_sparse:
                 return None
-            found.append((name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
-    return (len(sums), tuple(found), None if offsets is None else tuple(offsets.items()))
+            seen.append((name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
+    return (len(sums), tuple(seen), None if offsets is None else tuple(offsets.items()))
 
 
 UNIT = Combination(coefficients=(1.0,), scale=1.0, horizon=1 << 62)
+
+
+class CorrelatedNoise:
+    """Noise of standard deviation ζσ, correlated by C⁻¹, over a fixed horizon. See the two subclasses.
+
+    Args:
+        field: The run's noise field. It serves one set of terms, fixed at first use.
+        recurrence: How x = C⁻¹z is computed.
+        sigma: σ, relative to the clipping norm; 0 means no noise.
+        clip: The clipping norm ζ.
+        horizon: How many steps the run has.
+        column_scales: d_1 … d_n of a column-normalised mechanism.
+        restart_every: With b, the noise restarts at steps 1, b+1, 2b+1, …
+        float64_sums: Accept float64 sums, whose last bits betray the noise. Only for runs that claim nothing; without
+            noise (σ = 0) they are accepted anyway.
+    """
+
+    def __init__(
+        self,
+        field: NoiseField,
+        recurrence: Recurrence,
+        *,
+        sigma: float,
+        clip: float,
+        horizon: int,
+        column_scales: Sequence[float] | np.ndarray | None = None,
+        restart_every: int | None = None,
+        float64_sums: bool = False,
+    ) -> None:
+        scale, scales = check_terms(
+            sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
+        )
+        self.field = field
+        self.recurrence = recurrence
+        self.horizon = int(horizon)
+        self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every)
+        self._terms = Terms(
+            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
+        )
+        self._float64_sums = float64_sums or sigma == 0
+
+    @classmethod
+    def of(
+        cls,
+        field: NoiseField,
+        mechanism: Mechanism,
+        *,
+        sigma: float,
+        clip: float,
+        horizon: int,
+        restart_every: int | None = None,
+        **options: Any,
+    ) -> Self:
+        """The noise of a mechanism over this horizon (or over each stretch between restarts).
+
+        Args:
+            field, sigma, clip, horizon, restart_every: As for the constructor.
+            mechanism: Gives the recurrence and the column scales.
+            **options: Further arguments of the constructor.
+
+        Returns:
+            The noise, ready for ``add_``.
+
+        Raises:
+            TypeError: The mechanism's past cannot be computed in this way.
+            ValueError: A number is out of its range.
+        """
+        steps = restart_every or horizon
+        return cls(
+            field,
+            mechanism.recurrence(steps),
+            sigma=sigma,
+            clip=clip,
+            horizon=horizon,
+            column_scales=mechanism.column_scales(steps),
+            restart_every=restart_every,
+            **options,
+        )
+
+    def check(self) -> None:
+        """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
+        self.field.check()
+
+    def _check_step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
+            raise TypeError(f"step is {step!r}; it must be an integer")
+        if not 1 <= step <= self.horizon:
+            raise NoiseError(
+                f"step {step} is outside the run's 1 … {self.horizon}. The horizon is fixed by the plan: "
+                f"more steps need a new plan"
+            )

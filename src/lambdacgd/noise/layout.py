@@ -1,4 +1,9 @@
-"""Where every trainable tensor sits in the noise field: by name and logical index, never by device, shard or order."""
+"""What is asked of the noise field, checked before any number is written.
+
+Three questions, in this order: where does every trainable tensor sit in the field (``Layout``: by name and logical
+index, never by device, shard or order); which memory gets which part of it (``Job``); and which combination of the
+field's steps is added at a step of the run (``Combination``).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import torch
 
 #: Names that wrappers (DDP, torch.compile, FSDP, activation checkpointing) insert into parameter names.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -109,3 +113,207 @@ class Layout:
     def elements(self) -> int:
         """How many numbers get noise: the model's trainable dimension d."""
         return sum(entry.elements for entry in self.entries)
+
+
+# --- Which memory gets which part of the field ------------------------------------------------------------------------
+
+_SUMS = (torch.float32,)
+_WIDE_SUMS = (torch.float32, torch.float64)
+_OUTPUTS = (torch.float32, torch.float64, torch.bfloat16)
+
+
+@dataclass(frozen=True, eq=False)
+class Job:
+    """Noise for one tensor: ``target`` = ``source`` + noise, elements ``offset`` … of the layout's ``entry``."""
+
+    entry: Entry
+    source: torch.Tensor
+    target: torch.Tensor
+    offset: int
+
+
+def match(
+    layout: Layout,
+    sums: Mapping[str, torch.Tensor],
+    *,
+    out: Mapping[str, torch.Tensor] | None = None,
+    offsets: Mapping[str, int] | None = None,
+    float64_sums: bool = False,
+) -> list[Job]:
+    """The jobs for these tensors, in the layout's order; an error, before anything is written, if they do not fit."""
+    tensors = _by_clean_name(sums, "sums")
+    targets = tensors if out is None else _by_clean_name(out, "out")
+    starts = {} if offsets is None else {clean_name(name): offset for name, offset in offsets.items()}
+    expected = layout.by_name
+    for given, what in ((tensors, "sums"), (targets, "out")):
+        if missing := expected.keys() - given.keys():
+            raise LayoutError(
+                f"{what} lack {sorted(missing)[0]!r} ({len(missing)} missing): every tensor of the layout must come"
+            )
+        if unknown := given.keys() - expected.keys():
+            raise LayoutError(
+                f"{what} hold {sorted(unknown)[0]!r}, which is not in the layout ({len(unknown)} unknown)"
+            )
+    if unknown := starts.keys() - expected.keys():
+        raise LayoutError(f"offsets hold {sorted(unknown)[0]!r}, which is not in the layout")
+    jobs = []
+    for entry in layout.entries:
+        source, target = tensors[entry.name], targets[entry.name]
+        _check(entry, source, _WIDE_SUMS if float64_sums else _SUMS, "sum", starts.get(entry.name))
+        if target is not source:
+            _check(entry, target, _OUTPUTS, "out", starts.get(entry.name))
+            if target.shape != source.shape or target.device != source.device:
+                raise LayoutError(
+                    f"out of {entry.name!r} has shape {tuple(target.shape)} on {target.device}, its sum "
+                    f"{tuple(source.shape)} on {source.device}; they must match"
+                )
+        jobs.append(Job(entry, source, target, starts.get(entry.name, 0)))
+    return jobs
+
+
+def _by_clean_name(tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+    cleaned = {clean_name(name): tensor for name, tensor in tensors.items()}
+    if len(cleaned) != len(tensors):
+        raise LayoutError(f"two of the {what} have the same name once wrapper names are taken out")
+    return cleaned
+
+
+def _check(entry: Entry, tensor: torch.Tensor, types: tuple[torch.dtype, ...], what: str, offset: int | None) -> None:
+    name = entry.name
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{what} of {name!r} is a {type(tensor).__name__}; it must be a torch.Tensor")
+    if hasattr(tensor, "to_local"):
+        raise TypeError(
+            f"{what} of {name!r} is a DTensor; pass its to_local() and the shard's place in offsets={{{name!r}: …}}"
+        )
+    if tensor.dtype == torch.float64 and torch.float64 not in types:
+        raise TypeError(
+            f"{what} of {name!r} has dtype torch.float64. A noise number carries 32 random bits, so the 53 bits of the "
+            f"result would tell candidate sums apart without the key. Train the model in float32, or cast its sums to "
+            f"float32 before the noise"
+        )
+    if tensor.dtype not in types:
+        raise TypeError(
+            f"{what} of {name!r} has dtype {tensor.dtype}; allowed are {', '.join(str(t) for t in types)}. Sums are "
+            f"accumulated and noised in float32 and rounded once, after the noise"
+        )
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{what} of {name!r} is sparse ({tensor.layout}); noise is dense: call to_dense() first")
+    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        raise LayoutError(
+            f"{what} of {name!r} is an expanded view whose elements share memory; call contiguous() first"
+        )
+    if offset is None:
+        if tuple(tensor.shape) != entry.shape:
+            raise LayoutError(
+                f"{what} of {name!r} has shape {tuple(tensor.shape)}, the layout {entry.shape}; for a shard give its "
+                f"first row-major index in offsets"
+            )
+    elif isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= entry.elements - tensor.numel():
+        raise LayoutError(
+            f"a shard of {tensor.numel()} elements at offset {offset!r} does not fit into {name!r}, "
+            f"which has {entry.elements}"
+        )
+
+
+# --- What is added at a step ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What is added at step t: ζσ·d_t·Σ_{j<p} a_j z[t−j]. z before the run or before a restart counts as zero.
+
+    Public numbers only. ``coefficients`` are a_0 … a_{p−1}; ``scale`` is ζσ; ``column_scales`` are d_1 … d_period.
+    With ``restart_every`` = b the noise starts anew at steps 1, b+1, 2b+1, …: the correlation never crosses such a
+    boundary, and column scales are indexed from it.
+    """
+
+    coefficients: tuple[float, ...]
+    scale: float
+    horizon: int
+    column_scales: tuple[float, ...] | None = None
+    restart_every: int | None = None
+
+    @property
+    def period(self) -> int:
+        return self.restart_every or self.horizon
+
+    def since(self, step: int) -> int:
+        """Steps since the last restart, this one included: t for a run without restarts."""
+        return (step - 1) % self.period + 1
+
+    def bands(self, step: int) -> list[tuple[int, float]]:
+        """The (field step, coefficient) pairs of a step."""
+        return [(step - j, a) for j, a in enumerate(self.coefficients[: self.since(step)])]
+
+    def scale_at(self, step: int) -> float:
+        return self.scale * (1.0 if self.column_scales is None else self.column_scales[self.since(step) - 1])
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The fixed terms under which a run uses its field: everything that makes the noise of a step what it is."""
+
+    recurrence: str
+    sigma: float
+    clip: float
+    horizon: int
+    restart_every: int | None
+    column_scales: str | None
+
+    def __str__(self) -> str:
+        restarts = f", restarting every {self.restart_every}" if self.restart_every else ""
+        return f"σ = {self.sigma:g}, ζ = {self.clip:g}, {self.horizon} steps{restarts}, {self.recurrence}"
+
+
+def check_terms(
+    *,
+    sigma: float,
+    clip: float,
+    horizon: int,
+    column_scales: Sequence[float] | np.ndarray | None,
+    restart_every: int | None,
+) -> tuple[float, tuple[float, ...] | None]:
+    """Check the public numbers of a run's noise; returns ζσ and the column scales."""
+    for name, value in (("horizon", horizon), ("restart_every", restart_every)):
+        if value is None and name == "restart_every":
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 62:
+            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if not (math.isfinite(sigma) and sigma >= 0):
+        raise ValueError(f"sigma is {sigma!r}; it must be finite and not negative (0 means no noise)")
+    if not clip > 0 or (math.isinf(clip) and sigma != 0):
+        raise ValueError(f"clip is {clip!r} with sigma {sigma!r}; it must be positive, and finite unless sigma is 0")
+    scale = 0.0 if sigma == 0 else float(sigma) * float(clip)
+    if column_scales is None:
+        return scale, None
+    scales = tuple(float(d) for d in column_scales)
+    period = restart_every or horizon
+    if len(scales) < min(period, horizon):
+        raise ValueError(f"there are {len(scales)} column scales for {min(period, horizon)} steps; give one a step")
+    if not all(math.isfinite(d) and d > 0 for d in scales):
+        raise ValueError("column scales must be positive and finite")
+    return scale, scales
+
+
+def rounded_down(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Numbers in float32, rounded towards zero: entries of C, or what it is made of."""
+    exact = np.asarray(values, dtype=np.float64)
+    nearest = exact.astype(np.float32)
+    grown = np.abs(nearest.astype(np.float64)) > np.abs(exact)
+    return np.where(grown, np.nextafter(nearest, np.float32(0)), nearest)
+
+
+def rounded_up(values: Sequence[float] | np.ndarray) -> np.ndarray:
+    """Numbers in float32, never below what they were: scales of the noise, and the coefficients of C⁻¹.
+
+    No entry of C ≥ 0 grows when a coefficient a_j of its inverse does (∂C/∂a_j = −C²xʲ). Rounded to the nearest,
+    λ = 0.99999 would become a λ with up to 0.3% more sensitivity than the plan accounts for.
+    """
+    exact = np.asarray(values, dtype=np.float64)
+    nearest = exact.astype(np.float32)
+    return np.where(nearest.astype(np.float64) < exact, np.nextafter(nearest, np.float32(np.inf)), nearest)
+
+
+def scales_digest(scales: tuple[float, ...] | None) -> str | None:
+    return None if scales is None else hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:16]

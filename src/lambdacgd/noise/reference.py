@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.chacha import scattered_blocks
+from lambdacgd.keys import scattered_blocks
 from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, Entry
 

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from lambdacgd.chacha import prf64_range
-from lambdacgd.keys import SecretKey
+from lambdacgd.keys import SecretKey, prf64_range
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
 from lambdacgd.validation import integer
 

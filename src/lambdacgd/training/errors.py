@@ -5,19 +5,10 @@ from __future__ import annotations
 import math
 import warnings
 
+from lambdacgd.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.planning import Plan
 
-
-class TrainingError(RuntimeError):
-    """The loop did something that private training cannot allow. Nothing was released; the message says what to do."""
-
-
-class CheckpointError(TrainingError):
-    """A checkpoint that cannot be written, or must not be resumed from; the message says what differs."""
-
-
-class NotPrivateWarning(UserWarning):
-    """The run claims nothing: ε = inf (no noise, no clipping), or a σ that is only an estimate."""
+__all__ = ["CheckpointError", "NotPrivateWarning", "TrainingError", "check_claim"]
 
 
 def check_claim(plan: Plan) -> None:

@@ -1,0 +1,125 @@
+"""Everything this package raises or warns with, and the checks of arguments that raise it. No torch, no NumPy."""
+
+from __future__ import annotations
+
+import math
+from numbers import Integral, Real
+from typing import Any
+
+
+class InvalidInput(ValueError):
+    """An argument cannot be used.
+
+    ``parameter`` is its name, so that the command line can name the flag instead.
+
+    Args:
+        parameter: the name of the argument.
+        given: what was given for it; or, if ``allowed`` is left out, a whole sentence about what is wrong.
+        allowed: what may be given instead. The message is then "<parameter> is <given>, but <allowed>".
+    """
+
+    def __init__(self, parameter: str, given: Any, allowed: str | None = None) -> None:
+        self.parameter = parameter
+        self.complaint = f": {given}" if allowed is None else f" is {given!r}, but {allowed}"
+        super().__init__(str(given) if allowed is None else parameter + self.complaint)
+
+
+class AccountingError(ValueError):
+    """No accountant here can answer the request; the message says why and what can be asked instead."""
+
+
+class DeviceError(ValueError):
+    """A device that was asked for cannot be used. No other accountant is asked instead: that would hide it."""
+
+
+class KeyFileError(ValueError):
+    """A key file that cannot be trusted or used; the message says what to do and holds nothing secret."""
+
+
+class LedgerError(RuntimeError):
+    """The ledger refuses: going back, an unknown run, two processes on one run, or a damaged file."""
+
+
+class ClippingError(ValueError):
+    """The model, the loss or the call cannot be clipped per example exactly; the message says what to do."""
+
+
+class TrainingError(RuntimeError):
+    """The loop did something that private training cannot allow. Nothing was released; the message says what to do."""
+
+
+class CheckpointError(TrainingError):
+    """A checkpoint that cannot be written, or must not be resumed from; the message says what differs."""
+
+
+class NotPrivateWarning(UserWarning):
+    """The run claims nothing: ε = inf (no noise, no clipping), or a σ that is only an estimate."""
+
+
+class NonFiniteSum(ArithmeticError):
+    """A sum held a NaN or an infinity. Its noisy result must not reach the weights: drop it, do not step."""
+
+
+def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:
+    """Check an integer argument.
+
+    Args:
+        parameter: the argument's name, for the error.
+        value: what was given for it.
+        minimum: the smallest integer allowed.
+        maximum: the largest integer allowed; None for no limit.
+        why: said behind the limits in the error.
+
+    Returns:
+        ``value`` as an ``int``.
+
+    Raises:
+        InvalidInput: ``value`` is not an integer (a ``bool`` is none), or outside the limits.
+    """
+    ok = isinstance(value, Integral) and not isinstance(value, bool)
+    if not ok or int(value) < minimum or (maximum is not None and int(value) > maximum):
+        limits = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise InvalidInput(parameter, value, f"it must be an integer {limits}{why}")
+    return int(value)
+
+
+def number(
+    parameter: str,
+    value: Any,
+    *,
+    above: float = -math.inf,
+    below: float = math.inf,
+    include: tuple[float, ...] = (),
+) -> float:
+    """Check a real argument.
+
+    Args:
+        parameter: the argument's name, for the error.
+        value: what was given for it.
+        above: the value must be strictly above this.
+        below: the value must be strictly below this.
+        include: values that are allowed although they are not strictly between the limits.
+
+    Returns:
+        ``value`` as a ``float``.
+
+    Raises:
+        InvalidInput: ``value`` is not a real number (a ``bool`` is none), or outside the limits.
+    """
+    if isinstance(value, Real) and not isinstance(value, bool):
+        try:
+            converted = float(value)
+        except OverflowError:  # an integer or fraction beyond all floats
+            converted = math.nan
+        if above < converted < below or converted in include:
+            return converted
+    closed_low = above in include
+    low = ("at least " if closed_low else "above ") + f"{above:g}" if above > -math.inf else ""
+    high = f"below {below:g}" if below < math.inf else ""
+    rest = [f"{extra:g}" for extra in include if extra not in (above, below)]
+    if below == math.inf and math.inf not in include:
+        high = "finite"
+    limits = " and ".join(part for part in (low, high) if part)
+    raise InvalidInput(
+        parameter, value, f"it must be a number {limits}{' or exactly ' + ' or '.join(rest) if rest else ''}"
+    )

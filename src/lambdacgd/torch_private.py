@@ -1,0 +1,248 @@
+"""Every name of PyTorch that this package uses although PyTorch does not promise to keep it.
+
+No other module names them. Each name stands here behind a small function or an alias that says what it is for, and in
+``KNOWN`` with the versions of torch in which it was seen. A test resolves all of them, so that an upgrade which drops
+one fails there first, and not in the middle of somebody's training.
+
+Whoever needs another one adds a function or an alias and an entry in ``KNOWN``. A key of ``KNOWN`` is a dotted path:
+a module, then attributes. An attribute that only instances have is written as one of its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "KNOWN",
+    "AnyBatchNorm",
+    "AnyConvolution",
+    "AnyDropout",
+    "AnyInstanceNorm",
+    "AnyLazyNorm",
+    "AnyNormWithStatistics",
+    "WithoutTorchFunction",
+    "backward_task",
+    "ddp_parameters",
+    "dtensor_like",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_copy_",
+    "foreach_div_",
+    "foreach_lerp_",
+    "foreach_mul",
+    "foreach_mul_",
+    "foreach_norm",
+    "foreach_zero_",
+    "functorch_is_active",
+    "has_backward_hooks",
+    "local_tensor",
+    "non_persistent_buffers",
+    "not_compiled",
+    "own_buffers",
+    "own_modules",
+    "own_parameters",
+    "pack_recurrent_weights",
+    "packs_recurrent_weights",
+    "recurrent_weight_names",
+    "recurrent_weights_have_changed",
+    "repeated_padding",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_unflatten",
+    "version",
+    "will_execute",
+]
+
+_SEEN = "2.11 to 2.13"
+
+#: Dotted name -> the versions of torch in which it was seen.
+KNOWN: dict[str, str] = {
+    # Operations over lists of tensors
+    "torch._foreach_add": _SEEN,
+    "torch._foreach_add_": _SEEN,
+    "torch._foreach_copy_": _SEEN,
+    "torch._foreach_div_": _SEEN,
+    "torch._foreach_lerp_": _SEEN,
+    "torch._foreach_mul": _SEEN,
+    "torch._foreach_mul_": _SEEN,
+    "torch._foreach_norm": _SEEN,
+    "torch._foreach_zero_": _SEEN,
+    # Tensors
+    "torch.Tensor._backward_hooks": _SEEN,
+    "torch.Tensor._version": _SEEN,
+    "torch.distributed.tensor.DTensor._local_tensor": _SEEN,
+    "torch.distributed.tensor.DTensor._spec": _SEEN,
+    # Autograd, functorch, torch.compile
+    "torch._C.DisableTorchFunctionSubclass": _SEEN,
+    "torch._C._are_functorch_transforms_active": _SEEN,
+    "torch._C._current_graph_task_id": _SEEN,
+    "torch._C._will_engine_execute_node": _SEEN,
+    "torch._dynamo.disable": _SEEN,
+    # Modules
+    "torch.nn.Module._buffers": _SEEN,
+    "torch.nn.Module._modules": _SEEN,
+    "torch.nn.Module._non_persistent_buffers_set": _SEEN,
+    "torch.nn.Module._parameters": _SEEN,
+    "torch.nn.modules.batchnorm._BatchNorm": _SEEN,
+    "torch.nn.modules.batchnorm._LazyNormBase": _SEEN,
+    "torch.nn.modules.batchnorm._NormBase": _SEEN,
+    "torch.nn.modules.conv._ConvNd": _SEEN,
+    "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
+    "torch.nn.modules.dropout._DropoutNd": _SEEN,
+    "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
+    "torch.nn.parallel.DistributedDataParallel._module_parameters": _SEEN,
+    # Recurrent layers
+    "torch._cudnn_rnn_flatten_weight": _SEEN,
+    "torch._use_cudnn_rnn_flatten_weight": _SEEN,
+    "torch.nn.RNNBase._flat_weights_names": _SEEN,
+    "torch.nn.RNNBase._weights_have_changed": _SEEN,
+    # Nested inputs and outputs of models
+    "torch.utils._pytree.tree_flatten": _SEEN,
+    "torch.utils._pytree.tree_leaves": _SEEN,
+    "torch.utils._pytree.tree_map": _SEEN,
+    "torch.utils._pytree.tree_unflatten": _SEEN,
+}
+
+# Operations over lists of tensors: one launch for the whole list, which matters where a model has hundreds of small
+# parameters. Known for torch 2.11 to 2.13.
+foreach_add = torch._foreach_add
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_div_ = torch._foreach_div_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul = torch._foreach_mul
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_zero_ = torch._foreach_zero_
+
+# Base classes of layers, so that subclasses of users and of torch are recognised. Known for torch 2.11 to 2.13.
+AnyBatchNorm = _BatchNorm
+AnyConvolution = _ConvNd
+AnyDropout = _DropoutNd
+AnyInstanceNorm = _InstanceNorm
+AnyLazyNorm = _LazyNormBase
+AnyNormWithStatistics = _NormBase  # batch and instance norms: whatever may keep running statistics
+
+#: A context in which tensor subclasses are treated as plain tensors. Known for torch 2.11 to 2.13.
+WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
+
+
+def version(tensor: Tensor) -> int:
+    """How often the tensor was written in place: tells whether anybody changed it since. Known for torch 2.11 to 2.13.
+
+    Inference tensors have none, and raise ``RuntimeError``.
+    """
+    return tensor._version
+
+
+def has_backward_hooks(tensor: Tensor) -> bool:
+    """Whether somebody registered a hook on the tensor's gradient. Known for torch 2.11 to 2.13."""
+    return bool(tensor._backward_hooks)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This process's shard of a ``DTensor``, without ``to_local``'s autograd node. Known for torch 2.11 to 2.13."""
+    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    return local
+
+
+def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:
+    """A ``DTensor`` placed as ``like`` is, over the given local shard. Known for torch 2.11 to 2.13.
+
+    The shard stays where it lives; ``DTensor.from_local`` would move it to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+
+
+def backward_task() -> int:
+    """The number of the backward pass that this thread is in, or -1 outside of one. Known for torch 2.11 to 2.13.
+
+    A forward pass inside a backward pass is a recomputation by activation checkpointing.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Any) -> bool:
+    """Whether the backward pass that is running will reach this autograd node. Known for torch 2.11 to 2.13."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def functorch_is_active() -> bool:
+    """Whether a transform such as vmap or grad runs this code. Known for torch 2.11 to 2.13."""
+    return bool(torch._C._are_functorch_transforms_active())
+
+
+def not_compiled(function: Callable[..., Any]) -> Any:
+    """The function as a graph break, which torch.compile does not trace into. Known for torch 2.11 to 2.13."""
+    return torch._dynamo.disable(function)
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The parameters registered on the module itself, None included; not a copy. Known for torch 2.11 to 2.13."""
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The buffers registered on the module itself, None included; not a copy. Known for torch 2.11 to 2.13."""
+    return module._buffers
+
+
+def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's direct children, under every name they have; not a copy. Known for torch 2.11 to 2.13."""
+    return module._modules
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Names of the module's own buffers that its state_dict leaves out. Known for torch 2.11 to 2.13."""
+    return module._non_persistent_buffers_set
+
+
+def repeated_padding(convolution: nn.Module) -> list[int]:
+    """A convolution's padding as ``F.pad`` takes it: last dimension first. Known for torch 2.11 to 2.13."""
+    padding: Any = convolution._reversed_padding_repeated_twice  # a list or a tuple
+    return list(padding)
+
+
+def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters that DistributedDataParallel reduces by itself. Known for torch 2.11 to 2.13."""
+    parameters: list[nn.Parameter] = model._module_parameters
+    return parameters
+
+
+def recurrent_weight_names(layer: nn.RNNBase) -> list[str]:
+    """Names of an RNN's weights in the order in which its kernels take them. Known for torch 2.11 to 2.13."""
+    names: list[str] = layer._flat_weights_names
+    return names
+
+
+def recurrent_weights_have_changed(layer: nn.RNNBase) -> bool:
+    """Whether the weights that an RNN's kernel sees are not its parameters any more. Known for torch 2.11 to 2.13."""
+    return bool(layer._weights_have_changed())
+
+
+def packs_recurrent_weights() -> bool:
+    """Whether this build of torch can pack an RNN's weights for cuDNN. Known for torch 2.11 to 2.13."""
+    return bool(torch._use_cudnn_rnn_flatten_weight())
+
+
+def pack_recurrent_weights(weights: list[Tensor], *, inputs: int, mode: int, hidden: int) -> None:
+    """Move the weights of an RNN with one layer and one direction into one block for cuDNN, as ``nn.LSTM`` does.
+
+    ``weights`` come in torch's order, ``mode`` is cuDNN's number of the cell. Known for torch 2.11 to 2.13.
+    """
+    torch._cudnn_rnn_flatten_weight(weights, len(weights), inputs, mode, hidden, 0, 1, False, False)

@@ -1,0 +1,87 @@
+"""torch's private names: each one that the package uses exists, is listed, and is named in one file only."""
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lambdacgd import torch_private
+
+PACKAGE = Path(torch_private.__file__).parent
+#: Parts of the package that still name private things themselves. Empty this list, then delete it.
+NOT_YET = ("clipping/", "training/", "experiments/", "noise/benchmark.py", "integrations/")
+PRIVATE = re.compile(
+    r"\btorch\._(?!_)\w+|\btorch\.[a-z_.]+\._(?!_)\w+|nn\.modules\.[a-z]+\._\w+|utils\._pytree|\._(version|local_tensor|spec)\b"
+    r"|\._(reversed_padding_repeated_twice|flat_weights_names|weights_have_changed|module_parameters|backward_hooks)\b"
+    r"|\._non_persistent_buffers_set\b"
+)
+
+
+@pytest.mark.parametrize("dotted", sorted(torch_private.KNOWN))
+def test_every_private_name_exists_in_this_torch(dotted: str) -> None:
+    assert _exists(dotted), f"torch {torch.__version__} has no {dotted}; it was seen in {torch_private.KNOWN[dotted]}"
+
+
+def test_a_name_that_torch_does_not_have_is_noticed() -> None:
+    assert not _exists("torch._foreach_nothing_")
+    assert not _exists("torch.nn.Module._nothing")
+    assert not _exists("torch.nn.modules.nowhere._Nothing")
+
+
+def test_private_names_stand_in_one_file_only() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        local = file.relative_to(PACKAGE).as_posix()
+        if local == "torch_private.py" or local.startswith(NOT_YET):
+            continue
+        for number, line in enumerate(file.read_text().splitlines(), start=1):
+            assert not PRIVATE.search(line), f"{local}:{number} names something private of torch: {line.strip()}"
+
+
+def test_every_exported_name_is_defined() -> None:
+    assert all(hasattr(torch_private, name) for name in torch_private.__all__)
+
+
+def test_the_functions_answer_what_their_names_say() -> None:
+    layer, tensor = nn.Conv2d(2, 2, 3, padding=1), torch.zeros(3, requires_grad=True)
+    assert torch_private.own_parameters(layer)["weight"] is layer.weight
+    assert not torch_private.has_backward_hooks(tensor)
+    tensor.register_hook(lambda g: g)
+    assert torch_private.has_backward_hooks(tensor)
+    before = torch_private.version(tensor)
+    with torch.no_grad():
+        tensor.add_(1)
+    assert torch_private.version(tensor) == before + 1
+    assert torch_private.repeated_padding(layer) == [1, 1, 1, 1]
+    assert torch_private.backward_task() == -1
+    assert not torch_private.functorch_is_active()
+    assert not torch_private.recurrent_weights_have_changed(nn.LSTM(2, 2))
+    assert torch_private.recurrent_weight_names(nn.GRU(2, 2))[0] == "weight_ih_l0"
+
+
+def _exists(dotted: str) -> bool:
+    """Whether the name resolves: as an attribute, or as one that the class declares or sets on its instances."""
+    parts = dotted.split(".")
+    found: Any = importlib.import_module(parts[0])
+    for depth, part in enumerate(parts[1:], start=2):
+        if hasattr(found, part):
+            found = getattr(found, part)
+        elif inspect.isclass(found):
+            return depth == len(parts) and _on_instances(found, part)
+        else:
+            try:
+                found = importlib.import_module(".".join(parts[:depth]))
+            except ImportError:
+                return False
+    return True
+
+
+def _on_instances(cls: type, name: str) -> bool:
+    for base in cls.__mro__[:-1]:
+        if name in inspect.get_annotations(base) or re.search(rf"self\.{name}\b.*=", inspect.getsource(base)):
+            return True
+    return False

@@ -20,9 +20,9 @@ from typing import Any
 
 import peers
 from lambdacgd import cache
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import estimate_sigma
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, LambdaCGD
 
 DELTA = 1e-5

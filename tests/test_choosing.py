@@ -10,8 +10,8 @@ from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import estimate_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.choosing import SHRINKAGE, amplified_band_inv_mf, choose_gamma, choose_lambda, shrink
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
-from lambdacgd.validation import InvalidInput
 
 SMALL = Horizon(40, 4)
 

@@ -17,6 +17,7 @@ from scipy.optimize import minimize, minimize_scalar
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import progress
+from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BISR,
     BandInvMF,
@@ -30,7 +31,6 @@ from lambdacgd.mechanisms import (
     sensitivity,
 )
 from lambdacgd.sampling import BallsInBins, Bins
-from lambdacgd.validation import InvalidInput, integer, number
 
 Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 

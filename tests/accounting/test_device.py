@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.certificate import DeviceError, device
+from lambdacgd.accounting.certificate import device
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo import proposal as module
 from lambdacgd.accounting.monte_carlo.gram import gram_of
 from lambdacgd.accounting.monte_carlo.proposal import Pilot, levels_of
+from lambdacgd.errors import DeviceError
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 

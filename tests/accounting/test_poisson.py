@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon
 
 TABLE = Horizon(390, 10)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import AccountingError, Bound
+from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.root import (
     RegulaFalsi,
     Secant,
@@ -19,6 +19,7 @@ from lambdacgd.accounting.root import (
     smallest,
     smallest_certified,
 )
+from lambdacgd.errors import AccountingError
 
 
 @given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.floats(-4, 4), st.floats(-6, 6))

@@ -1,7 +1,8 @@
 """(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy; torch only where it pays."""
 
 from lambdacgd.accounting.accountants import accountant_for, adds_independent_noise, check_epsilon, methods
-from lambdacgd.accounting.certificate import Accountant, AccountingError, Calibration, Certificate
+from lambdacgd.accounting.certificate import Accountant, Calibration, Certificate
+from lambdacgd.errors import AccountingError
 
 __all__ = [
     "Accountant",

@@ -20,15 +20,7 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from lambdacgd import cache
-from lambdacgd.accounting.certificate import (
-    SMALLEST_EPSILON,
-    Accountant,
-    AccountingError,
-    Bound,
-    Calibration,
-    Certificate,
-    device,
-)
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Accountant, Bound, Calibration, Certificate, device
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
@@ -42,9 +34,9 @@ from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as LARGEST_SAMPLED
 from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
 from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.errors import AccountingError, InvalidInput, number
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
-from lambdacgd.validation import InvalidInput, number
 
 
 def accountant_for(mechanism: Mechanism, sampling: Sampling) -> BySampling:

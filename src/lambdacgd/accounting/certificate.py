@@ -12,21 +12,17 @@ from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lambdacgd.errors import AccountingError, DeviceError
 
 Direction = Literal["both", "remove", "add"]
 OneWay = Literal["remove", "add"]
+Array = NDArray[np.float64]
 
 SMALLEST_EPSILON = 1e-3
 """Smallest ε of Balls-in-Bins. Below it, differences of Gaussian tails lose more digits than the margins cover."""
-
-
-class DeviceError(ValueError):
-    """A device that was asked for cannot be used. No other accountant answers instead, because that would hide it."""
-
-
-class AccountingError(ValueError):
-    """A request no accountant here can answer; the message says why and what can be asked instead."""
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from scipy.special import erfcx, log_ndtr, ndtr
 
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.accounting.root import smallest
+from lambdacgd.errors import number
 from lambdacgd.mechanisms import Horizon, Mechanism, sensitivity
-from lambdacgd.validation import number
 
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_HALF_PI = math.sqrt(math.pi / 2)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from lambdacgd.accounting.certificate import AccountingError, Calibration, Certificate
+from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.accounting.root import smallest
-from lambdacgd.mechanisms.base import Horizon
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon
 
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
 ROUND_OFF = 2e-12

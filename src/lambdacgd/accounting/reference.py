@@ -11,7 +11,8 @@ import math
 import numpy as np
 from scipy.special import ndtr
 
-from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
+from lambdacgd.accounting.certificate import Array
+from lambdacgd.mechanisms import Horizon, Mechanism
 
 
 def gram(lam: float, bins: int, epochs: int, *, normalized: bool = False) -> Array:

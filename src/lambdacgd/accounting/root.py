@@ -17,7 +17,8 @@ from collections.abc import Callable
 
 from scipy.optimize import toms748
 
-from lambdacgd.accounting.certificate import AccountingError, Bound
+from lambdacgd.accounting.certificate import Bound
+from lambdacgd.errors import AccountingError
 
 FAR = 3.0
 """|log δ/target| beyond which a slope is not believed"""

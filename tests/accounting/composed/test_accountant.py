@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
 from lambdacgd.accounting.composed.composition import Composition, dominating_pair
 from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, one_epoch
@@ -16,9 +15,9 @@ from lambdacgd.accounting.composed.simulation import simulate
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.reference import gram, quadrature
+from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
-from lambdacgd.validation import InvalidInput
 
 
 def fresh_bins(

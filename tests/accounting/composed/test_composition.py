@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import AccountingError, OneWay
+from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.composed.composition import Composition, DiscretePair, dominating_pair
 from lambdacgd.accounting.gaussian import gaussian_delta
+from lambdacgd.errors import AccountingError
 
 
 def gaussian_pair(shift: float, quantum: float, *, floor: float = 1e-13) -> DiscretePair:

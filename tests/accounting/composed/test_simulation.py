@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.composed.accountant import METHOD, FreshBins, dominating, largest_by_distance
 from lambdacgd.accounting.composed.simulation import Simulation, estimate_sigma, simulate
 from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
 

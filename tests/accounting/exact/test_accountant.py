@@ -13,12 +13,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact.accountant import METHOD, TransferMatrix
-from lambdacgd.accounting.exact.evaluation import FINE, Precision, PutBound, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.evaluation import (
+    FINE,
+    Precision,
+    PutBound,
+    Scale,
+    evaluate_add,
+    evaluate_remove,
+    loss_law,
+)
 from lambdacgd.accounting.exact.product import AVAILABLE
 from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest
+from lambdacgd.errors import AccountingError
 
 # Slack turned down until only errors could hide in what is left.
 TIGHT = Precision(smoothing=0.02, lattice=1e-6, scales=1e-6, negligible=1e-6, wrap=1e-6, rounding=8e-3)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact.lattice import normalized_chain, plain_chain
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
 from lambdacgd.accounting.reference import gram, quadrature
+from lambdacgd.errors import AccountingError
 
 lams = st.floats(0.01, 0.995)
 sizes = st.integers(2, 12)

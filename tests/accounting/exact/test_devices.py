@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import accountant_for
-from lambdacgd.accounting.certificate import DeviceError
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact import product as devices
 from lambdacgd.accounting.exact.evaluation import FINE, Scale, loss_law
 from lambdacgd.accounting.exact.lattice import plain_chain
 from lambdacgd.accounting.exact.product import AVAILABLE, TransferProduct, extended_transform, rounding_unit
+from lambdacgd.errors import DeviceError
 from lambdacgd.mechanisms import LambdaCGD
 from lambdacgd.sampling import BallsInBins
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.special import ndtr
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact.lattice import grid_top, lognormal_excess, round_lognormal, value_grid
+from lambdacgd.errors import AccountingError
 
 
 def lognormal_put(mean: float, deviation: float, strike: float) -> float:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact import evaluation
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
@@ -24,6 +23,7 @@ from lambdacgd.accounting.exact.evaluation import (
     put_bound,
     tail_bound,
 )
+from lambdacgd.errors import AccountingError
 
 VALUES = np.array([0.05, 0.3, 0.9, 1.0, 1.3, 4.0, 30.0])
 CHANCES = np.array([0.001, 0.1, 0.4, 0.3, 0.15, 0.0489, 0.0001])

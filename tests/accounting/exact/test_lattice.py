@@ -7,9 +7,9 @@ import math
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact.lattice import Chain, lattice, plain_chain, poisson_eta, spacing_ratio, value_grid
 from lambdacgd.accounting.exact.product import Stretch, TransferProduct
+from lambdacgd.errors import AccountingError
 
 
 def product_of(chain: Chain, *, ratio: float, reach: float, fine: float = 2e-3, top: float = 1e5) -> TransferProduct:

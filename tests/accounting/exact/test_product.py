@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.exact import product as product_module
 from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN
 from lambdacgd.accounting.exact.lattice import Chain, Site, lattice, plain_chain, round_lognormal, value_grid
@@ -24,6 +23,7 @@ from lambdacgd.accounting.exact.product import (
     rounding_unit,
     stretches,
 )
+from lambdacgd.errors import AccountingError
 
 
 def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float = 6.0) -> TransferProduct:

@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 
 from lambdacgd import cache
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo import accountant as module
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
 from lambdacgd.accounting.monte_carlo.gram import gram_of
+from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
-from lambdacgd.validation import InvalidInput
 
 SMALL = Horizon(20, 3)
 

@@ -12,8 +12,8 @@ from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo.estimate import add_bound
 from lambdacgd.accounting.monte_carlo.gram import gram_of
 from lambdacgd.accounting.reference import brute_force_delta, dense_strategy
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BSR, Horizon, Identity, LambdaCGD, Mechanism
-from lambdacgd.validation import InvalidInput
 
 PAPER = Horizon(390, 10)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import AccountingError
 from lambdacgd.accounting.monte_carlo import gram as gram_module
 from lambdacgd.accounting.monte_carlo.gram import DenseGram, FoldedGram, LambdaGram, gram_of, gram_of_matrix
 from lambdacgd.accounting.reference import dense_strategy
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, BSR, BandInvMF, GammaBIFR, Horizon, Identity, LambdaCGD, Mechanism
 
 MECHANISMS = [

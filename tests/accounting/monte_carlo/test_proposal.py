@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from lambdacgd.accounting.certificate import AccountingError, OneWay
+from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.monte_carlo.gram import gram_of
 from lambdacgd.accounting.monte_carlo.proposal import Envelope, Pilot, excess, levels_of, overshoot, tilted
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 GRAM = gram_of(BISR(3), Horizon(12, 2))

@@ -16,18 +16,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, AccountingError, Bound, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real
 from lambdacgd.accounting.composed.composition import Composition
 from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
 from lambdacgd.accounting.root import Secant, bisect, find_root, smallest_certified
-from lambdacgd.mechanisms.base import Horizon, Mechanism
-
-Array = NDArray[np.float64]
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon, Mechanism
 
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0

@@ -30,10 +30,10 @@ from scipy.fft import irfft, rfft
 from scipy.optimize import minimize_scalar
 from scipy.special import logsumexp
 
-from lambdacgd.accounting.certificate import AccountingError, OneWay
+from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.root import smallest
+from lambdacgd.errors import AccountingError
 
-Array = NDArray[np.float64]
 Index = NDArray[np.int64]
 
 SAFETY = 1e-9

@@ -8,17 +8,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, AccountingError, OneWay
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, OneWay
 from lambdacgd.accounting.composed.composition import DiscretePair, dominating_pair
 from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON, TransferMatrix, settle_add, walk
 from lambdacgd.accounting.exact.evaluation import FINE, Evaluation, Precision, Scale, jensen
 from lambdacgd.accounting.gaussian import one_bin_delta
+from lambdacgd.errors import AccountingError
 
 Nodes = Callable[[float | None, float], list[float]]
 Values = dict[int, Evaluation]
-Array = NDArray[np.float64]
 
 ANALYTIC = "analytic bounds"
 """slack of the nodes where a Gaussian bound stands in for the lattice"""

@@ -12,17 +12,15 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.signal import fftconvolve, lfilter
 
-from lambdacgd.accounting.certificate import AccountingError, OneWay
+from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import require_nonnegative
 from lambdacgd.accounting.root import Secant, find_root
-from lambdacgd.mechanisms.base import Horizon, Mechanism
-
-Array = NDArray[np.float64]
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon, Mechanism
 
 AMPLITUDES = (1.0, 1.5, 2.0)
 """how far the centres are moved: 1 is P₁ itself"""

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, AccountingError, Bound, OneWay, device, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, device, real
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
     FINE,
@@ -34,6 +34,7 @@ from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_ch
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.accounting.root import SteppedSecant, smallest, smallest_certified
+from lambdacgd.errors import AccountingError
 
 METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtri
 
-from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.lattice import (
     Chain,
     grid_top,
@@ -47,7 +47,7 @@ from lambdacgd.accounting.exact.product import (
     stretches,
 )
 from lambdacgd.accounting.gaussian import jensen_add
-from lambdacgd.mechanisms.base import Array
+from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05
 """an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.special import log_ndtr, ndtr
 
-from lambdacgd.accounting.certificate import AccountingError
+from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.root import bisect
-from lambdacgd.mechanisms.base import Array
+from lambdacgd.errors import AccountingError
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.accounting.certificate import AccountingError, DeviceError
+from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.lattice import Chain, Lattice, Site, round_lognormal
-from lambdacgd.mechanisms.base import Array
+from lambdacgd.errors import AccountingError, DeviceError
 
 if TYPE_CHECKING:
     import torch

@@ -28,7 +28,6 @@ from numpy.typing import NDArray
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import (
     SMALLEST_EPSILON,
-    AccountingError,
     Calibration,
     Certificate,
     Direction,
@@ -40,8 +39,8 @@ from lambdacgd.accounting.monte_carlo.estimate import Estimate, Estimator, Sigma
 from lambdacgd.accounting.monte_carlo.gram import Gram, gram_of, gram_of_matrix
 from lambdacgd.accounting.monte_carlo.proposal import Proposal, rounds
 from lambdacgd.accounting.root import bisect
+from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import Horizon, Mechanism
-from lambdacgd.validation import InvalidInput, integer, number
 
 METHOD = "monte-carlo"
 LARGEST_EPSILON = 300.0

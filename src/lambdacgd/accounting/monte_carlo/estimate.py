@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import AccountingError, Direction, OneWay, progress
+from lambdacgd.accounting.certificate import Direction, OneWay, progress
 from lambdacgd.accounting.gaussian import gaussian_epsilon, gaussian_sigma, jensen_add
 from lambdacgd.accounting.monte_carlo.gram import Gram
 from lambdacgd.accounting.monte_carlo.proposal import Pilot, levels_of, stratified, weights_of
 from lambdacgd.accounting.root import RegulaFalsi, Secant, find_root
+from lambdacgd.errors import AccountingError
 
 _ENVELOPE_SHARE = 0.05
 

@@ -16,11 +16,10 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from scipy.signal import fftconvolve, lfilter
 
-from lambdacgd.accounting.certificate import AccountingError
-from lambdacgd.mechanisms.base import Horizon, Mechanism
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD
+from lambdacgd.accounting.certificate import Array
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 _ROUNDING = 2.0**-40  # relative; far above the rounding of the sums and the factorisation below

@@ -39,12 +39,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 
-from lambdacgd.accounting.certificate import AccountingError, OneWay, device
+from lambdacgd.accounting.certificate import Array, OneWay, device
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram, window_sums
 from lambdacgd.accounting.root import between
+from lambdacgd.errors import AccountingError
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
 
 

@@ -160,7 +160,7 @@ def _choose(
     def compute() -> list[dict[str, Any]]:
         return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins)]
 
-    candidates = tuple(Candidate(**found) for found in cache.cached("choice", question, compute))
+    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 
@@ -203,13 +203,13 @@ def _amplified_candidates(
     top = max(_scale(plain["rmse"]), 0.1)
     smallest = _minimise(lambda x: search.rmse(make(x)), top, 0.05)
     chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
-    found = []
+    candidates = []
     for name, x in chosen.items():
         mechanism = make(x)
         sigma = search.sigma(mechanism, effort=2)
         norms = search.norms(mechanism)
-        found.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
-    return found
+        candidates.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
+    return candidates
 
 
 def shrink(value: float) -> float:
@@ -283,8 +283,8 @@ def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> 
     def at(scale: float) -> float:
         return error(-math.expm1(-scale))
 
-    found = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
-    return 0.0 if error(0.0) <= found.fun else float(-math.expm1(-found.x))
+    minimum = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
+    return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
 
 
 # BandInvMF
@@ -329,8 +329,8 @@ def amplified_band_inv_mf(
         with progress(f"optimising {bands} bands for ε = {epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
             return _optimise(bands, block, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick))
 
-    found = cache.cached("amplified-bandinvmf", question, compute)
-    return BandInvMF(bands, coefficients=tuple(found))
+    coefficients = cache.cached("amplified-bandinvmf", question, compute)
+    return BandInvMF(bands, coefficients=tuple(coefficients))
 
 
 def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]:
@@ -358,13 +358,13 @@ def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]
     shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
     best = min(shrunk, key=error)
     simplex = np.vstack([best] + [best - 0.1 * np.eye(bands - 1)[i] for i in range(bands - 1)])
-    found = minimize(
+    minimum = minimize(
         error,
         best,
         method="Nelder-Mead",
         options={"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)},
     )
-    return list(coefficients(found.x))
+    return list(coefficients(minimum.x))
 
 
 def _logs(tail: NDArray[np.float64], size: int) -> NDArray[np.float64]:

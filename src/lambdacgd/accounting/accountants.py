@@ -334,31 +334,31 @@ class _FixedBins(BySampling):
     def _exact(self) -> TransferMatrix | None:
         return exact_accountant(self.mechanism, self.sampling.horizon)
 
-    def _answer(self, ask: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
+    def _ask_exact(self, question: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
         """The exact accountant's answer, or why it refused; None for mechanisms that it is not for."""
         if self._exact is None:
             beyond = type(self.mechanism) is LambdaCGD
             return f"λ = {self.mechanism.to_dict()['lam']!r} lies beyond {LARGEST_LAMBDA}" if beyond else None
         try:
-            return ask(self._exact)
+            return question(self._exact)
         except AccountingError as error:
             return str(error)
 
     def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
-        answer = self._answer(lambda exact: exact.sigma(epsilon, delta))
+        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta))
         if isinstance(answer, Bound):
             return Calibration(answer.sigma, answer.certificate(delta))
         sampled = self._accountant.sigma(epsilon, delta, estimate=estimate)
         return replace(sampled, certificate=_refused(sampled.certificate, answer))
 
     def _epsilon(self, sigma: float, delta: float) -> Certificate:
-        answer = self._answer(lambda exact: exact.epsilon(sigma, delta))
+        answer = self._ask_exact(lambda exact: exact.epsilon(sigma, delta))
         if isinstance(answer, Bound):
             return answer.certificate(delta)
         return _refused(self._accountant.epsilon(sigma, delta), answer)
 
     def _delta(self, sigma: float, epsilon: float) -> Certificate:
-        answer = self._answer(lambda exact: exact.delta(sigma, epsilon))
+        answer = self._ask_exact(lambda exact: exact.delta(sigma, epsilon))
         if isinstance(answer, Bound):
             return answer.certificate()
         return _refused(self._accountant.delta(sigma, epsilon), answer)
@@ -366,7 +366,7 @@ class _FixedBins(BySampling):
     def quick(
         self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
     ) -> QuickSigma:
-        answer = self._answer(lambda exact: exact.sigma(epsilon, delta, rtol=3e-3, start=start))
+        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta, rtol=3e-3, start=start))
         if isinstance(answer, Bound):
             return QuickSigma(answer.sigma, slope)
         sigma = self._accountant.quick_sigma(epsilon, delta, start=start, effort=effort)
@@ -406,8 +406,12 @@ class _FreshBins(BySampling):
 
     @cached_property
     def _exact(self) -> FreshBins | None:
-        one = exact_accountant(self.mechanism, self.sampling.block)
-        return None if one is None else FreshBins(one.lam, one.steps_per_epoch, self.sampling.epochs, one.normalized)
+        single = exact_accountant(self.mechanism, self.sampling.block)
+        return (
+            None
+            if single is None
+            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized)
+        )
 
     def _chain(self, epsilon: float, delta: float) -> Dominating:
         return dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)

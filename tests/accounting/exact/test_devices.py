@@ -1,4 +1,5 @@
-"""What justifies a device: its transforms keep within the rounding margin, and one that does not is refused.
+"""What justifies a device: its transforms keep within the rounding margin, and one that does not is refused. And what
+justifies several cores: the same numbers, bounded memory, and torch's threads as they were.
 
 A stand-in plays the device on machines without one, good or bad on purpose. The tests marked ``gpu`` ask a real one.
 """
@@ -7,24 +8,30 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact import product as devices
-from lambdacgd.accounting.exact.evaluation import FINE, Scale, loss_law
+from lambdacgd.accounting.exact import TransferMatrix, product
+from lambdacgd.accounting.exact.evaluation import FINE, LossLaw, Scale, loss_law
 from lambdacgd.accounting.exact.lattice import plain_chain
-from lambdacgd.accounting.exact.product import AVAILABLE, TransferProduct, extended_transform, rounding_unit
+from lambdacgd.accounting.exact.product import (
+    AVAILABLE,
+    TransferProduct,
+    _in_parallel,
+    _worker_count,
+    extended_transform,
+    rounding_unit,
+)
 from lambdacgd.errors import DeviceError
 from lambdacgd.mechanisms import LambdaCGD
 from lambdacgd.sampling import BallsInBins
 
-torch = pytest.importorskip("torch")
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_CUDA)]
 # λ, b, k, σ, ε: small and large b, flat and steep, one epoch and many, ε ≥ 8 included
@@ -67,8 +74,8 @@ Fault = Callable[[Any], Any]
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Fault], list[str]]:
     """Puts a device with this fault in; returns the devices that were asked, as they were asked."""
     monkeypatch.delenv("LAMBDACGD_ACCOUNTING_DEVICE", raising=False)
-    monkeypatch.setattr(devices, "_refused", {})
-    monkeypatch.setattr(devices, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(product, "_refused", {})
+    monkeypatch.setattr(product, "LEAST_WORK", 0.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     asked: list[str] = []
     honest = TransferProduct.on
@@ -146,7 +153,7 @@ def test_a_bad_device_that_was_asked_for_is_an_error(stand_in: Any, fault: Fault
 
 
 def test_small_transforms_stay_on_the_cpu(stand_in: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "LEAST_WORK", 1e12)
+    monkeypatch.setattr(product, "LEAST_WORK", 1e12)
     asked = stand_in(broken)
     a_bound()
     assert "cuda" not in asked
@@ -155,10 +162,10 @@ def test_small_transforms_stay_on_the_cpu(stand_in: Any, monkeypatch: pytest.Mon
 def test_an_overflow_is_not_the_fault_of_a_device(stand_in: Any) -> None:
     asked = stand_in(single)
     with np.errstate(all="ignore"):
-        values = devices._on_device(lambda device, z: np.exp(z), np.full(30, 1e4), "auto", work=1.0, unit=1e-14)
+        values = product._on_device(lambda device, z: np.exp(z), np.full(30, 1e4), "auto", work=1.0, unit=1e-14)
     assert np.isinf(values).all()
     assert not asked
-    assert not devices._refused
+    assert not product._refused
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
@@ -178,9 +185,9 @@ def test_nor_is_another_accountant_asked_instead(bins: Any, monkeypatch: pytest.
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Lets everything go to CUDA; returns the devices that were asked."""
-    monkeypatch.setattr(devices, "LEAST_WORK", 0.0)
-    monkeypatch.setattr(devices, "FEWEST", 1)
-    monkeypatch.setattr(devices, "_refused", {})
+    monkeypatch.setattr(product, "LEAST_WORK", 0.0)
+    monkeypatch.setattr(product, "FEWEST", 1)
+    monkeypatch.setattr(product, "_refused", {})
     asked: list[str] = []
     honest = TransferProduct.on
 
@@ -218,3 +225,55 @@ def test_by_default_cuda_is_used_passes_its_checks_and_agrees(monkeypatch: pytes
             found.append((fixed, FreshBins(0.9, 390, 10).sigma(8.0, 1e-5).sigma))
     assert "cuda" in asked
     assert found[0] == pytest.approx(found[1], rel=1e-6)
+
+
+Z = 1j * np.linspace(0.0, 30.0, 61) - 1.0
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def law() -> LossLaw:
+    return loss_law(plain_chain(0.8, 30, 1, 1.5), Scale(2.0, 1e-3, 5.0), FINE, direction="remove", device="cpu")
+
+
+def test_the_number_of_workers_makes_no_difference() -> None:
+    one = law()
+    torch.set_num_threads(1)
+    alone = one.transform(Z, "up")
+    torch.set_num_threads(3)
+    together = one.transform(Z, "up")
+    assert torch.get_num_threads() == 3
+    np.testing.assert_allclose(together, alone, rtol=1e-14)
+
+
+def test_parts_cover_all_and_stay_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(4)
+    made = law().product
+    assert isinstance(made, product.TransferProduct)
+    each = 5 * 16 * max(made.lattice.states, made.lattice.closing_states) * made.lattice.states + 64 * len(made.grid)
+    for room in (1, 2, 3, 1000):
+        monkeypatch.setattr(product, "MEMORY", room * each)
+        parts, at_once = made._batches(61, 16, "cpu")
+        assert [i for part in parts for i in range(part.start, part.stop)] == list(range(61))
+        assert at_once * max(part.stop - part.start for part in parts) <= room
+        assert 1 <= at_once <= 4
+    assert at_once == 4
+
+
+def test_an_error_reaches_the_caller_and_threads_are_restored() -> None:
+    torch.set_num_threads(2)
+
+    def fail(part: int) -> None:
+        assert torch.get_num_threads() == 1
+        assert _worker_count() == 2
+        if part == 3:
+            raise ValueError("part 3")
+
+    with pytest.raises(ValueError, match="part 3"):
+        _in_parallel(fail, range(5), at_once=2)
+    assert torch.get_num_threads() == 2

@@ -72,10 +72,14 @@ class FreshBins:
     normalized: bool = False
 
     def __post_init__(self) -> None:
-        one = self.one_epoch  # validates
+        single = self.one_epoch  # validates
         if not 1 <= real("epochs", self.epochs) <= MOST_EPOCHS or self.epochs != int(self.epochs):
             raise AccountingError(f"{self.epochs!r} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
-        for name, value in (("lam", one.lam), ("steps_per_epoch", one.steps_per_epoch), ("epochs", int(self.epochs))):
+        for name, value in (
+            ("lam", single.lam),
+            ("steps_per_epoch", single.steps_per_epoch),
+            ("epochs", int(self.epochs)),
+        ):
             object.__setattr__(self, name, value)
 
     @property

@@ -260,9 +260,9 @@ class Composition:
     def slack(self, way: OneWay, epsilon: float) -> dict[str, float]:
         """What chords, and each inequality behind one copy's h, can have added to δ(ε), to first order."""
         exposure = self.exposure(way, epsilon)
-        found = {f"one epoch: {name}": float(exposure.nodes @ added) for name, added in self.pair.slack.items()}
-        found["chords"] = float(exposure.cells @ self.pair.heights)
-        return {name: self.copies * value for name, value in found.items()}
+        added_to_h = {f"one epoch: {name}": float(exposure.nodes @ values) for name, values in self.pair.slack.items()}
+        added_to_h["chords"] = float(exposure.cells @ self.pair.heights)
+        return {name: self.copies * value for name, value in added_to_h.items()}
 
     def _one_way(self, way: OneWay) -> tuple[NDArray[np.int64], Array, float]:
         """Losses (in cells), their masses, and the mass of infinite loss; for add the losses change sign."""

@@ -43,8 +43,8 @@ class Pool:
             return theta * peak + math.log(float(weights @ np.exp(theta * (losses - peak))))
 
         most = 300.0 / max(abs(peak), float(np.abs(losses).max()))
-        found = minimize_scalar(lambda t: epochs * log_mgf(t) - t * epsilon, bounds=(0.0, most), method="bounded")
-        return float(found.x), log_mgf(float(found.x))
+        saddle = minimize_scalar(lambda t: epochs * log_mgf(t) - t * epsilon, bounds=(0.0, most), method="bounded")
+        return float(saddle.x), log_mgf(float(saddle.x))
 
     def delta(self, way: OneWay, epochs: int, epsilon: float, *, cells: int = 400) -> float:
         """δ(ε) of sums of ``epochs`` losses: the pool convolved with itself, each loss split between two cells."""
@@ -88,10 +88,10 @@ class Simulation:
         """⟨x, C[:, j]⟩ for every j: Cᵀx, by the inverse's recurrence where that is short."""
         turned = points[:, ::-1]
         if len(self.noising) <= 64:
-            found = lfilter([1.0], self.noising, turned, axis=1)
+            products = lfilter([1.0], self.noising, turned, axis=1)
         else:
-            found = fftconvolve(turned, self.column[None, :], axes=1)[:, : self.steps]
-        return np.asarray(found[:, ::-1] / self.divisors)
+            products = fftconvolve(turned, self.column[None, :], axes=1)[:, : self.steps]
+        return np.asarray(products[:, ::-1] / self.divisors)
 
     def pool(self, sigma: float, *, samples: int, seed: int) -> Pool:
         """``samples`` losses each way; the same seed gives the same noise at every σ."""
@@ -141,11 +141,11 @@ def simulate(
         raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
     groups = 20
     simulation = Simulation(mechanism, horizon.steps_per_epoch)
-    found: dict[OneWay, list[float]] = {"remove": [], "add": []}
+    deltas: dict[OneWay, list[float]] = {"remove": [], "add": []}
     for group in range(groups):
         pool = simulation.pool(sigma, samples=max(samples // groups, 100), seed=seed * groups + group)
         rng = np.random.default_rng([seed, group, 1])
-        for way, values in found.items():
+        for way, values in deltas.items():
             losses, weights = pool.losses[way], pool.weights[way]
             theta, log_mgf = pool.tilt(way, horizon.epochs, epsilon)
             cumulative = np.cumsum(weights * np.exp(theta * losses - log_mgf))
@@ -155,8 +155,8 @@ def simulate(
                 total += losses[np.minimum(places, len(losses) - 1)]
             gain = np.maximum(-np.expm1(np.minimum(epsilon - total, 0.0)), 0.0)
             values.append(float(np.mean(gain * np.exp(horizon.epochs * log_mgf - theta * total))))
-    larger: OneWay = max(found, key=lambda name: float(np.mean(found[name])))
-    drawn = np.asarray(found[larger])
+    larger: OneWay = max(deltas, key=lambda name: float(np.mean(deltas[name])))
+    drawn = np.asarray(deltas[larger])
     return {
         "delta": float(drawn.mean()),
         "standard_error": float(drawn.std(ddof=1) / math.sqrt(groups)),

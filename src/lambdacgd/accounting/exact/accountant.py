@@ -128,9 +128,9 @@ class TransferMatrix:
             if value is not None and not (math.isfinite(real(name, value)) and value > 0):
                 raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
         low = math.log(self.smallest_sigma * 1.001)
-        one = self.chain(1.0)
+        unit = self.chain(1.0)
         # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
-        alone = math.sqrt(one.gain * one.peak_variance)
+        alone = math.sqrt(unit.gain * unit.peak_variance)
         most = smallest(lambda sigma: one_bin_delta(epsilon, alone / sigma), delta, start=alone, rtol=1e-3)
         strategy = SteppedSecant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
         x = min(max(math.log(start or 0.35 * most), low), math.log(most))
@@ -182,10 +182,10 @@ class TransferMatrix:
                     add[epsilon] = min(latest, add[epsilon], key=lambda item: item.delta)
         bounds = {}
         for epsilon in ordered:
-            one, other = remove[epsilon], add[epsilon]
-            budget = governing_budget(one, other)
-            details = {"remove": one.method, "add": other.method}
-            bounds[epsilon] = Bound(sigma, epsilon, one.delta, other.delta, METHOD, budget, details, one.slope)
+            here, there = remove[epsilon], add[epsilon]
+            budget = governing_budget(here, there)
+            details = {"remove": here.method, "add": there.method}
+            bounds[epsilon] = Bound(sigma, epsilon, here.delta, there.delta, METHOD, budget, details, here.slope)
         return [bounds[epsilon] for epsilon in asked]
 
     # What to compute with
@@ -201,8 +201,8 @@ class TransferMatrix:
     @property
     def smallest_sigma(self) -> float:
         """Below this e^X comes near overflow."""
-        one = self.chain(1.0)
-        return math.sqrt(one.gain * one.peak_variance / LARGEST_LOSS_VARIANCE)
+        unit = self.chain(1.0)
+        return math.sqrt(unit.gain * unit.peak_variance / LARGEST_LOSS_VARIANCE)
 
     @cached_property
     def normalizing_loss(self) -> float:

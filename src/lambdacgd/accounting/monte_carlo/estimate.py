@@ -147,8 +147,8 @@ class Estimator:
         high, floor = gaussian_epsilon(sigma / norm, delta), 1e-6
 
         def gap(log_epsilon: float) -> float:
-            found = self.delta(math.exp(log_epsilon), sigma, samples=samples, direction=direction)
-            return math.log(max(found.value, 1e-300) / delta)
+            estimate = self.delta(math.exp(log_epsilon), sigma, samples=samples, direction=direction)
+            return math.log(max(estimate.value, 1e-300) / delta)
 
         if high <= floor or gap(math.log(floor)) <= 0:
             return 0.0

@@ -214,19 +214,19 @@ class FoldedGram:
         return self._fold(self._spread(starts, length))
 
     def variances(self, starts: Index, length: int) -> Array:
-        found = np.empty(len(starts))
+        variances = np.empty(len(starts))
         inside = (starts + length <= self.size) & self._toeplitz
         if inside.any():
             # The window that starts at s is the first window moved down by s, and cut off at n.
             first = self._spread(np.zeros(1, dtype=np.intp), length)[0]
             energy = np.concatenate([[0.0], np.cumsum(first**2)])
-            found[inside] = energy[self._horizon.steps - starts[inside]]
+            variances[inside] = energy[self._horizon.steps - starts[inside]]
         rest = np.flatnonzero(~inside)
         step = max(1, 4_000_000 // self._horizon.steps)
         for at in range(0, len(rest), step):
             part = rest[at : at + step]
-            found[part] = (self._spread(starts[part], length) ** 2).sum(axis=1)
-        return found
+            variances[part] = (self._spread(starts[part], length) ** 2).sum(axis=1)
+        return variances
 
     def mean_variance(self) -> float:
         return float(self.variances(np.zeros(1, dtype=np.intp), self.size)[0])

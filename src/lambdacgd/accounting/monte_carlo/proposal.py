@@ -102,7 +102,7 @@ def overshoot(rng: np.random.Generator, epsilon: float, variances: Array) -> Arr
     This is (e^{t−g/2} − K)₊ φ(t; g) in terms of y = t − g/2 − ε, and (1 − Ke^{t−g/2})₊ φ(t; g) in terms of
     y = g/2 − ε − t. Rejection sampling, exact; which proposal is cheap depends on κ√g.
     """
-    found = np.empty(len(variances))
+    overshoots = np.empty(len(variances))
     left = np.arange(len(variances))
     while len(left):
         g = variances[left]
@@ -121,9 +121,9 @@ def overshoot(rng: np.random.Generator, epsilon: float, variances: Array) -> Arr
         np.maximum(y, 1e-300, out=y)
         log_chance[below] = np.log(y[below])
         accepted = -rng.standard_exponential(len(left)) < log_chance + np.log(-np.expm1(-y) / y)
-        found[left[accepted]] = y[accepted]
+        overshoots[left[accepted]] = y[accepted]
         left = left[~accepted]
-    return found
+    return overshoots
 
 
 # The proposal
@@ -168,12 +168,12 @@ def levels_of(gram: Gram) -> tuple[Level, ...]:
         lengths.append(b)
     whole = gram.rows(np.zeros(1, dtype=np.intp), b)
     sums = np.concatenate([np.zeros((1, 1)), np.cumsum(whole, axis=1)], axis=1)
-    found = []
+    levels = []
     for length in lengths:
         starts = np.arange(0, b, max(1, length // 3)) if length < b else np.zeros(1, dtype=np.intp)
         covariances = window_sums(sums, starts, length, axis=1)[0] / length
-        found.append(Level(length, starts, gram.variances(starts, length), covariances))
-    return tuple(found)
+        levels.append(Level(length, starts, gram.variances(starts, length), covariances))
+    return tuple(levels)
 
 
 @dataclass(frozen=True)
@@ -255,8 +255,8 @@ class Proposal:
         """W for each sample, and dR_l/dQ for each component (columns in the order of ``shares``)."""
         gram, sigma = self.envelope.gram, self.envelope.sigma
         ratios = np.exp(samples - (0.5 / sigma**2) * gram.diagonal)
-        found = np.zeros((len(samples), len(self.shares)))
-        found[:, 0] = self.envelope.density(ratios)
+        densities = np.zeros((len(samples), len(self.shares)))
+        densities[:, 0] = self.envelope.density(ratios)
         likelihood_ratio = ratios.mean(axis=1)
         cumulative = np.empty((len(samples), samples.shape[1] + 1))
         cumulative[:, 0] = 0.0
@@ -268,8 +268,8 @@ class Proposal:
                 length = tilt.level.length
                 if length not in means:
                     means = {length: tilt.level.means(samples, cumulative)}  # tilts of a level are neighbours
-                found[:, column] = tilt.density(means[length], whole, sigma)
-        return likelihood_ratio, found
+                densities[:, column] = tilt.density(means[length], whole, sigma)
+        return likelihood_ratio, densities
 
     def weights(self, samples: Array) -> Array:
         """x = (W − K)₊ / (dR/dQ) (or the add direction's): their mean is δ."""

@@ -134,7 +134,7 @@ def choose_gamma(
     Raises:
         InvalidInput: an argument is out of range, or missing for the objective.
     """
-    integer("bands", bands, minimum=2, maximum=horizon.steps_per_epoch if bins == "fresh" else horizon.steps)
+    integer("bands", bands, minimum=2, maximum=_sampling(horizon, bins).block.steps)
     family = {"mechanism": GammaBIFR.name, "bands": int(bands)}
     return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins)
 
@@ -148,7 +148,6 @@ def _choose(
     delta: float | None,
     bins: Bins,
 ) -> Choice:
-    _check_bins(bins)
     if objective not in get_args(Objective):
         raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
     amplified = objective in ("amplified-rmse", "guideline")
@@ -171,15 +170,16 @@ def _question(horizon: Horizon, epsilon: float | None, delta: float | None, bins
     return {"steps_per_epoch": b, "epochs": k, "epsilon": epsilon, "delta": delta, "bins": bins}
 
 
-def _check_bins(bins: Bins) -> None:
-    if bins not in get_args(Bins):
-        raise InvalidInput("bins", bins, f"it must be one of {', '.join(get_args(Bins))}")
+def _sampling(horizon: Horizon, bins: Bins) -> BallsInBins:
+    """The sampling that a choice is made for. Neither errors nor σ depend on the number of examples."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)
 
 
 def _candidates(
     make: Callable[[float], Mechanism], horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins
 ) -> list[Candidate]:
-    restart = horizon.steps_per_epoch if bins == "fresh" else None
+    restart = _sampling(horizon, bins).restart_every
 
     def mean(x: float) -> float:
         return rmse(make(x), horizon, restart_every=restart)
@@ -233,8 +233,7 @@ class AmplifiedError:
         tick: Callable[[int], None] = lambda amount: None,
     ) -> None:
         self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
-        b, k = horizon.steps_per_epoch, horizon.epochs
-        self.sampling = BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)  # σ does not depend on N
+        self.sampling = _sampling(horizon, bins)
         self._computed: dict[Mechanism, float] = {}
         self._points: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
         self._slope = 15.0
@@ -318,8 +317,7 @@ def amplified_band_inv_mf(
     Raises:
         InvalidInput: an argument is out of range.
     """
-    _check_bins(bins)
-    block = Horizon(horizon.steps_per_epoch, 1) if bins == "fresh" else horizon
+    block = _sampling(horizon, bins).block
     integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, block.steps))
     epsilon = number("epsilon", epsilon, above=0)
     delta = number("delta", delta, above=0, below=1)

@@ -71,7 +71,7 @@ def check_epsilon(sampling: Sampling, epsilon: float) -> None:
         raise InvalidInput(
             "epsilon",
             epsilon,
-            f"{sampling.kind} is accounted for {who.range}; use cyclic sampling, which takes any, or inf to train "
+            f"{sampling.kind} is accounted for {who.limits}; use cyclic sampling, which takes any, or inf to train "
             "without noise",
         )
 
@@ -136,7 +136,7 @@ class BySampling:
     sampling: Sampling
 
     methods: ClassVar[tuple[str, ...]]
-    range: ClassVar[str] = "from above 0"
+    limits: ClassVar[str] = "from above 0"
     """the ε that it takes, in words"""
 
     @classmethod
@@ -320,7 +320,7 @@ class _FixedBins(BySampling):
     """
 
     methods = (EXACT, SAMPLED)
-    range = f"from {SMALLEST_EPSILON:g} to below {LARGEST_SAMPLED:g}"
+    limits = f"from {SMALLEST_EPSILON:g} to below {LARGEST_SAMPLED:g}"
 
     @classmethod
     def takes(cls, epsilon: float) -> bool:
@@ -398,7 +398,7 @@ class _FreshBins(BySampling):
     """
 
     methods = (COMPOSED,)
-    range = f"from {SMALLEST_EPSILON:g} to {LARGEST_COMPOSED:g}"
+    limits = f"from {SMALLEST_EPSILON:g} to {LARGEST_COMPOSED:g}"
 
     @classmethod
     def takes(cls, epsilon: float) -> bool:

@@ -12,6 +12,7 @@ from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.choosing import SHRINKAGE, amplified_band_inv_mf, choose_gamma, choose_lambda, shrink
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
+from lambdacgd.sampling import BallsInBins
 
 SMALL = Horizon(40, 4)
 
@@ -188,11 +189,11 @@ def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> Non
         return BandInvMF(bands, coefficients=(1.0, -0.5))
 
     monkeypatch.setattr(choosing, "amplified_band_inv_mf", found)
-    request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3, "bands": 2}
-    made = plan(mechanism="bandinvmf", amplified=True, bins="fresh", **request)  # type: ignore[arg-type]
+    request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3}
+    made = plan(mechanism=BandInvMF(2, amplified=True), sampling=BallsInBins("fresh"), **request)  # type: ignore[arg-type]
     assert asked == ["fresh"]
-    assert made.choice is not None
-    assert made.choice["objective"] == "amplified-rmse"
+    assert made.selection is not None
+    assert made.selection["objective"] == "amplified-rmse"
     assert made.restart_every == 8
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,13 @@ from lambdacgd.mechanisms import (
     Horizon,
     LambdaCGD,
     Mechanism,
+    Objective,
     error_norms,
     maxse,
     rmse,
     sensitivity,
 )
 from lambdacgd.sampling import BallsInBins, Bins
-
-Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 
 SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
 _LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6

@@ -8,10 +8,10 @@ import secrets
 from pathlib import Path
 
 import torch
-from tests.integrations import hf
 from transformers import TrainerCallback
 
 import lambdacgd as lc
+from tests.integrations import hf
 
 
 class Stop(TrainerCallback):

@@ -98,7 +98,7 @@ def make_model(kind: str, *, lora: bool = False, dropout: float = 0.0) -> Any:
 def make_plan(epsilon: float = 8.0, examples: int = EXAMPLES, epochs: int = EPOCHS) -> lc.Plan:
     """Without amplification, which needs no accountant but the closed form."""
     return lc.plan(
-        examples, BATCH, epochs=epochs, epsilon=epsilon, delta=1e-4, mechanism=lc.LambdaCGD(0.7), sampling="cyclic"
+        examples, BATCH, epochs=epochs, epsilon=epsilon, delta=1e-4, mechanism=lc.LambdaCGD(0.7), sampling=lc.Cyclic()
     )
 
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tests.training import oracle
-from tests.training.distributed import jobs
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -21,6 +19,8 @@ import lambdacgd as lc
 from lambdacgd.integrations.lightning import LambdaCGDDDPStrategy, LambdaCGDStrategy, checkpoints
 from lambdacgd.integrations.randomness import TrainingRandomness
 from lambdacgd.training.checkpoint import identity
+from tests.training import oracle
+from tests.training.distributed import jobs
 
 
 class Module(lightning.LightningModule):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 accelerate = pytest.importorskip("accelerate")
 

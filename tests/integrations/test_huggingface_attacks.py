@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.integrations import hf
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
@@ -12,6 +11,7 @@ import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
 from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
 
 
 def refused(trainer, says, error=lc.TrainingError, steps=0):

@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
-from tests.integrations import hf
 from transformers import TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.integrations.huggingface import checkpoints
 from lambdacgd.training import checkpoint as states
+from tests.integrations import hf
 
 
 class Die(TrainerCallback):

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi
-from tests.integrations import hf
 
 import lambdacgd as lc
 from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
 
 ALLOWED = {
     "README.md", "PRIVACY.md", "privacy-card.json", "model.safetensors", "config.json", "generation_config.json",

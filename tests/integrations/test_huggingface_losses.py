@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.integrations import hf
 from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 from transformers.trainer_pt_utils import LabelSmoother
@@ -14,6 +13,7 @@ from lambdacgd.clipping import check_model
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
 from lambdacgd.integrations.huggingface.losses import kind_of, per_example
 from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
 
 SEED = 5
 

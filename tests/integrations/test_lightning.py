@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 import lightning
 from lightning.pytorch.loggers import CSVLogger
+
 from tests.integrations.lit import KEY, Module, fit
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -12,6 +11,7 @@ from torch.utils.data import DataLoader
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
 from lambdacgd.validation import InvalidInput
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import (
@@ -24,9 +24,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
-from tests.integrations.lit import Module, fit, make
 
 from lambdacgd.integrations.lightning import LambdaCGDStrategy
+from tests.integrations.lit import Module, fit, make
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 

@@ -6,13 +6,14 @@ import warnings
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
 from tests.integrations.lit import KEY, Module, fit, make
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]

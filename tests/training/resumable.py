@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +18,7 @@ import lambdacgd as lc
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import Bins
 from lambdacgd.training import Private, privatize
+from tests.training import oracle
 
 
 class Jittered(torch.utils.data.Dataset):

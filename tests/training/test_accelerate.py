@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def train(accelerated):

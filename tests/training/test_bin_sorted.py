@@ -8,12 +8,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.training.test_captured import Eager
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.sampling import BinSortedParquet
+from tests.training.test_captured import Eager
 
 SEED = 11
 N = 60
@@ -27,7 +27,9 @@ def prepared(tmp_path):
     key = lc.SecretKey.generate()
     key.save(tmp_path / "run.key")
     run_id = key.ledger().new_run()
-    plan = lc.plan(N, 10, epochs=2, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), bins="fixed")
+    plan = lc.plan(
+        N, 10, epochs=2, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), sampling=lc.BallsInBins("fixed")
+    )
     bins = plan.sampling.bin_of(key, np.arange(N), run=run_id)
     table = pa.table({"id": np.arange(N), "bin": bins, "x": x.tolist(), "y": y})
     pq.write_table(table, tmp_path / "data.parquet")
@@ -85,7 +87,9 @@ def test_a_file_of_another_run_or_sampling_is_refused(prepared):
     file = BinSortedParquet(target, plan.sampling)
     with pytest.raises(ValueError, match="not those of this key, run"):
         train(file, key, None, plan, options={"collate_fn": collate})
-    longer = lc.plan(N, 10, epochs=3, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), bins="fixed")
+    longer = lc.plan(
+        N, 10, epochs=3, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), sampling=lc.BallsInBins("fixed")
+    )
     with pytest.raises(lc.TrainingError, match="was sorted for"):
         train(file, key, run_id, longer, options={"collate_fn": collate})
 

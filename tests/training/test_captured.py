@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import CapturedStep
+from tests.training import oracle
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),

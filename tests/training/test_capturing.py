@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.graphs import Captured, Graphs, graphs  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +13,8 @@ import lambdacgd as lc
 from lambdacgd.clipping import records
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import _check
+from tests.training import oracle
+from tests.training.graphs import Captured, Graphs, graphs  # noqa: F401
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),

@@ -8,11 +8,11 @@ import resource
 
 import pytest
 import torch
-from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError
+from tests.training.saved import equal, start, steps
 
 
 def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
 from lambdacgd.training.card import _rounded_up, replace_one
+from tests.training import oracle
 
 
 def secrets_of(private, losses, sums):

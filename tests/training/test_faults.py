@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import backward, check_same_end, start
 from torch.utils.data import TensorDataset
 
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.training import TrainingError
+from tests.training import oracle
+from tests.training.disturbed import backward, check_same_end, start
 
 
 def test_a_sum_that_is_not_finite():

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -22,6 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 class Indices(torch.utils.data.Dataset):

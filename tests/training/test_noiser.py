@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
 
 import lambdacgd as lc
 from lambdacgd.noise import LayoutError, NonFiniteSum
 from lambdacgd.training import CheckpointError, Noiser, TrainingError
+from tests.training import oracle
 
 SHAPES = {"b.weight": (3, 4), "a": (7,)}
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import start
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,6 +11,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.disturbed import start
 
 
 def refused(match, *, module=None, optimizer=None, dataset=None, p=None, error=lc.InvalidInput, **options):

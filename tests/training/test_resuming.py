@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle, resumable
-from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import CheckpointError
+from tests.training import oracle, resumable
+from tests.training.saved import equal, start, steps
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])

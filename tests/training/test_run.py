@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.saved import start, steps
 
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, TrainingError, export, privatize
+from tests.training import oracle
+from tests.training.saved import start, steps
 
 
 def test_going_back_is_refused_until_declared(tmp_path):

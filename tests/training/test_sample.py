@@ -7,13 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.saved import start, steps
 from torch.utils.data import Dataset, Subset
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import CheckpointError
 from lambdacgd.training.sample import Sample, sample_of
+from tests.training import oracle
+from tests.training.saved import start, steps
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 

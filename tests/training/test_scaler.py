@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import start
 from torch.nn import functional as F
 
 from lambdacgd.training import TrainingError
+from tests.training import oracle
+from tests.training.disturbed import start
 
 
 @pytest.mark.parametrize("fused", [False, True])

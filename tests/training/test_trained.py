@@ -8,8 +8,6 @@ import math
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.saved import start, steps
 from torch import nn
 from torch.nn import functional as F
 
@@ -17,6 +15,8 @@ import lambdacgd as lc
 from lambdacgd.training import TrainingError, export, privatize
 from lambdacgd.training.card import card
 from lambdacgd.training.trained import trained_by
+from tests.training import oracle
+from tests.training.saved import start, steps
 
 
 def run(module, p=None, **options):

@@ -255,7 +255,7 @@ class CapturedStep:
                     value.copy_(before[name]) if name in before else value.zero_()
 
 
-def _spread(batch_size: int, deviations: int) -> int:
+def _spread(batch_size: float, deviations: int) -> int:
     """So many standard deviations above the mean batch, as a multiple of eight."""
     return 8 * math.ceil((batch_size + deviations * math.sqrt(batch_size)) / 8)
 

@@ -83,6 +83,7 @@ def card(trained: Trained) -> dict[str, Any]:
         "clipping": trained.clipping_mode,
         "augmentations": trained.augmentations,
         "batch_size": plan.batch_size,
+        "requested_batch_size": plan.requested_batch_size,
         "steps": {
             "planned": plan.steps,
             "taken": trained.steps_taken,
@@ -151,7 +152,7 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Sampling", _described(sampling)),
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
-        ("Expected batch size", facts["batch_size"]),
+        ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),

@@ -11,8 +11,6 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.distributed import jobs
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -23,6 +21,8 @@ from lambdacgd.training import Private, privatize
 from lambdacgd.training.distributed import start
 from lambdacgd.training.distributed.reduction import all_reduce_
 from lambdacgd.training.distributed.world import World
+from tests.training import oracle
+from tests.training.distributed import jobs
 
 MISTAKES: dict[str, Callable[[int], Any]] = {}
 

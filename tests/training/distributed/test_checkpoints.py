@@ -11,12 +11,12 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import oracle
-from tests.training.distributed import jobs, launch
 from torch import distributed as dist
 from torch.distributed.checkpoint import FileSystemWriter
 
 import lambdacgd as lc
+from tests.training import oracle
+from tests.training.distributed import jobs, launch
 
 
 @functools.lru_cache(maxsize=2)

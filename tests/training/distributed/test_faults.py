@@ -14,11 +14,11 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import oracle
-from tests.training.distributed import jobs, launch
 from torch import distributed as dist
 
 import lambdacgd as lc
+from tests.training import oracle
+from tests.training.distributed import jobs, launch
 
 ROOT = Path(__file__).parents[3]
 
@@ -82,7 +82,6 @@ def prepared(folder: Path) -> Path:
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--sharded"], marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_torchrun_restarts_to_the_same_weights(tmp_path, options):
-    pytest.importorskip("sklearn")
     calm, rough = prepared(tmp_path / "calm"), prepared(tmp_path / "rough")
     launch.run(2, run_example, str(calm), *options)
     code = f"from tests.training.distributed import test_faults; test_faults.fail_once({str(rough)!r}, *{options!r})"

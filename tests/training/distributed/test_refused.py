@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.training.distributed import jobs, launch, mistakes
 from torch import nn
 
 import lambdacgd as lc
 from lambdacgd.training.distributed.world import World
 from lambdacgd.validation import InvalidInput
+from tests.training.distributed import jobs, launch, mistakes
 
 # What the message says on rank 0 and on rank 1.
 SAYS = {

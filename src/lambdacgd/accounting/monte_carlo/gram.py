@@ -262,8 +262,8 @@ def gram_of(mechanism: Mechanism, horizon: Horizon) -> Gram:
     """
     n = horizon.steps
     scales = mechanism.column_scales(n)
-    if type(mechanism) is LambdaCGD and scales is None and 1.0 - mechanism.lam >= CLOSEST_TO_ONE:
-        return LambdaGram(mechanism.lam, horizon)
+    if type(mechanism) is LambdaCGD and scales is None and 1.0 - mechanism.resolved_lam >= CLOSEST_TO_ONE:
+        return LambdaGram(mechanism.resolved_lam, horizon)
     column = np.asarray(mechanism.strategy(n), dtype=np.float64)
     require_nonnegative(column)
     if horizon.steps_per_epoch > LARGEST_DENSE:

@@ -129,7 +129,8 @@ def _curve(
             smaller = _smaller(value, analytic(epsilon))
             bounds[round(epsilon / quantum)] = smaller
             latest, slope = epsilon, value.slope
-            if smaller.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
+            reached = value if direction == "remove" else smaller  # remove is followed as far as the lattice goes
+            if reached.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
                 break
     return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import warnings
-from bisect import bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -79,10 +79,11 @@ def stretches(log_scales: Array, allowed: float) -> list[Stretch]:
     def longest(start: int, budget: float) -> int:
         """How many bins from ``start`` on fit into one stretch (its cost grows with its length)."""
 
-        def cost(length: int) -> float:
-            return float(length * interior[start + length - 1] - (total[start + length] - total[start]))
+        def fits(length: int) -> bool:
+            cost = length * interior[start + length - 1] - (total[start + length] - total[start])
+            return bool(cost <= budget)
 
-        return 1 + bisect_right(range(2, n - start + 1), budget, key=cost)
+        return n - start - bisect_left(range(n - start, 1, -1), True, key=fits)
 
     cuts, start = [], 0
     budget = allowed / 2

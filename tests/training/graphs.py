@@ -31,7 +31,7 @@ class Captured(captured.CapturedStep):
 
     def memory(self) -> list[torch.Tensor]:
         """All that a graph writes and somebody else reads."""
-        totals, parameters = self._private.clipper._totals, self._private.clipper.parameters.values()
+        totals, parameters = self._private.clipper._backward_pass.totals, self._private.clipper.parameters.values()
         states = [x for s in self._private.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         sums = [*totals._buffers.values(), *(whole for whole, _ in totals._packs.values())]
         return [self._cursor, self._step, self.loss, *sums, *states, *(p.data for p in parameters)]
@@ -59,7 +59,7 @@ class Graphs:
     def graph(self, graph: SimpleNamespace) -> Iterator[None]:
         step = self.step
         assert step is not None
-        filled = dict(step._private.clipper._totals.filled)
+        filled = dict(step._private.clipper._backward_pass.totals.filled)
         memory = step.memory()
         before = [x.clone() for x in memory]
         try:
@@ -74,7 +74,7 @@ class Graphs:
     def _replay(self, step: Captured, kind: captured.Kind, filled: dict[str, torch.Tensor]) -> None:
         private = step._private
         self.steps.append(int(step._step))
-        private.clipper._totals.filled = dict(filled)
+        private.clipper._backward_pass.totals.filled = dict(filled)
         private.hooks_rest = True
         captured.CapturedStep._work(step, *kind, step._step)
         private.hooks_rest = False

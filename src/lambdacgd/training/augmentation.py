@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lambdacgd.clipping.sites import Replaced, batch_size
+from lambdacgd.clipping import Replaced, batch_size
 from lambdacgd.training.errors import TrainingError
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lambdacgd.noise import RegeneratedNoise
 from lambdacgd.training.cycle import Phase
+from lambdacgd.training.distributed.shards import gradient_like
 from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.loader import cut
 from lambdacgd.training.stage import noise_stage
@@ -165,7 +166,7 @@ class CapturedStep:
             self._add_noise(sums, step)
             torch._foreach_div_(list(sums.values()), private.plan.batch_size)
             for name, p in clipper.parameters.items():
-                p.grad = sums[name].data if p.dtype == sums[name].dtype else sums[name].to(p.dtype)
+                p.grad = gradient_like(p, sums[name].data)
             private.optimizer.step()
             step.add_(1)
 

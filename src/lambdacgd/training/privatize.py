@@ -12,8 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lambdacgd import clipping
-from lambdacgd.clipping.clipper import LossReduction
-from lambdacgd.clipping.factors import Mode
+from lambdacgd.clipping import LossReduction, Mode
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.augmentation import examples_in, run_by_view

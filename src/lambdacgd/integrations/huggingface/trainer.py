@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from lambdacgd.clipping.factors import Mode
+from lambdacgd.clipping import Mode
 from lambdacgd.integrations.huggingface import checkpoints, losses
 from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm, looks_at_evaluation
 from lambdacgd.integrations.huggingface.publishing import Publishing

@@ -13,8 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
 
-from lambdacgd.clipping.clipper import LossReduction
-from lambdacgd.clipping.factors import Mode
+from lambdacgd.clipping import LossReduction, Mode
 from lambdacgd.integrations.keyfile import KeyLike, check_key, load_or_make
 from lambdacgd.integrations.lightning import checkpoints
 from lambdacgd.integrations.lightning.settings import check_module, check_monitors, check_trainer

@@ -19,10 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from lambdacgd.clipping.passes import Totals
-from lambdacgd.clipping.precision import accumulator
-from lambdacgd.clipping.records import Record
-from lambdacgd.clipping.sites import compute_device
+from lambdacgd.clipping import Record, Totals, accumulator, compute_device
 from lambdacgd.training.distributed.reduction import TAGS, all_reduce_, check_tag, tag
 from lambdacgd.training.distributed.shards import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.precision import accumulator
+from lambdacgd.clipping import accumulator
 from lambdacgd.validation import InvalidInput
 
 
@@ -70,8 +70,11 @@ def gathered(p: Any) -> Tensor:
 
 
 def gradient_like(p: Any, value: Tensor) -> Tensor:
-    """``value`` as ``p.grad``: in the parameter's type, device and distribution."""
-    value = value.to(device=local(p).device, dtype=p.dtype)
+    """``value`` as ``p.grad``: in the parameter's type, device, strides and distribution."""
+    own = local(p).detach()
+    value = value.to(device=own.device, dtype=own.dtype)
+    if value.stride() != own.stride():  # channels_last: fused optimizers walk both through memory side by side
+        value = torch.empty_like(own).copy_(value)
     if not is_sharded(p):
         return value
     from torch.distributed.tensor import DTensor

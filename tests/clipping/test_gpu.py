@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, fused, grouped
-from lambdacgd.clipping.records import outer
+from lambdacgd.clipping import attach, gpu
 
 SEED = 21
 
@@ -43,10 +42,10 @@ class Patches:
 @pytest.fixture
 def patches(monkeypatch: pytest.MonkeyPatch) -> Patches:
     found = Patches()
-    monkeypatch.setattr(fused, "_usable", lambda x: True)
-    monkeypatch.setattr(fused, "kernels", lambda: type("Kernels", (), {"patch_gradient_kernel": found}))
-    monkeypatch.setattr(fused.precision, "tf32_in_use", lambda device: True)
-    monkeypatch.setattr(fused, "weighted_sum", lambda *args, **kwargs: False)
+    monkeypatch.setattr(gpu, "_usable", lambda x: True)
+    monkeypatch.setattr(gpu, "kernels", lambda: type("Kernels", (), {"patch_gradient_kernel": found}))
+    monkeypatch.setattr(gpu.bounds, "tf32_in_use", lambda device: True)
+    monkeypatch.setattr(gpu, "weighted_sum", lambda *args, **kwargs: False)
     torch.manual_seed(SEED)
     return found
 
@@ -93,9 +92,9 @@ def test_examples_are_found_in_every_layout(patches: Patches, layer: str, layout
 
 
 def test_a_sum_of_nothing_launches_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "_usable", lambda x: True)
-    monkeypatch.setattr(fused, "kernels", lambda: None)
-    assert fused.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)
+    monkeypatch.setattr(gpu, "_usable", lambda x: True)
+    monkeypatch.setattr(gpu, "kernels", lambda: None)
+    assert gpu.weighted_sum(torch.empty(0), torch.empty(3, 0), torch.ones(3), torch.ones(3) > 0, fresh=True)
 
 
 class Anything:
@@ -110,23 +109,22 @@ class Anything:
 
 def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 a norm is off by 0.2%, beyond the tolerance."""
-    for module in (fused, grouped):
-        monkeypatch.setattr(module, "kernels", Anything)
-    monkeypatch.setattr(fused, "_usable", lambda x: True)
-    monkeypatch.setattr(fused.precision, "tf32_in_use", lambda device: True)
-    monkeypatch.setattr(grouped, "usable", lambda x: True)
-    monkeypatch.setattr(grouped, "_table", lambda values, device: torch.tensor(values))
+    monkeypatch.setattr(gpu, "kernels", Anything)
+    monkeypatch.setattr(gpu, "_usable", lambda x: True)
+    monkeypatch.setattr(gpu.bounds, "tf32_in_use", lambda device: True)
+    monkeypatch.setattr(gpu, "may_use_tables", lambda device: True)
+    monkeypatch.setattr(gpu, "_table", lambda values, device: torch.tensor(values))
     x, geometry = torch.randn(2, 3, 4, 4), {"kernel": (2, 2), "stride": (1, 1), "dilation": (1, 1)}
     tokens, some = x.flatten(2), torch.ones(2, 3)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         found: Any = [
-            fused.patch_gradients(x, x[:, :, 1:, 1:], geometry),
-            fused.group_norm_sums(x, x, some, some),
-            grouped.layer_norm_sums(tokens, tokens, some, some, 16),
-            grouped.column_sums([tokens, tokens]),
-            [norm.square for _, norm in grouped.gram_norms([outer("weight", tokens, tokens, torch.Size((16, 16)))])],
+            gpu.patch_gradients(x, x[:, :, 1:, 1:], geometry),
+            gpu.group_norm_sums(x, x, some, some),
+            gpu.layer_norm_sums(tokens, tokens, some, some, 16),
+            gpu.column_sums([tokens, tokens]),
+            [norm.square for _, norm in gpu.gram_norms([(tokens, tokens)])],
         ]
     finally:
         torch.set_default_dtype(before)
@@ -137,5 +135,4 @@ def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.
 def test_tokens_too_far_apart_for_an_index_share_no_launch(tokens: int, fits: bool) -> None:
     """[T, B, …] as a recurrence leaves it: the tokens of an example are B · gates numbers apart."""
     b = torch.empty(tokens, 1 << 10, 1 << 10, dtype=torch.bfloat16, device="meta").transpose(0, 1)
-    record = outer("weight", b[..., :8], b, torch.Size((1 << 10, 8)))
-    assert grouped._fits(record) == fits
+    assert gpu._fits(b[..., :8], b) == fits

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from lambdacgd.clipping import precision
-from lambdacgd.clipping.capture import Call, Recorder, Site, autocast_dtype, tap
+from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping.layers.linear import tapped_linear
 from lambdacgd.clipping.records import Record, Stored
+from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, tap
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 
 _ELEMENTWISE = {
     name
@@ -37,8 +39,8 @@ _PRODUCT = {"matmul", "__matmul__"}
 class Root:
     """A leaf that batch-free values were computed from; ``finish`` turns its per-example gradient into records."""
 
-    def __init__(self, site: Site, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
-        self.site, self.name, self.leaf, self.finish, self.parameter = site, name, leaf, finish, parameter
+    def __init__(self, layer: Layer, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
+        self.layer, self.name, self.leaf, self.finish, self.parameter = layer, name, leaf, finish, parameter
 
 
 class BatchFree(torch.Tensor):
@@ -49,7 +51,7 @@ class BatchFree(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         flat, tree = tree_flatten((args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
+        with WithoutTorchFunction():
             return _dispatch(func, flat, tree)
 
 
@@ -63,14 +65,28 @@ def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
 
 
-def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
+def check_output(output: Any, batch: int) -> None:
+    """Refuse a model's output that is a stand-in still.
+
+    Raises:
+        ClippingError: The output does not have the batch first.
+    """
+    if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
+        raise ClippingError(
+            f"the model's output does not have the batch ({batch} examples) first: some layer sees examples folded "
+            "into another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of "
+            "every layer's input."
+        )
+
+
+def _leaf(layer: Layer, name: str, value: Tensor) -> Tensor:
     """Where the graph of batch-free operations begins. Only `_pull_back` may ask for its gradient: one that comes by
     the backward pass went through something that `BatchFree` did not see, such as a ``torch.autograd.Function``.
     """
 
     def refuse(leaf: Tensor) -> None:
         leaf.grad = None
-        raise site.refuse(
+        raise layer.refuse(
             f"parameter '{name}' received a gradient that was not clipped: it took part in an operation that cannot "
             "be followed (a torch.autograd.Function, a result written into another tensor). Use PyTorch's own "
             "operations on it, or freeze it (requires_grad_(False))."
@@ -81,46 +97,41 @@ def _leaf(site: Site, name: str, value: Tensor) -> Tensor:
     return leaf
 
 
-def parameter_stand_in(site: Site, name: str, parameter: Tensor) -> Tensor:
+def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
     """The stand-in for a parameter while its module's forward runs."""
-    leaf = _leaf(site, name, parameter)
-    dtype = precision.accumulator(parameter.dtype)
+    leaf = _leaf(layer, name, parameter)
+    dtype = accumulator(parameter.dtype)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield Stored(name, gradients.to(dtype))
 
-    return stand_in(leaf, (Root(site, name, leaf, finish, parameter=True),))
+    return stand_in(leaf, (Root(layer, name, leaf, finish, parameter=True),))
 
 
-def lookup(site: Site, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
+def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
     """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
-    leaf = _leaf(site, site.names["weight"], value)
+    leaf = _leaf(layer, layer.names["weight"], value)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield from recorder(gradients, index.expand(gradients.shape[0], *index.shape))
 
-    return stand_in(leaf, (Root(site, site.names["weight"], leaf, finish, parameter=False),))
+    return stand_in(leaf, (Root(layer, layer.names["weight"], leaf, finish, parameter=False),))
 
 
 def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     name = getattr(func, "__name__", str(func))
     ours = [x for x in flat if isinstance(x, BatchFree)]
     roots = tuple({id(r): r for x in ours for r in x._roots}.values())
-    site, values = roots[0].site, [plain(x) for x in flat]
-    batch = site.clipper.batch
+    layer, values = roots[0].layer, [plain(x) for x in flat]
+    batch = layer.forward_pass.batch
     others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
     if name in _CASTING:  # the other tensor only lends its type or device
         others = []
-    places = [f"{site}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
-    batched = [x for place, x in zip(places, others, strict=True) if site.clipper.sizing.batch_first(place, x)]
+    places = [f"{layer}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
+    batched = [x for place, x in zip(places, others, strict=True) if layer.forward_pass.sizes.batch_first(place, x)]
     _refuse_writing(name, flat, roots, batched)
-    if not batched and any(x.requires_grad for x in others):
-        shape = tuple(next(x.shape for x in others if x.requires_grad))
-        raise _refuse(
-            roots,
-            f"in {name} it meets a tensor of shape {shape}, which depends on the examples but does not have the "
-            f"batch ({batch}) first",
-        )
+    if not batched:
+        _refuse_statistics(name, flat, roots)
     if not batched or name == "expand_as":
         args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
@@ -138,7 +149,20 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
-    return _product(site, func, name, flat, tree, roots, batched)
+    return _product(layer, func, name, flat, tree, roots, batched)
+
+
+def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> None:
+    """What carries a gradient and has no batch first is made of all examples: its gradient would be lost, since a
+    batch-free result passes gradients on to parameters alone. A tensor of no dimensions (``h.std()``) is one, too.
+    """
+    for x in flat:
+        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+            raise _refuse(
+                roots,
+                f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
+                f"have the batch ({roots[0].layer.forward_pass.batch}) first",
+            )
 
 
 def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:
@@ -160,16 +184,13 @@ def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
     if isinstance(out, Tensor):
         return stand_in(out, roots) if out.requires_grad else out
     if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
-        return (
-            type(out)(_wrap(x, roots) for x in out)
-            if type(out) in (tuple, list)
-            else tuple(_wrap(x, roots) for x in out)
-        )
+        kind = list if type(out) is list else tuple
+        return kind(_wrap(x, roots) for x in out)
     return out
 
 
 def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
-    return roots[0].site.refuse(
+    return roots[0].layer.refuse(
         f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a "
         "module of its own whose forward takes and returns tensors with the batch first, or freeze it "
         "(requires_grad_(False))."
@@ -196,7 +217,7 @@ def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Ite
         yield from roots[0].finish(gradients)
         return
     with torch.enable_grad():
-        found = torch.autograd.grad(
+        pulled = torch.autograd.grad(
             value,
             [r.leaf for r in roots],
             gradients.to(value.dtype),
@@ -204,7 +225,7 @@ def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Ite
             retain_graph=True,
             allow_unused=True,
         )
-    for root, gradient in zip(roots, found, strict=True):
+    for root, gradient in zip(roots, pulled, strict=True):
         if gradient is not None:
             yield from root.finish(gradient)
 
@@ -213,19 +234,16 @@ def _graph_value(x: BatchFree) -> Tensor:
     """The plain tensor with its graph; the leaf itself if nothing was done to it."""
     value = x.as_subclass(torch.Tensor)
     for root in x._roots:
-        if (
-            value.data_ptr() == root.leaf.data_ptr()
-            and value.shape == root.leaf.shape
-            and value.dtype == root.leaf.dtype
-        ):
-            return root.leaf if value.stride() == root.leaf.stride() else value
+        leaf = root.leaf
+        if value.data_ptr() == leaf.data_ptr() and value.shape == leaf.shape and value.dtype == leaf.dtype:
+            return leaf if value.stride() == leaf.stride() else value
     return value
 
 
 def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
     """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
-    site = roots[0].site
-    batch = site.clipper.batch
+    layer = roots[0].layer
+    batch = layer.forward_pass.batch
     if x.dim() < depth:
         shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
     elif x.dim() == depth and x.shape[0] == 1:
@@ -236,16 +254,16 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
             f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch",
         )
     value, own = _graph_value(x), x._roots
-    call = Call(site, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(site.clipper.anchor, value.detach(), call, shape)
+    call = Call(layer, lambda gradient: _pull_back(value, own, gradient))
+    return _Split.apply(layer.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
     """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
-    site = roots[0].site
+    layer = roots[0].layer
     if not (x.dim() < out.dim() or x.shape[0] == 1):
         return None
-    if not site.clipper.sizing.batch_first(f"{site}, parameter '{roots[0].name}' expanded", out):
+    if not layer.forward_pass.sizes.batch_first(f"{layer}, parameter '{roots[0].name}' expanded", out):
         return None
     per_example = _split(x, out.dim(), roots)
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
@@ -253,11 +271,9 @@ def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None
 
 
 def _product(
-    site: Site, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
+    layer: Layer, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
 ) -> Any:
     """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
-    from lambdacgd.clipping.layers.linear import tapped_linear
-
     args, kwargs = tree_unflatten(flat, tree)
     if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
@@ -268,8 +284,8 @@ def _product(
         if plain_input and weight.dim() == 2 and alone:
             names = (_parameter_name(weight), _parameter_name(bias))
             matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
-            return tapped_linear(site, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
-    return _vmapped(site, func, name, flat, tree, roots, {id(b) for b in batched})
+            return tapped_linear(layer, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
+    return _vmapped(layer, func, name, flat, tree, roots, {id(b) for b in batched})
 
 
 def _is_parameter(x: BatchFree) -> bool:
@@ -282,7 +298,7 @@ def _parameter_name(x: Any) -> str | None:
 
 
 def _vmapped(
-    site: Site,
+    layer: Layer,
     func: Callable[..., Any],
     name: str,
     flat: list[Any],
@@ -297,8 +313,8 @@ def _vmapped(
     fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
-    place = f"{site}, parameter '{roots[0].name}', result of {name}"
-    if not isinstance(out, Tensor) or not site.clipper.sizing.batch_first(place, out):
+    place = f"{layer}, parameter '{roots[0].name}', result of {name}"
+    if not isinstance(out, Tensor) or not layer.forward_pass.sizes.batch_first(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
     dtype = autocast_dtype(out)
@@ -309,7 +325,7 @@ def _vmapped(
         for i, x in zip(rest, saved[len(batched) :], strict=True):
             row[i] = x
 
-        def one(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
+        def of_example(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
             def again(*own: Tensor) -> Tensor:
                 for i, piece in zip(batched, pieces, strict=True):
                     row[i] = piece.unsqueeze(0)
@@ -322,13 +338,13 @@ def _vmapped(
 
         try:
             with low:
-                found = torch.func.vmap(one, randomness="error")(saved[: len(batched)], gradient)
+                every = torch.func.vmap(of_example, randomness="error")(saved[: len(batched)], gradient)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             raise _refuse(roots, f"{name} does not run on one example at a time ({error})") from error
-        for i, value, gradients in zip(ours, values, found, strict=True):
+        for i, value, gradients in zip(ours, values, every, strict=True):
             yield from _pull_back(value, flat[i]._roots, gradients)
 
     # A copy: the operation may have kept its output for its own backward pass, and the tap marks it as changed.
-    return tap(site, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))
+    return tap(layer, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,7 +13,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.errors import AccountingError, DeviceError
+from lambdacgd.errors import AccountingError
 
 Direction = Literal["both", "remove", "add"]
 OneWay = Literal["remove", "add"]
@@ -126,21 +124,6 @@ class Accountant(Protocol):
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         """About that σ, to 0.5%, for comparing mechanisms. It claims nothing. ``start`` is a guess that saves time."""
-
-
-def device() -> str:
-    """The device that ``LAMBDACGD_ACCOUNTING_DEVICE`` asks for: "auto" (the default), "cpu", "cuda", "cuda:1", ….
-
-    With "auto" the exact accountant takes CUDA where there is one, where it pays and where it is right (see
-    ``exact.product``). Monte Carlo stays on the CPU, so that its random numbers do not depend on the hardware.
-
-    Raises:
-        DeviceError: the variable names something else.
-    """
-    asked = os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE") or "auto"
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise DeviceError(f"LAMBDACGD_ACCOUNTING_DEVICE is {asked!r}; it must be auto, cpu, cuda or cuda:0, cuda:1, …")
-    return asked
 
 
 def real(name: str, value: Any) -> float:

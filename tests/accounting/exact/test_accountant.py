@@ -54,12 +54,12 @@ def test_never_below_quadrature_and_close_to_it(
     rough = accountant.delta(sigma, epsilon)
     chain = accountant.chain(sigma)
     scale = Scale(math.exp(epsilon), rough.delta_remove, rough.slope)
-    law = loss_law(chain, scale, TIGHT, direction="remove", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="remove")
     remove = evaluate_remove(law, scale, TIGHT)
     assert truth_remove * (1 - 1e-7) <= remove.delta <= truth_remove * 1.002
     assert remove.delta - truth_remove <= 1.2 * remove.added + 1e-6 * truth_remove
     scale = Scale(math.exp(-epsilon), truth_add, 2 * rough.slope)
-    law = loss_law(chain, scale, TIGHT, direction="add", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="add")
     add = evaluate_add(law, scale, TIGHT)
     assert truth_add * (1 - 1e-7) <= add.delta <= truth_add * 1.002
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, device, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
     FINE,
@@ -58,7 +58,6 @@ class TransferMatrix:
         steps_per_epoch: b, the number of bins.
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
-        device: where large products are computed; "auto" leaves it to ``LAMBDACGD_ACCOUNTING_DEVICE``.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -75,7 +74,6 @@ class TransferMatrix:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    device: str = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", real("λ", self.lam))
@@ -214,10 +212,6 @@ class TransferMatrix:
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
         return 0.5 * math.log(self.chain(1.0).mean_loss[1] / float(together @ together))
 
-    def device_asked_for(self) -> str:
-        """Where large products are to be computed; "auto" unless this accountant or the environment says otherwise."""
-        return device() if self.device == "auto" else self.device
-
     def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
         """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""
         exact = self.chain(sigma)
@@ -241,7 +235,7 @@ class TransferMatrix:
             details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian"}
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
-        law = loss_law(chain, scale, precision, direction="remove", device=self.device_asked_for())
+        law = loss_law(chain, scale, precision, direction="remove")
         remove = evaluate_remove(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision)
         details = {
@@ -263,7 +257,7 @@ class TransferMatrix:
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
-                law = loss_law(chain, scale, step, direction="add", device=self.device_asked_for())
+                law = loss_law(chain, scale, step, direction="add")
                 fourier = evaluate_add(law, scale, step)
             except AccountingError:
                 break  # Jensen's bound stands
@@ -407,7 +401,7 @@ def walk(
         how = precision(scales[0].delta)
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = loss_law(chain, finest, how, direction=direction, device=accountant.device_asked_for())
+        law = loss_law(chain, finest, how, direction=direction)
         latest = None
         for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
             if value.added > slack * value.delta + floor:
@@ -442,7 +436,7 @@ def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove:
     scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
     chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
     for _ in range(6):
-        law = loss_law(chain, scale, COARSE, direction="add", device=accountant.device_asked_for())
+        law = loss_law(chain, scale, COARSE, direction="add")
         value = evaluate_add(law, scale, COARSE)
         before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
         if scale.settled_since(before):

@@ -146,9 +146,7 @@ class LossLaw:
         return max((math.expm1(s.up - s.down) for s in plan), default=0.0)
 
 
-def loss_law(
-    chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"], device: str
-) -> LossLaw:
+def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"]) -> LossLaw:
     """Set up the law of W for strikes near ``scale.strike``, as finely as ``precision`` asks, for one direction."""
     negligible = precision.negligible * scale.delta
     bins, variance = chain.bins, chain.gain * chain.peak_variance
@@ -172,7 +170,7 @@ def loss_law(
     path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
     plan = stretches(chain.log_scales, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
-    product = TransferProduct(chain, path, grid, plan, device)
+    product = TransferProduct(chain, path, grid, plan)
     if path.eta * path.links >= 0.5:
         raise AccountingError(
             "the lattice is too coarse to certify anything; please report this as an error in lambdacgd"

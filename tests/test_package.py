@@ -64,7 +64,9 @@ assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2",
 assert not {missing!r} & set(sys.modules)
 """
 PLANS = "(None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson())"
-BINNED = ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed')), (lc.BSR(2), lc.BallsInBins('fixed'))"
+BINNED = (
+    ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed')), (lc.BSR(2), lc.BallsInBins('fixed'))"
+)
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,26 @@ def choose_lambda(
     return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins)
 
 
+def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
+    """Whether the best column-normalised λCGD has a smaller RMSE than the best plain one, with fresh bins.
+
+    Both are judged by the closed form, which is right up to a factor that is nearly the same for both. It knows the
+    chain that stands in for normalised columns, so what that one costs is counted. One epoch has no closed form: then
+    the answer is no.
+    """
+    search = AmplifiedError(
+        horizon, number("epsilon", epsilon, above=0), number("delta", delta, above=0, below=1), bins="fresh"
+    )
+
+    def smallest(normalized: bool) -> float:
+        def error(x: float) -> float:
+            return search.closed_form(LambdaCGD(x, normalized)) or math.inf
+
+        return error(_minimise(error, _LARGEST / 2, 1e-2))
+
+    return smallest(True) < smallest(False)
+
+
 def choose_gamma(
     bands: int,
     horizon: Horizon,
@@ -206,16 +226,21 @@ def _amplified_candidates(
 ) -> list[Candidate]:
     top = max(_scale(plain["rmse"]), 0.1)
     closed = search.closed_form(make(0.0)) is not None
-    error = search.closed_form if closed else search.rmse
-    smallest = _minimise(lambda x: error(make(x)), top, 1e-3 if closed else 0.05)
+
+    def error(x: float) -> float:
+        value = search.closed_form(make(x)) if closed else search.rmse(make(x))
+        assert value is not None
+        return value
+
+    smallest = _minimise(error, top, 1e-3 if closed else 0.05)
     chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
     # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
-    factor = search.rmse(make(smallest)) / error(make(smallest)) if closed else 1.0
+    factor = search.rmse(make(smallest)) / error(smallest) if closed else 1.0
     candidates = []
     for name, x in chosen.items():
         mechanism = make(x)
         norms = search.norms(mechanism)
-        sigma = factor * error(mechanism) / norms[0] if closed else search.sigma(mechanism, effort=2)
+        sigma = factor * error(x) / norms[0] if closed else search.sigma(mechanism, effort=2)
         candidates.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
     return candidates
 

@@ -332,7 +332,8 @@ def plan(
         delta: the privacy budget δ.
         noise_multiplier: σ, relative to the clipping norm, in place of ``epsilon``: then ε is the smallest that is
             certified for it. An automatic λ or γ is chosen for an ε, so here it must be given as a number.
-        mechanism: what correlates the noise; ``LambdaCGD("auto")`` if it is not given.
+        mechanism: what correlates the noise; ``LambdaCGD("auto", normalized="auto")`` if it is not given: of what needs
+            no memory and is certified, what has the smallest RMSE.
         sampling: who takes part when. If it is not given, ``BallsInBins("fresh")`` for λCGD and DP-SGD, whose fresh
             bins are certified tightly, and ``BallsInBins("fixed")`` for other mechanisms, whose certificate of fresh
             bins takes more noise than needed.
@@ -363,7 +364,7 @@ def plan(
         noise_multiplier = number("noise_multiplier", noise_multiplier, above=0)
     delta = number("delta", delta, above=0, below=1)
     if mechanism is None:
-        mechanism = LambdaCGD()
+        mechanism = LambdaCGD("auto", normalized="auto")
     if not isinstance(mechanism, Mechanism):
         raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4)")
     if sampling is None:
@@ -433,8 +434,13 @@ def _choose(
     horizon = sampling.horizon
     if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
         how = _objective("lam", mechanism.objective, sampling, epsilon, delta)
-        best = choosing.choose_lambda(horizon, normalized=mechanism.normalized, **how)
-        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
+        normalized = mechanism.normalized
+        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
+            helps = how.get("bins") == "fresh" and "epsilon" in how
+            normalized = helps and choosing.normalizing_pays(horizon, epsilon=how["epsilon"], delta=delta)
+        best = choosing.choose_lambda(horizon, normalized=normalized, **how)
+        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
+        return chosen, {"parameter": "lambda"} | best.to_dict()
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None

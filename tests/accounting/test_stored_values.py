@@ -3,8 +3,8 @@
 A σ of a closed form or of sampling may grow by less than 1e-9 of itself; it may not fall (1e-12 is what the order of
 additions can change). The exact accountants stop their searches within 2e-4 (one epoch, fixed bins) or 5e-4 (composed)
 above the root of their bound, so two searches may end that far apart, each at a σ that was itself evaluated and passed.
-That the bound itself never lies below the truth is asserted against quadrature, elsewhere. Monte Carlo draws the same numbers every time here, because
-``conftest.repeatable`` seeds ``secrets`` by the test's name.
+That the bound itself never lies below the truth is asserted against quadrature, elsewhere. Monte Carlo draws the same
+numbers every time here, because ``conftest.repeatable`` seeds ``secrets`` by the test's name.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def test_a_certified_sigma_is_the_stored_one(
 ) -> None:
     with cache.disabled():
         calibration = accountant_for(mechanism.resolve(sampling.block), sampling).sigma(epsilon, delta)
-    below, above = {"transfer-matrix": (2e-4, 2e-4), "transfer-matrix-composed": (5e-4, 5e-4)}.get(method, (1e-12, 1e-9))
+    below, above = {"transfer-matrix": (2e-4, 2e-4), "transfer-matrix-composed": (5e-4, 5e-4)}.get(
+        method, (1e-12, 1e-9)
+    )
     assert sigma * (1 - below) <= calibration.sigma < sigma * (1 + above)
     assert calibration.certificate.method == method
     assert (calibration.certificate.kind, calibration.certificate.epsilon) == ("bound", epsilon)

@@ -20,7 +20,7 @@ import numpy as np
 
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real
 from lambdacgd.accounting.composed.composition import Composition
-from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, one_epoch
+from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
@@ -201,11 +201,21 @@ class FreshBins:
     # How they are answered
 
     def composed(
-        self, sigma: float, delta: float, *, epochs: int | None = None, resolution: Resolution = FINAL
+        self,
+        sigma: float,
+        delta: float,
+        *,
+        epochs: int | None = None,
+        resolution: Resolution = FINAL,
+        shallow: bool = False,
     ) -> Composition:
-        """All epochs (or fewer) at this σ, fine enough for values of δ down to ``delta``."""
+        """All epochs (or fewer) at this σ, fine enough for values of δ down to ``delta``.
+
+        ``shallow``: valid as ever, but fine enough only where δ_add does not govern.
+        """
         k = self.epochs if epochs is None else epochs
-        pair = one_epoch(self.one_epoch, sigma, floor=TAIL_SHARE * delta / k, resolution=resolution)
+        floor = TAIL_SHARE * delta / k
+        pair = one_epoch(self.one_epoch, sigma, floor=floor, resolution=resolution, shallow=shallow)
         return Composition(pair, k)
 
     def bound(self, composed: Composition, sigma: float, epsilon: float) -> Bound:
@@ -215,7 +225,13 @@ class FreshBins:
         budget = {"infinite losses": governing.infinite, "rounding": governing.rounding}
         slack = composed.slack("remove" if governing is remove else "add", epsilon)
         budget |= {name: min(value, governing.delta) for name, value in slack.items()}
-        details = {"nodes": len(composed.pair.index), "cell": composed.pair.quantum, "transform": composed.length}
+        _, loss = self.one_epoch.working_chain(sigma, 5.0, coarse=False, affordable=AFFORDABLE)
+        details = {
+            "nodes": len(composed.pair.index),
+            "cell": composed.pair.quantum,
+            "transform": composed.length,
+            "dominating_chain_sigma_loss": loss,
+        }
         bound = Bound(sigma, epsilon, remove.delta, add.delta, METHOD, budget, details)
         if not 0 < bound.delta <= 1.01 or not math.isfinite(bound.delta):
             raise AccountingError(f"composition gave δ = {bound.delta:.3g}, which certifies nothing; {INSTEAD}")
@@ -223,7 +239,11 @@ class FreshBins:
 
     def _evaluate(self, sigma: float, epsilon: float, delta: float, *, quick: bool) -> Bound:
         """One step of a search for ``delta``."""
-        return self.bound(self.composed(sigma, delta, resolution=QUICK if quick else FINAL), sigma, epsilon)
+        resolution = QUICK if quick else FINAL
+        bound = self.bound(self.composed(sigma, delta, resolution=resolution, shallow=True), sigma, epsilon)
+        if bound.direction == "add":
+            bound = self.bound(self.composed(sigma, delta, resolution=resolution), sigma, epsilon)
+        return bound
 
     def _strategy(self, slope: float) -> Secant:
         """How a search over log σ goes on, ``slope`` being −d log δ/d log σ."""

@@ -212,12 +212,14 @@ class TransferMatrix:
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
         return 0.5 * math.log(self.chain(1.0).mean_loss[1] / float(together @ together))
 
-    def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
+    def working_chain(
+        self, sigma: float, slope: float, *, coarse: bool, affordable: float | None = None
+    ) -> tuple[Chain, float]:
         """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""
         exact = self.chain(sigma)
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
-        chosen, expected_loss = select(exact, slope)
+        chosen, expected_loss = select(exact, slope, AFFORDABLE if affordable is None else affordable)
         expected_loss += self.normalizing_loss
         if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
             longer = replace(chosen, tail=0.0)
@@ -380,12 +382,18 @@ def walk(
     precision: Callable[[float], Precision] = lambda delta: FINE,
     slack: float = SLACK_SHARE,
     floor: float = 0.0,
+    affordable: float | None = None,
+    work: float = math.inf,
 ) -> Iterator[tuple[float, Evaluation]]:
     """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there.
 
     ``choose(latest, slope)`` names increasing ε beyond the latest one done, those of one panel at most being used, or
     none to end. ``precision`` is asked for at the size of δ where a panel starts. Values below ``floor`` need no
-    relative accuracy: slack of that size is accepted there.
+    relative accuracy: slack of that size is accepted there. ``affordable`` bounds the operations a frequency, by taking
+    a dominating chain, and ``work`` those of all panels, by ending the walk.
+
+    Raises:
+        AccountingError: a panel stayed loose, or the work is done.
     """
     evaluate: Callable[..., Iterator[Evaluation]] = remove_at if direction == "remove" else add_at
     sign = 1.0 if direction == "remove" else -1.0
@@ -397,17 +405,20 @@ def walk(
             Scale(math.exp(sign * e), max(scale.delta * math.exp(-scale.slope * (e - first)), floor), scale.slope)
             for e in panel
         ]
-        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False)
+        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=affordable)
         how = precision(scales[0].delta)
+        how = replace(how, work=min(how.work, work))
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
         law = loss_law(chain, finest, how, direction=direction)
-        latest = None
+        latest, spent = None, 0.0
         for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
+            spent = value.work
             if value.added > slack * value.delta + floor:
                 break
             yield epsilon, value
             latest, done, tries = (epsilon, value), epsilon, 0
+        work -= spent
         if latest is not None:
             following = choose(done, scale.slope)
             step = following[0] - latest[0] if following else 0.0
@@ -417,7 +428,8 @@ def walk(
             )
         else:
             tries += 1
-            if tries > 4:
+            hopeless = value.budget["rounding"] > 0.5 * (slack * value.delta + floor)  # which no better tuning changes
+            if tries > 4 or hopeless:
                 raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first:g} stayed loose; slack {value.budget}")
             scale = scale.learnt(value.core, value.delta, value.slope, floor=floor)
 
@@ -495,9 +507,9 @@ def candidates(exact: Chain) -> list[Chain]:
     return chains
 
 
-def select(exact: Chain, slope: float) -> tuple[Chain, float]:
-    """The chain to compute with and the relative growth of σ it is expected to cost."""
-    if cost(exact, slope) <= AFFORDABLE:
+def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain, float]:
+    """The chain to compute with, at ``most`` so many operations a frequency, and what it is expected to add to σ."""
+    if cost(exact, slope) <= most:
         if exact.tail:
             longer = replace(exact, tail=0.0)
             alone, together = loss(longer, exact, slope), collective_loss(longer, exact)
@@ -505,7 +517,7 @@ def select(exact: Chain, slope: float) -> tuple[Chain, float]:
                 return longer, max(alone, together)
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
-    affordable = [item for item in rated if item[1] <= AFFORDABLE]
+    affordable = [item for item in rated if item[1] <= most]
     if affordable:
         best = min(affordable, key=lambda item: item[0])
         return best[2], best[0]

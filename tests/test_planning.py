@@ -375,3 +375,23 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
 def test_noise_multipliers_refused(changes, match):
     with pytest.raises(lc.InvalidInput, match=match):
         lc.plan(**SIGMA, **changes)
+
+
+def test_the_short_call_takes_the_best_that_needs_no_memory() -> None:
+    small = {"examples": 4000, "batch_size": 40, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
+    short, plain = lc.plan(**small), lc.plan(**small, mechanism=lc.LambdaCGD("auto"))
+    assert short == lc.plan(**small, mechanism=lc.LambdaCGD("auto", normalized="auto"))
+    assert short.mechanism.normalized is True
+    assert plain.mechanism.normalized is False
+    assert short.rmse < plain.rmse
+    assert (short.certificate.kind, short.sampling.bins) == ("bound", "fresh")
+    assert lc.plan(**small, sampling=lc.Cyclic()).mechanism.normalized is False
+
+
+def test_normalising_is_chosen_with_lambda_or_said() -> None:
+    with pytest.raises(lc.InvalidInput, match="chosen together with λ"):
+        lc.LambdaCGD(0.9, normalized="auto")
+    with pytest.raises(lc.InvalidInput, match="True, False or 'auto'"):
+        lc.LambdaCGD("auto", normalized="yes")
+    with pytest.raises(ValueError, match="auto"):
+        lc.LambdaCGD("auto", normalized="auto").column_scales(3)

@@ -45,9 +45,17 @@ class Resolution:
             FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
         )
 
+    def coarse_tail(self, delta: float) -> Precision:
+        """The same where δ is large; below a thousandth three times the smoothing and ten times the lattice's share."""
+        fine = self.precision(delta)
+        if delta > 1e-3:
+            return fine
+        lattice = min(10 * self.lattice, 1e-2)
+        return replace(fine, smoothing=min(3 * fine.smoothing, 0.4), lattice=lattice, scales=lattice)
 
-QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3, work=4e11)
-FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05, work=1.2e12)
+
+QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3, work=1.5e11)
+FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05, work=6e11)
 AFFORDABLE = 4e8
 """real operations a frequency before a dominating chain is taken: a curve has a thousand frequencies"""
 
@@ -55,8 +63,8 @@ CELLS = 6
 """cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
 ADD_FLOOR = 10.0
 """δ_add is followed down to this many floors only. It seldom decides ε, and its far tail costs the most."""
-SHALLOW_FLOOR = 100.0
-"""and down to this many where it is only to be seen that it does not decide; beyond, analytic bounds take over"""
+SHALLOW_FLOOR = 200.0
+"""and down to this many, coarsely, where it is only to be seen that it does not decide; then analytic bounds follow"""
 
 
 def one_epoch(
@@ -139,7 +147,9 @@ def _curve(
         if direction == "add":
             guess = Evaluation(scale.delta, scale.slope)
             scale = settle_add(accountant, sigma, choose(None, scale.slope)[0], guess, guess)
-        precision, slack = resolution.precision, resolution.slack
+        coarse = leave > floor
+        precision = resolution.coarse_tail if coarse else resolution.precision
+        slack = QUICK.slack if coarse else resolution.slack
         for epsilon, value in walk(
             accountant,
             sigma,

@@ -50,7 +50,7 @@ from lambdacgd.accounting.gaussian import jensen_add
 from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05
-"""an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""
+"""an answer whose inequalities can have added more than this share of δ is refined"""
 LARGEST_LOSS_VARIANCE = 500.0
 """Var(X) beyond which e^X comes near the largest float"""
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lambdacgd as lc
+from lambdacgd import cache
 from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
 from lambdacgd.accounting.accountants import exact_accountant
 from lambdacgd.mechanisms.base import BandedInverse
@@ -395,3 +396,14 @@ def test_normalising_is_chosen_with_lambda_or_said() -> None:
         lc.LambdaCGD("auto", normalized="yes")
     with pytest.raises(ValueError, match="auto"):
         lc.LambdaCGD("auto", normalized="auto").column_scales(3)
+
+
+def test_the_answer_is_told_before_it_is_certified() -> None:
+    told: list[lc.planning.Progress] = []
+    with cache.disabled():
+        plan = lc.plan(600, 20, epochs=3, epsilon=3.0, delta=1e-5, progress=told.append)
+    assert len(told) == 1
+    assert told[0].mechanism == plan.mechanism
+    assert told[0].sigma == pytest.approx(plan.sigma, rel=0.01)
+    assert told[0].rmse == pytest.approx(plan.rmse, rel=0.01)
+    assert told[0].seconds > 0

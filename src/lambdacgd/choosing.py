@@ -225,7 +225,7 @@ def _amplified_candidates(
     make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
 ) -> list[Candidate]:
     top = max(_scale(plain["rmse"]), 0.1)
-    closed = search.closed_form(make(0.0)) is not None
+    closed = search.closed_form(make(0.5)) is not None
 
     def error(x: float) -> float:
         value = search.closed_form(make(x)) if closed else search.rmse(make(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.accounting.certificate import listening
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BandInvMF,
@@ -308,6 +309,18 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What a plan will be, before it is certified: ``sigma`` and ``rmse`` to about 1%, ``seconds`` about what is left.
+    It claims nothing."""
+
+    mechanism: Mechanism
+    sampling: Sampling
+    sigma: float
+    rmse: float
+    seconds: float
+
+
 def plan(
     examples: int | Sized,
     batch_size: int,
@@ -320,6 +333,7 @@ def plan(
     sampling: Sampling | None = None,
     steps_per_epoch: int | None = None,
     estimate: bool = False,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
 
@@ -339,6 +353,8 @@ def plan(
             bins takes more noise than needed.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
+        progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
+            that come from the disk cache, and those that take no time, come without.
 
     Returns:
         The plan, with its mechanism resolved and its sampling bound.
@@ -374,12 +390,18 @@ def plan(
         check_epsilon(bound, epsilon)
     resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
     accountant = accountant_for(resolved, bound)
-    if noise_multiplier is None:
-        assert epsilon is not None
-        calibration = accountant.sigma(epsilon, delta, estimate=estimate)
-    else:
-        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
     mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
+
+    def tell(sigma: float, seconds: float) -> None:
+        if progress is not None:
+            progress(Progress(resolved, bound, sigma, mean_error * sigma, seconds))
+
+    with listening(tell):
+        if noise_multiplier is None:
+            assert epsilon is not None
+            calibration = accountant.sigma(epsilon, delta, estimate=estimate)
+        else:
+            calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
     return Plan(
         mechanism=resolved,
         sampling=bound,

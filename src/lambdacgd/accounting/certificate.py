@@ -6,6 +6,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -131,6 +132,25 @@ def real(name: str, value: Any) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     raise AccountingError(f"{name} is {value!r}; it must be a number")
+
+
+_listener: ContextVar[Callable[[float, float], None] | None] = ContextVar("listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[float, float], None] | None) -> Iterator[None]:
+    """Inside, ``listener(σ, seconds)`` hears about which σ an accountant will certify, and in about how long."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(sigma: float, seconds: float) -> None:
+    """Tell whoever listens."""
+    if (listener := _listener.get()) is not None:
+        listener(sigma, seconds)
 
 
 _PATIENCE = 2.0  # seconds

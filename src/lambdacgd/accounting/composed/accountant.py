@@ -12,13 +12,14 @@ matrices differ.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real, tell
 from lambdacgd.accounting.composed.composition import Composition
 from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
@@ -37,6 +38,8 @@ TAIL_SHARE = 1e-3
 INSTEAD = "ask for a larger δ or a smaller ε, or use fixed bins or cyclic sampling"
 MOST_QUICK, MOST_FINE = 12, 6
 """evaluations in one search for σ; after that the best bound in hand is the answer"""
+FINE_SECONDS = 5.0
+"""about what two fine evaluations take over one quick one"""
 QUICK_RTOL = 3e-3
 BOTH_MATTER = 0.7
 """ε up to which δ_add is nearly as large as δ_remove, and computed as finely at once"""
@@ -179,6 +182,7 @@ class FreshBins:
             return self._evaluate(math.exp(x), epsilon, delta, quick=quick)
 
         near = _quick_search(self, epsilon, delta, start)
+        tell(math.exp(near.log_sigma), FINE_SECONDS * near.seconds)
         x = near.log_sigma if quick else near.log_sigma - QUICK_EXCESS / near.slope
         strategy = self._strategy(near.slope)
         bound, _ = smallest_certified(
@@ -331,6 +335,8 @@ class _Near:
     slope: float
     passed: Bound | None
     """the bound at the smallest σ that passed"""
+    seconds: float
+    """that one quick evaluation took"""
 
 
 @lru_cache(maxsize=256)
@@ -344,6 +350,7 @@ def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: fl
     )
     strategy = accountant._strategy(accountant.first_slope(epsilon, delta, guess))
     passed: list[Bound] = []
+    began = time.monotonic()
 
     def value_at(x: float) -> float:
         bound = accountant._evaluate(math.exp(x), epsilon, delta, quick=True)
@@ -358,7 +365,8 @@ def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: fl
         most=MOST_QUICK,
     )
     best = min(passed, key=lambda bound: bound.sigma, default=None)
-    return _Near(x - value / strategy.slope, -strategy.slope, best)
+    seconds = (time.monotonic() - began) / len(strategy.points)
+    return _Near(x - value / strategy.slope, -strategy.slope, best, seconds)
 
 
 # Other mechanisms, through a chain that dominates them

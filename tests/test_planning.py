@@ -394,7 +394,7 @@ def test_normalising_is_chosen_with_lambda_or_said() -> None:
         lc.LambdaCGD(0.9, normalized="auto")
     with pytest.raises(lc.InvalidInput, match="True, False or 'auto'"):
         lc.LambdaCGD("auto", normalized="yes")
-    with pytest.raises(ValueError, match="auto"):
+    with pytest.raises(ValueError, match="not resolved"):
         lc.LambdaCGD("auto", normalized="auto").column_scales(3)
 
 

@@ -60,6 +60,7 @@ class FreshBins:
         steps_per_epoch: b, the number of bins.
         epochs: k, up to 10 000.
         normalized: whether the columns of C are scaled to norm 1.
+        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -76,6 +77,7 @@ class FreshBins:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
+    stationary: bool = False
 
     def __post_init__(self) -> None:
         single = self.one_epoch  # validates
@@ -90,7 +92,7 @@ class FreshBins:
 
     @property
     def one_epoch(self) -> TransferMatrix:
-        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized)
+        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.stationary)
 
     # The four questions
 
@@ -421,7 +423,7 @@ def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta:
                 best = (sigma, float(lam), alpha)
     if best is None:
         raise AccountingError(f"no chain dominates {mechanism.name} over {b} steps an epoch; use bins='fixed'")
-    return Dominating(FreshBins(best[1], b, horizon.epochs, normalized=True), math.sqrt(best[2] * _SAFETY))
+    return Dominating(FreshBins(best[1], b, horizon.epochs, stationary=True), math.sqrt(best[2] * _SAFETY))
 
 
 def largest_by_distance(mechanism: Mechanism, steps: int) -> Array:

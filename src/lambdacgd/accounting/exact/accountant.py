@@ -30,7 +30,7 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
     remove_at,
 )
-from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio
+from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio, stationary_chain
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.accounting.root import SteppedSecant, smallest, smallest_certified
@@ -58,6 +58,7 @@ class TransferMatrix:
         steps_per_epoch: b, the number of bins.
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
+        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -74,6 +75,7 @@ class TransferMatrix:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
+    stationary: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", real("λ", self.lam))
@@ -195,7 +197,7 @@ class TransferMatrix:
 
     def chain(self, sigma: float) -> Chain:
         """The exact chain at this σ (for the normalised form, the one that dominates it)."""
-        make = normalized_chain if self.normalized else plain_chain
+        make = stationary_chain if self.stationary else normalized_chain if self.normalized else plain_chain
         # Every entry of G grows with λ, so a tiny λ may be rounded up (Lemma 7).
         if self.lam == 0:
             return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
@@ -211,7 +213,7 @@ class TransferMatrix:
     def normalizing_loss(self) -> float:
         """About how much σ, where it is large, grows because a chain stands in for normalised columns (Lemma 7)."""
         steps = self.steps_per_epoch * self.epochs
-        if not self.normalized or self.lam == 0 or steps > MOST_STEPS:
+        if not self.normalized or self.stationary or self.lam == 0 or steps > MOST_STEPS:
             return 0.0
         norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(self.lam)) / (1 - self.lam**2))
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column

@@ -76,7 +76,7 @@ class NoiseField:
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
             raise ValueError(f"step is {step!r}; steps count from 1")
-        self.apply(match(self.layout, tensors, offsets=offsets, float64_sums=True), UNIT, step, read=False)
+        self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, terms: Terms) -> None:
         """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.
@@ -109,19 +109,17 @@ class NoiseField:
                 continue
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
-            bands, scale = combination.bands(step), combination.scale_at(step)
+            numbers = combination.bands(step), combination.scale_at(step), combination.lattice_at(step)
             if device.type == "cpu":
-                self._bad |= not cpu.apply(mine, self._subkey, bands, scale, read=read)
+                self._bad |= not cpu.apply(mine, self._subkey, *numbers, read=read)
             else:
-                self._by_copy(mine, bands, scale, read)
+                self._by_copy(mine, numbers, read)
 
     def adder(
         self,
         sums: Mapping[str, torch.Tensor],
         out: Mapping[str, torch.Tensor] | None,
         offsets: Mapping[str, int] | None,
-        *,
-        float64_sums: bool,
     ) -> Callable[[Combination, int | torch.Tensor], None]:
         """Check the tensors and return what adds noise to them. CUDA tensors that have not moved are known again.
 
@@ -130,7 +128,7 @@ class NoiseField:
         seen = _fingerprint(sums, out, offsets)
         if seen is not None and seen == self._seen and all(launch.current for _, ls in self._launches for launch in ls):
             return self._repeat
-        jobs = match(self.layout, sums, out=out, offsets=offsets, float64_sums=float64_sums)
+        jobs = match(self.layout, sums, out=out, offsets=offsets)
         if seen is None or any(job.source.device.type != "cuda" for job in jobs):
             return lambda combination, step: self.apply(jobs, combination, step)
 
@@ -148,7 +146,7 @@ class NoiseField:
         for backend, launches in self._launches:
             backend.launch(launches, combination, step)
 
-    def _by_copy(self, jobs: Sequence[Job], bands: cpu.Bands, scale: float, read: bool) -> None:
+    def _by_copy(self, jobs: Sequence[Job], numbers: tuple[cpu.Bands, float, float], read: bool) -> None:
         kind = jobs[0].source.device.type
         if kind not in _told:
             _told.add(kind)
@@ -156,9 +154,7 @@ class NoiseField:
         for job in jobs:
             wide = job.source.cpu()
             result = torch.empty(job.target.shape, dtype=job.target.dtype)
-            self._bad |= not cpu.apply(
-                [Job(job.entry, wide, result, job.offset)], self._subkey, bands, scale, read=read
-            )
+            self._bad |= not cpu.apply([Job(job.entry, wide, result, job.offset)], self._subkey, *numbers, read=read)
             job.target.copy_(result)
 
     def backend(self, device: torch.device) -> CudaBackend:
@@ -221,8 +217,6 @@ class CorrelatedNoise:
         horizon: How many steps the run has.
         column_scales: d_1 … d_n of a column-normalised mechanism.
         restart_every: With b, the noise restarts at steps 1, b+1, 2b+1, …
-        float64_sums: Accept float64 sums, whose last bits betray the noise. Only for runs that claim nothing; without
-            noise (σ = 0) they are accepted anyway.
     """
 
     def __init__(
@@ -235,7 +229,6 @@ class CorrelatedNoise:
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
-        float64_sums: bool = False,
     ) -> None:
         scale, scales = check_terms(
             sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
@@ -247,7 +240,6 @@ class CorrelatedNoise:
         self._terms = Terms(
             str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
         )
-        self._float64_sums = float64_sums or sigma == 0
 
     @classmethod
     def of(

@@ -23,5 +23,4 @@ def noise_stage(plan: Plan, key: SecretKey, *, run_id: str, layout: Layout, max_
         clip=max_grad_norm,
         horizon=plan.steps,
         restart_every=plan.restart_every,
-        float64_sums=plan.certificate.kind != "bound",  # where nothing is claimed, nothing is betrayed
     )

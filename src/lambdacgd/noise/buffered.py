@@ -13,7 +13,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Recurrence
 from lambdacgd.noise.field import UNIT, CorrelatedNoise, NoiseField
-from lambdacgd.noise.layout import Job, match
+from lambdacgd.noise.layout import FINENESS, Job, match
 from lambdacgd.torch_private import foreach_add_, foreach_div_, foreach_mul, foreach_mul_, foreach_norm, foreach_zero_
 
 Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
@@ -46,6 +46,7 @@ class BufferedNoise(CorrelatedNoise):
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
+        fineness: int = FINENESS,
         buffers: Literal["device", "cpu"] = "device",
     ) -> None:
         if not isinstance(recurrence, BandedInverse | BandedStrategy | BufferedToeplitz):
@@ -60,6 +61,7 @@ class BufferedNoise(CorrelatedNoise):
             horizon=horizon,
             column_scales=column_scales,
             restart_every=restart_every,
+            fineness=fineness,
         )
         self._where = buffers
         self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT

@@ -19,7 +19,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import Mechanism, Recurrence
 from lambdacgd.noise import cpu
 from lambdacgd.noise.cuda import CudaBackend, Launch
-from lambdacgd.noise.layout import Combination, Job, Layout, Terms, check_terms, match, scales_digest
+from lambdacgd.noise.layout import FINENESS, Combination, Job, Layout, Terms, check_terms, match, scales_digest
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -217,6 +217,8 @@ class CorrelatedNoise:
         horizon: How many steps the run has.
         column_scales: d_1 … d_n of a column-normalised mechanism.
         restart_every: With b, the noise restarts at steps 1, b+1, 2b+1, …
+        fineness: Sum plus noise is released in multiples of Δ_t, the least power of two that is at least 2^−fineness of
+            ζσd_t. What is claimed depends on it: ``accounting.floating_point`` says how.
     """
 
     def __init__(
@@ -229,16 +231,22 @@ class CorrelatedNoise:
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
+        fineness: int = FINENESS,
     ) -> None:
         scale, scales = check_terms(
-            sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
+            sigma=sigma,
+            clip=clip,
+            horizon=horizon,
+            column_scales=column_scales,
+            restart_every=restart_every,
+            fineness=fineness,
         )
         self.field = field
         self.recurrence = recurrence
         self.horizon = int(horizon)
-        self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every)
+        self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every, int(fineness))
         self._terms = Terms(
-            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
+            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales), int(fineness)
         )
 
     @classmethod

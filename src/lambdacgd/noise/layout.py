@@ -266,6 +266,7 @@ class Terms:
     horizon: int
     restart_every: int | None
     column_scales: str | None
+    fineness: int
 
     def __str__(self) -> str:
         restarts = f", restarting every {self.restart_every}" if self.restart_every else ""
@@ -279,6 +280,7 @@ def check_terms(
     horizon: int,
     column_scales: Sequence[float] | np.ndarray | None,
     restart_every: int | None,
+    fineness: int,
 ) -> tuple[float, tuple[float, ...] | None]:
     """Check the public numbers of a run's noise; returns ζσ and the column scales."""
     for name, value in (("horizon", horizon), ("restart_every", restart_every)):
@@ -286,6 +288,8 @@ def check_terms(
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 62:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if isinstance(fineness, bool) or not isinstance(fineness, (int, np.integer)) or not 0 <= fineness <= 40:
+        raise ValueError(f"fineness is {fineness!r}; it must be an integer from 0 to 40")
     if not (math.isfinite(sigma) and sigma >= 0):
         raise ValueError(f"sigma is {sigma!r}; it must be finite and not negative (0 means no noise)")
     if not clip > 0 or (math.isinf(clip) and sigma != 0):

@@ -10,6 +10,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise.field import CorrelatedNoise, NoiseField
+from lambdacgd.noise.layout import FINENESS
 
 
 class RegeneratedNoise(CorrelatedNoise):
@@ -34,6 +35,7 @@ class RegeneratedNoise(CorrelatedNoise):
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
+        fineness: int = FINENESS,
     ) -> None:
         if not isinstance(recurrence, BandedInverse):
             raise TypeError(
@@ -48,6 +50,7 @@ class RegeneratedNoise(CorrelatedNoise):
             horizon=horizon,
             column_scales=column_scales,
             restart_every=restart_every,
+            fineness=fineness,
         )
         self._combination = replace(self._combination, coefficients=tuple(float(a) for a in recurrence.coefficients))
 

@@ -16,16 +16,22 @@ constants included, in a cache on disk.
 
 from __future__ import annotations
 
+import os
+
 import triton
 import triton.language as tl
 
-TILE_BLOCKS = 64  # ChaCha20 blocks of one program: two groups, one block a thread
+from lambdacgd.noise.layout import RARE
+
+TILE_BLOCKS = 32  # ChaCha20 blocks of one program: one group, one block a thread of a warp
 TILE_WARPS = TILE_BLOCKS // 32
 TILE_ELEMENTS = 10 * TILE_BLOCKS
 META_COLUMNS = 20
 
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no assembly
 _TILE = tl.constexpr(TILE_BLOCKS)
 _COLUMNS = tl.constexpr(META_COLUMNS)
+_RARE = tl.constexpr(RARE << 12)  # as a word: closer than this to 0, or to 2³², is rare
 
 
 @triton.jit
@@ -67,7 +73,15 @@ def _chacha20(key, w12, w13, w14, w15):
     c3 = zero + 0x6B206574
     x0, x1, x2, x3, x4, x5, x6, x7 = c0, c1, c2, c3, k4, k5, k6, k7
     x8, x9, x10, x11, x12, x13, x14, x15 = k8, k9, k10, k11, w12, w13, w14, w15
-    for _ in range(10):
+    for _ in range(5):  # two double rounds each: fewer instructions for the loop itself
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12, one)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13, one)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14, one)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15, one)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15, one)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12, one)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13, one)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14, one)
         x0, x4, x8, x12 = _quarter(x0, x4, x8, x12, one)
         x1, x5, x9, x13 = _quarter(x1, x5, x9, x13, one)
         x2, x6, x10, x14 = _quarter(x2, x6, x10, x14, one)
@@ -119,8 +133,13 @@ def _minus_two_log(u):
 
 @triton.jit
 def _root(x):
-    """√x: the hardware's float32 estimate of 1/√x, and one step of third order."""
-    y = tl.rsqrt(x.to(tl.float32)).to(tl.float64)
+    """√x: the hardware's estimate of 1/√x, good to 2⁻¹⁹ at least, and one step of third order."""
+    if _INTERPRETED:
+        y = tl.rsqrt(x.to(tl.float32)).to(tl.float64)
+    else:
+        y = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=tl.float64, is_pure=True, pack=1
+        )
     t = x * y
     error = 1.0 - t * y
     return t + t * (error * (error * 0.375 + 0.5))
@@ -136,12 +155,7 @@ def _refined(radius, r, x, second_r, second_a, second_x):
     near_one = high >= 0x80000
     near = (tl.where(near_one, 4503599627370495.0 - m, m) + further) * 2.220446049250313e-16
     series = near * (2.0 + near * (1.0 + near * (0.6666666666666666 + near * 0.5)))  # −2 ln(1 − near)
-    return tl.where(_rare(x), _root(tl.where(near_one, series, _minus_two_log(near))), radius)
-
-
-@triton.jit
-def _rare(x):
-    return x + 131072 < 262144  # 32·2¹² on either side of 0, as a number that wraps
+    return tl.where(x + _RARE < 2 * _RARE, _root(tl.where(near_one, series, _minus_two_log(near))), radius)
 
 
 @triton.jit
@@ -151,8 +165,8 @@ def _radius(r, x):
 
 
 @triton.jit
-def _pair(radius, a, x, e):
-    """radius·(cos 2πv, sin 2πv), v = (2⁴⁴(e mod 2⁶) + 2³²(x mod 2¹²) + a + ½)/2⁵⁰."""
+def _pair(first, second, coefficient, radius, a, x, e):
+    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2⁴⁴(e mod 2⁶) + 2³²(x mod 2¹²) + a + ½)/2⁵⁰."""
     # v = half a turn (the highest bit, a sign) + a quarter + f quarters, f in [−1, 1): the 49 lower bits, as 2·1.f − 3.
     high = 0x40000000 | ((e << 15) & 0xF8000) | ((x & 0xFFF) << 3) | (a >> 29)
     f = _double(high, a * 8 + 4) - 3.0
@@ -174,8 +188,8 @@ def _pair(radius, a, x, e):
     s = s * q + 1.5707963267948966
     c = c * q + 1.0
     bits = radius.to(tl.uint64, bitcast=True)
-    signed = (bits ^ ((e & 32).to(tl.uint64) << 58)).to(tl.float64, bitcast=True)
-    return -(signed * (s * f)), signed * c
+    signed = (bits ^ ((e & 32).to(tl.uint64) << 58)).to(tl.float64, bitcast=True) * coefficient
+    return first - signed * (s * f), second + signed * c
 
 
 @triton.jit
@@ -279,8 +293,9 @@ def noise_kernel(
         radius3 = _radius(r3, x3)
         radius4 = _radius(r4, x4)
         # 2 % of the tiles have a radius that takes more bits.
-        rare = _rare(x0) | _rare(x1) | _rare(x2) | _rare(x3) | _rare(x4)
-        if tl.max(rare.to(tl.int32), axis=0) != 0:
+        least = tl.minimum(tl.minimum(x0 + _RARE, x1 + _RARE), tl.minimum(x2 + _RARE, x3 + _RARE))
+        least = tl.minimum(least, x4 + _RARE)
+        if tl.max((least < 2 * _RARE).to(tl.int32), axis=0) != 0:
             s0, s1, s2, s3, s4, b0, b1, b2, b3, b4, y0, y1, y2, y3, y4, _ = _chacha20(
                 key, w12, w13 | 0x80000000, w14, w15
             )
@@ -289,21 +304,11 @@ def noise_kernel(
             radius2 = _refined(radius2, r2, x2, s2, b2, y2)
             radius3 = _refined(radius3, r3, x3, s3, b3, y3)
             radius4 = _refined(radius4, r4, x4, s4, b4, y4)
-        x, y = _pair(radius0, a0, x0, e)
-        z0 += coefficient * x
-        z5 += coefficient * y
-        x, y = _pair(radius1, a1, x1, e >> 6)
-        z1 += coefficient * x
-        z6 += coefficient * y
-        x, y = _pair(radius2, a2, x2, e >> 12)
-        z2 += coefficient * x
-        z7 += coefficient * y
-        x, y = _pair(radius3, a3, x3, e >> 18)
-        z3 += coefficient * x
-        z8 += coefficient * y
-        x, y = _pair(radius4, a4, x4, e >> 24)
-        z4 += coefficient * x
-        z9 += coefficient * y
+        z0, z5 = _pair(z0, z5, coefficient, radius0, a0, x0, e)
+        z1, z6 = _pair(z1, z6, coefficient, radius1, a1, x1, e >> 6)
+        z2, z7 = _pair(z2, z7, coefficient, radius2, a2, x2, e >> 12)
+        z3, z8 = _pair(z3, z8, coefficient, radius3, a3, x3, e >> 18)
+        z4, z9 = _pair(z4, z9, coefficient, radius4, a4, x4, e >> 24)
 
     noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9)
     bad = thread < 0

@@ -1,4 +1,4 @@
-"""What CI shows, a desk repeats: keys, run ids and seeds draw the same every time. Cache and state are the tests' own."""
+"""What CI shows, a desk repeats: keys, run ids and seeds draw the same every time. The cache is the tests' own."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.spending import certify_noise
 
 EXACT = [
-    (lc.LambdaCGD(0.9), lc.BallsInBins(2000, 40, 3, "fixed")),
-    (lc.LambdaCGD(0.7, normalized=True), lc.BallsInBins(2000, 40, 3, "fixed")),
-    (lc.LambdaCGD(0.7), lc.BallsInBins(2000, 40, 3, "fresh")),
-    (lc.LambdaCGD(0.7), lc.BallsInBins(2000, 40, 1, "fresh")),
-    (lc.Identity(), lc.BallsInBins(2000, 1, 3, "fresh")),
-    (lc.Identity(), lc.Poisson(2000, 40, 3)),
-    (lc.BISR(4), lc.Cyclic(2000, 40, 3, 50)),
+    (lc.LambdaCGD(0.9), lc.BallsInBins("fixed", examples=2000, steps_per_epoch=40, epochs=3)),
+    (lc.LambdaCGD(0.7, normalized=True), lc.BallsInBins("fixed", examples=2000, steps_per_epoch=40, epochs=3)),
+    (lc.LambdaCGD(0.7), lc.BallsInBins("fresh", examples=2000, steps_per_epoch=40, epochs=3)),
+    (lc.LambdaCGD(0.7), lc.BallsInBins("fresh", examples=2000, steps_per_epoch=40, epochs=1)),
+    (lc.Identity(), lc.BallsInBins("fresh", examples=2000, steps_per_epoch=1, epochs=3)),
+    (lc.Identity(), lc.Poisson(examples=2000, steps_per_epoch=40, epochs=3)),
+    (lc.BISR(4), lc.Cyclic(examples=2000, steps_per_epoch=40, epochs=3, batch_size=50)),
 ]
 
 
@@ -42,7 +42,7 @@ def test_inverse_of_calibration(mechanism: lc.Mechanism, sampling: lc.Sampling, 
 @settings(max_examples=30, deadline=None)
 @given(sigma=st.floats(0.3, 50), delta=st.floats(1e-9, 0.1), lam=st.floats(0, 0.99))
 def test_never_below_the_truth_without_amplification(sigma: float, delta: float, lam: float) -> None:
-    sampling = lc.Cyclic(100, 10, 2, 10)
+    sampling = lc.Cyclic(examples=100, steps_per_epoch=10, epochs=2, batch_size=10)
     mechanism = lc.LambdaCGD(lam).resolve(sampling.block)
     found = certify_noise(mechanism, sampling, sigma=sigma, delta=delta)
     sensitivity = lc.sensitivity(mechanism, sampling.horizon).value
@@ -50,7 +50,7 @@ def test_never_below_the_truth_without_amplification(sigma: float, delta: float,
 
 
 def test_other_mechanisms_with_fresh_bins_are_dominated() -> None:
-    sampling = lc.BallsInBins(2000, 40, 3, "fresh")
+    sampling = lc.BallsInBins("fresh", examples=2000, steps_per_epoch=40, epochs=3)
     mechanism = lc.BISR(4).resolve(sampling.block)
     calibration = calibrate_noise(mechanism, sampling, epsilon=2.0, delta=1e-5)
     found = certify_noise(mechanism, sampling, sigma=calibration.sigma, delta=1e-5)
@@ -81,7 +81,7 @@ def sampled_epsilon(monkeypatch: pytest.MonkeyPatch, needed: float) -> tuple[Sam
     stand_in = Sampled(needed)
     monkeypatch.setattr("lambdacgd.accounting.monte_carlo.MonteCarlo", stand_in)
     monkeypatch.setenv("LAMBDACGD_CACHE", "off")
-    sampling = lc.BallsInBins(2000, 40, 3, "fixed")
+    sampling = lc.BallsInBins("fixed", examples=2000, steps_per_epoch=40, epochs=3)
     return stand_in, certify_noise(lc.BISR(4).resolve(sampling.block), sampling, sigma=2.0, delta=1e-5)
 
 
@@ -100,7 +100,7 @@ def test_a_sampled_epsilon_that_cannot_be_certified_is_refused(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_a_sampled_epsilon() -> None:
-    sampling = lc.BallsInBins(2000, 40, 3, "fixed")
+    sampling = lc.BallsInBins("fixed", examples=2000, steps_per_epoch=40, epochs=3)
     mechanism = lc.BISR(4).resolve(sampling.block)
     sigma = calibrate_noise(mechanism, sampling, epsilon=2.0, delta=1e-5).sigma
     found = certify_noise(mechanism, sampling, sigma=sigma, delta=1e-5)
@@ -108,14 +108,21 @@ def test_a_sampled_epsilon() -> None:
     assert found.method == "monte-carlo"
 
 
-@pytest.mark.parametrize("sampling", [lc.Cyclic(100, 5, 2, 20), lc.BallsInBins(100, 1, 2, "fresh")], ids=str)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        lc.Cyclic(examples=100, steps_per_epoch=5, epochs=2, batch_size=20),
+        lc.BallsInBins("fresh", examples=100, steps_per_epoch=1, epochs=2),
+    ],
+    ids=str,
+)
 def test_much_noise_stays_at_the_smallest_epsilon(sampling: lc.Sampling) -> None:
     assert certify_noise(lc.Identity(), sampling, sigma=1e4, delta=0.1).epsilon == 1e-3
 
 
 @pytest.mark.parametrize("sigma", [0.02, 0.05, 0.2, 1e5])
 def test_noise_beyond_the_accountant_is_refused(sigma: float) -> None:
-    sampling = lc.BallsInBins(2000, 40, 3, "fresh")
+    sampling = lc.BallsInBins("fresh", examples=2000, steps_per_epoch=40, epochs=3)
     with pytest.raises(AccountingError, match="plan for an ε instead"):
         certify_noise(lc.Identity(), sampling, sigma=sigma, delta=1e-9)
 
@@ -124,18 +131,22 @@ def test_an_infinite_epsilon_is_no_claim(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(spending, "poisson_epsilon", lambda sigma, delta, horizon: math.inf)
     monkeypatch.setenv("LAMBDACGD_CACHE", "off")
     with pytest.raises(AccountingError, match="no finite ε"):
-        certify_noise(lc.Identity(), lc.Poisson(100, 5, 2), sigma=0.01, delta=1e-5)
+        certify_noise(lc.Identity(), lc.Poisson(examples=100, steps_per_epoch=5, epochs=2), sigma=0.01, delta=1e-5)
 
 
 @pytest.mark.parametrize(("name", "value"), [("sigma", 0.0), ("sigma", float("nan")), ("delta", 1.0), ("delta", 0.0)])
 def test_bad_numbers(name: str, value: float) -> None:
     with pytest.raises(lc.InvalidInput, match=name):
-        certify_noise(lc.Identity(), lc.Cyclic(10, 2, 1, 5), **({"sigma": 1.0, "delta": 1e-5} | {name: value}))
+        certify_noise(
+            lc.Identity(),
+            lc.Cyclic(examples=10, steps_per_epoch=2, epochs=1, batch_size=5),
+            **({"sigma": 1.0, "delta": 1e-5} | {name: value}),
+        )
 
 
 def test_correlated_noise_under_poisson_is_refused() -> None:
     with pytest.raises(lc.InvalidInput, match="Poisson sampling has no tight accountant"):
-        certify_noise(lc.LambdaCGD(0.5), lc.Poisson(100, 5, 2), sigma=1.0, delta=1e-5)
+        certify_noise(lc.LambdaCGD(0.5), lc.Poisson(examples=100, steps_per_epoch=5, epochs=2), sigma=1.0, delta=1e-5)
 
 
 @pytest.mark.parametrize("epsilon", [1.2345678, 0.12345612, 7.0, 1e-9])

@@ -6,6 +6,7 @@ from lambdacgd import plan, tuning
 from lambdacgd.accounting.fresh_bins.simulation import estimate_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, Mechanism, error_norms
+from lambdacgd.sampling import BallsInBins
 from lambdacgd.tuning import amplified_band_inv_mf, choose_gamma
 from lambdacgd.validation import InvalidInput
 
@@ -54,11 +55,11 @@ def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> Non
         return BandInvMF(bands, coefficients=(1.0, -0.5))
 
     monkeypatch.setattr(tuning, "amplified_band_inv_mf", found)
-    request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3, "bands": 2}
-    made = plan(mechanism="bandinvmf", amplified=True, bins="fresh", **request)  # type: ignore[arg-type]
+    request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3}
+    made = plan(mechanism=BandInvMF(2, amplified=True), sampling=BallsInBins("fresh"), **request)  # type: ignore[arg-type]
     assert asked == ["fresh"]
-    assert made.choice is not None
-    assert made.choice["objective"] == "amplified-rmse"
+    assert made.selection is not None
+    assert made.selection["objective"] == "amplified-rmse"
     assert made.restart_every == 8
 
 

@@ -54,7 +54,7 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix |
     n = horizon.steps
     noising = mechanism.noising(n)
     if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
-        lam, normalized = mechanism.lam, mechanism.normalized
+        lam, normalized = mechanism.resolved_lam, mechanism.normalized
     elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
         lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
     else:

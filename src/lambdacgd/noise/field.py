@@ -158,6 +158,7 @@ class NoiseField:
             job.target.copy_(result)
 
     def backend(self, device: torch.device) -> CudaBackend:
+        """This field's share on a CUDA device, made when it is first asked for."""
         if device not in self._devices:
             self._devices[device] = CudaBackend(self._subkey, device)
         return self._devices[device]

@@ -53,7 +53,7 @@ def test_the_certificate_lies_just_above_the_simulation_over_all_epochs() -> Non
 
 
 def test_plans_are_cross_checked() -> None:
-    sampling = BallsInBins(400, 20, 4, "fresh")
+    sampling = BallsInBins("fresh", examples=400, steps_per_epoch=20, epochs=4)
     found = cross_check(LambdaCGD(0.5), sampling, sigma=2.0, epsilon=1.0)
     bound = FreshBins(0.5, 20, 4).delta(2.0, 1.0).delta
     assert found["delta"] - 5 * found["standard_error"] <= bound <= 1.05 * found["delta"] + 5 * found["standard_error"]

@@ -9,8 +9,8 @@ from lambdacgd.accounting.base import AccountingError
 from lambdacgd.accounting.monte_carlo.folded_gram import FoldedGram
 from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram
 from lambdacgd.accounting.monte_carlo.lambda_gram import LambdaGram
+from lambdacgd.mechanisms import LambdaCGD
 from lambdacgd.mechanisms.base import Horizon, Mechanism
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD
 
 Array = NDArray[np.float64]
 
@@ -26,8 +26,8 @@ def gram_of(mechanism: Mechanism, horizon: Horizon) -> Gram:
     """
     n = horizon.steps
     scales = mechanism.column_scales(n)
-    if type(mechanism) is LambdaCGD and scales is None and 1.0 - mechanism.lam >= CLOSEST_TO_ONE:
-        return LambdaGram(mechanism.lam, horizon)
+    if type(mechanism) is LambdaCGD and scales is None and 1.0 - mechanism.resolved_lam >= CLOSEST_TO_ONE:
+        return LambdaGram(mechanism.resolved_lam, horizon)
     column = np.asarray(mechanism.strategy(n), dtype=np.float64)
     require_nonnegative(column)
     if horizon.steps_per_epoch > LARGEST_DENSE:

@@ -14,6 +14,7 @@ import numpy as np
 
 from lambdacgd import tuning as choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.accounting.floating_point import DELTA_SHARE, EPSILON_SHARE, set_aside
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BandInvMF,
@@ -373,23 +374,31 @@ def plan(
         check_epsilon(bound, epsilon)
     resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
     accountant = accountant_for(resolved, bound)
+    # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
     if noise_multiplier is None:
         assert epsilon is not None
-        calibration = accountant.sigma(epsilon, delta, estimate=estimate)
+        calibration = accountant.sigma(epsilon * (1 - EPSILON_SHARE), delta * (1 - DELTA_SHARE), estimate=estimate)
     else:
-        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
+        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta * (1 - DELTA_SHARE)))
+        epsilon = calibration.certificate.epsilon / (1 - EPSILON_SHARE)
+    certificate = calibration.certificate
+    if math.isfinite(epsilon):
+        details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
+        certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
+    else:
+        certificate = replace(certificate, delta=delta)
     mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
     return Plan(
         mechanism=resolved,
         sampling=bound,
-        epsilon=calibration.certificate.epsilon,
+        epsilon=epsilon,
         delta=delta,
         requested_batch_size=batch_size,
         sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
-        certificate=calibration.certificate,
+        certificate=certificate,
         selection=selection,
     )
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy
 from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
-
 from lambdacgd.noise.reference import released
 
 from .helpers import SHAPES, expected, field, tensors
@@ -24,7 +23,12 @@ LAMBDA = BandedInverse((1.0, -0.9))
 def stage(
     recurrence: BandedInverse = LAMBDA, *, sigma: float = 1.5, clip: float = 2.0, **more: object
 ) -> RegeneratedNoise:
-    terms = {"sigma": sigma, "clip": clip, "horizon": 100, "fineness": 40} | more  # a lattice that is too fine to matter
+    terms = {
+        "sigma": sigma,
+        "clip": clip,
+        "horizon": 100,
+        "fineness": 40,
+    } | more  # a lattice too fine to matter
     return RegeneratedNoise(field(), recurrence, **terms)  # type: ignore[arg-type]
 
 

@@ -72,12 +72,12 @@ def cover(
         InvalidInput: The run is so long and the model so large that even the coarsest lattice costs more.
     """
     share = set_aside(epsilon, delta)
-    small = share["delta"] / 4 / (1 + math.exp(min(epsilon, 600.0)))
+    small = share["delta"] / 4 / (1 + math.exp(min(4 * epsilon, 600.0)))  # 4ε: what replacing an example may cost
     for fineness in range(FINEST, COARSEST - 1, -1):
         cost = floating_point_cost(
             mechanism, steps=steps, restart_every=restart_every, parameters=parameters, fineness=fineness, delta=small
         )
-        grown = math.expm1(cost.epsilon) * delta + (1 + math.exp(min(epsilon, 600.0) + cost.epsilon)) * cost.delta
+        grown = math.expm1(cost.epsilon) * delta + (1 + math.exp(min(4 * epsilon, 600.0) + cost.epsilon)) * cost.delta
         if 2 * cost.epsilon <= share["epsilon"] and grown <= share["delta"]:
             return cost
     raise InvalidInput(
@@ -111,7 +111,7 @@ def floating_point_cost(
     narrow, wide = 2.0**-fineness * (1 - 2.0**-20) * diagonal, 2.0 ** (1 - fineness) * diagonal
     computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
 
-    # |ℓ| of a pair whose cells are seen is at most 2√2·tilt·(displacement)/narrow; its mean square is that of two numbers.
+    # |ℓ| of a pair whose cells are seen is at most κ = 2√2·tilt·(displacement)/narrow.
     probability, displacement = _displacements(wide)
     factor = 2 * math.sqrt(2) * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
     log = math.log(4 * steps / delta)
@@ -162,7 +162,7 @@ def _displacements(wide: float) -> tuple[np.ndarray, np.ndarray]:
 def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np.ndarray, delta: float) -> float:
     """ε with P(Σℓ > ε) ≤ δ for ``count`` log-likelihood ratios (lemma 4).
 
-    Each is at most ``most`` in size with these probabilities, and their squares together are at most those of ``usual``.
+    Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
     """
     log = math.log(1 / delta)
     order = np.geomspace(2.0, 2.0**60, 240)[:, None]

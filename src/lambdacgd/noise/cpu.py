@@ -168,9 +168,7 @@ def _fill_words(subkey: bytes, block: int, count: int, step: int) -> None:
         done += take
 
 
-def apply(
-    jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattice: float, *, read: bool = True
-) -> bool:
+def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattice: float, *, read: bool = True) -> bool:
     """target = source + scale·Σ a·z on the lattice (or the noise alone if not ``read``).
 
     Returns:

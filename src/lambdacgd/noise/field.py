@@ -35,10 +35,10 @@ class NoiseField:
     Guarantee
     ---------
     Without the key, the field is computationally indistinguishable from independent standard normals (as far as
-    ChaCha20 and BLAKE2b are secure), with the tail cut at 8.24 σ and 64 random bits a pair of values. Runs with
-    different run ids have independent fields. The CPU and CUDA agree to float32 rounding; one backend gives the same
-    bits every time. That sums and noise are rounded to floating point is not part of the accounting: the last bits of a
-    released number can say more than ε and δ do. Sums with more bits than the noise (float64) are refused.
+    ChaCha20 and BLAKE2b are secure), rounded: a pair of values with radius r lies within about 2⁻⁴⁷ of the real-valued
+    one, has 102 random bits (186 where r is above 4.5 or below 0.01) and reaches 13 σ. Runs with different run ids have
+    independent fields. The CPU and CUDA agree to 2⁻⁴⁸r + 2⁻⁴⁹/r; one backend gives the same bits every time. What is
+    released is sum plus noise on a public lattice, which hides the rest: `docs/noise-proof.md` says what that costs.
     """
 
     def __init__(self, key: SecretKey, layout: Layout, *, run_id: str) -> None:
@@ -247,7 +247,13 @@ class CorrelatedNoise:
         self.horizon = int(horizon)
         self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every, int(fineness))
         self._terms = Terms(
-            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales), int(fineness)
+            str(recurrence),
+            float(sigma),
+            float(clip),
+            self.horizon,
+            restart_every,
+            scales_digest(scales),
+            int(fineness),
         )
 
     @classmethod

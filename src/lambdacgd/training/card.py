@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, EPSILON_SHARE, FloatingPointCost
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.planning import Plan
@@ -29,7 +30,6 @@ NOT_COVERED = (
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
     "frozen parameters and buffers, which are released as they were before training",
     "whoever holds the secret key: with it the noise can be subtracted",
-    "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
 
 NOT_DECLARED = "what these weights went through before this run was not declared"
@@ -81,14 +81,16 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     if plan.restart_every is not None:
         from lambdacgd.accounting.fresh_bins import epsilon_after_epochs as composed
 
-        after = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=plan.delta)
-        return (*after[:-1], plan.epsilon)
+        delta = plan.delta * (1 - DELTA_SHARE)
+        after = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=delta)
+        return (*(epsilon + plan.epsilon * EPSILON_SHARE for epsilon in after[:-1]), plan.epsilon)
     return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
 
 
 def _epsilon(plan: Plan, epochs: int) -> float:
     sampling = replace(plan.sampling, epochs=epochs)
-    return accountant_for(plan.mechanism, sampling).epsilon(plan.sigma, plan.delta).epsilon
+    certificate = accountant_for(plan.mechanism, sampling).epsilon(plan.sigma, plan.delta * (1 - DELTA_SHARE))
+    return certificate.epsilon + plan.epsilon * EPSILON_SHARE
 
 
 # --- what the weights went through besides ---------------------------------------------------------------------------
@@ -213,7 +215,8 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
     if not math.isfinite(plan.epsilon):
         return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
-        return gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta), plan.delta, "twice the sensitivity"
+        real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
+        return real + plan.epsilon * EPSILON_SHARE, plan.delta, "twice the sensitivity"
     return _in_and_out(plan.epsilon, plan.delta)
 
 
@@ -223,7 +226,14 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
 
 
 def card(
-    plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
+    plan: Plan,
+    history: History,
+    *,
+    steps_taken: int,
+    max_grad_norm: float,
+    clipping: str,
+    augmentations: int,
+    floating_point: FloatingPointCost | None,
 ) -> dict[str, Any]:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
@@ -235,6 +245,7 @@ def card(
         max_grad_norm: The clipping norm ζ.
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
+        floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
 
     Returns:
         The facts, in the order in which a person would read them.
@@ -273,6 +284,10 @@ def card(
             "taken": steps_taken,
             "note": "the claim is that of all planned steps",
         },
+        "floating_point": None
+        if floating_point is None
+        else floating_point.to_dict()
+        | {"note": "in ε and δ: released numbers are this close to those of real-valued noise, by docs/noise-proof.md"},
         "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
@@ -344,12 +359,22 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
+        ("Floating point", _floating_point(facts["floating_point"])),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
+
+
+def _floating_point(cost: dict[str, Any] | None) -> str:
+    if cost is None:
+        return "no claim"
+    return (
+        f"covered by ε and δ: rounding and finitely many random bits take at most 2 · {_rounded_up(cost['epsilon'])} of "
+        f"ε; sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
+    )
 
 
 def _described(parameters: dict[str, Any]) -> str:

@@ -24,8 +24,9 @@ EPSILON_SHARE = 2.0**-10  #: of a plan's ε, set aside for floating point …
 DELTA_SHARE = 2.0**-8  #: … and of its δ
 FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
 
-_LONGEST = 10.92  # a radius beyond it has u < 2⁻⁸⁶ and is not covered: its probability is part of δ₁
-_SEEN = 11.0  # likewise for the later noise that hides a number inside its cell
+_LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
+_LONG = 10.92  # beyond it, u < 2⁻⁸⁶, the 136 bits of u are coarse
+_SEEN = 14.0  # the later noise that hides a number inside its cell is covered up to this size
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,16 @@ def cover(
         InvalidInput: The run is so long and the model so large that even the coarsest lattice costs more.
     """
     share = set_aside(epsilon, delta)
-    small = share["delta"] / 4 / (1 + math.exp(min(4 * epsilon, 600.0)))  # 4ε: what replacing an example may cost
+    # δ₁ counts e^ε times; so that what replacing an example costs is covered too, up to e^{3ε} or e²⁰ times.
+    often = 1 + math.exp(min(max(epsilon, min(3 * epsilon, 20.0)), 600.0))
+    small = share["delta"] / 4 / often
     for fineness in range(FINEST, COARSEST - 1, -1):
         cost = floating_point_cost(
             mechanism, steps=steps, restart_every=restart_every, parameters=parameters, fineness=fineness, delta=small
         )
-        grown = math.expm1(cost.epsilon) * delta + (1 + math.exp(min(4 * epsilon, 600.0) + cost.epsilon)) * cost.delta
-        if 2 * cost.epsilon <= share["epsilon"] and grown <= share["delta"]:
+        if 2 * cost.epsilon > share["epsilon"]:
+            continue
+        if math.expm1(cost.epsilon) * delta + math.exp(cost.epsilon) * often * cost.delta <= share["delta"]:
             return cost
     raise InvalidInput(
         "plan",
@@ -127,14 +131,15 @@ def floating_point_cost(
 
     # What later steps show of a number inside its cell, one position in a block after the other: at most 4κoe^{2o}.
     if later > 0:
-        ends = np.append(np.linspace(0.0, 8.0, 65), 2 * _SEEN)
-        share = np.diff([math.erf(x / 2) ** 2 for x in ends])  # of |N₁| + |N₂|, two standard normals
+        ends = np.append(np.linspace(0.0, 8.0, 41), np.linspace(8.0, 2 * _SEEN, 6)[1:])
+        beyond = np.array([math.erfc(x / 2) * (2 - math.erfc(x / 2)) for x in ends])
+        share = beyond[:-1] - beyond[1:]  # of |N₁| + |N₂|, two standard normals
         o = later * wide * (ends[1:] + 4 * later * wide)
         joint = (probability[:, None] * share).ravel()
         numbers = blocks * parameters
         most = kappa(numbers, 4 * o * np.exp(np.minimum(2 * o, 300.0)))
         epsilon += period * _composed(numbers / 2, joint, *most, delta / 4 / period)
-    outside = steps * parameters * (2.0**-86 + 2 * math.erfc(_SEEN / math.sqrt(2)))
+    outside = steps * parameters * (2.0**-100 + 2 * math.erfc(_SEEN / math.sqrt(2)))
     return FloatingPointCost(epsilon, math.exp(min(epsilon, 1.0)) * delta + outside, fineness)
 
 
@@ -150,13 +155,12 @@ def _displacements(wide: float) -> tuple[np.ndarray, np.ndarray]:
         inner = 2.0**-53 * (1 + 2.0**-10) * np.exp(r * r / 2) / r + 2.0**-50 / r
         return inner + r * (math.pi * 2.0**-50 + 2.0**-49)
 
-    ends = np.concatenate([[0.0], np.geomspace(low, 1.0, 40), np.linspace(1.0, high, 161)[1:], [_LONGEST]])
+    ends = np.concatenate([[0.0], np.geomspace(low, 1.0, 24), np.linspace(1.0, high, 97)[1:], [_LONG, _LONGEST]])
     reach = np.stack([ends[:-1] - 3 * wide, ends[1:] + 3 * wide])
     coarse = farthest(np.clip(reach, low, high)).max(axis=0)  # convex: the largest is at an end
     fine = 2.0**-51 + _LONGEST * (math.pi * 2.0**-50 + 2.0**-49)  # where u has 136 bits
-    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), np.where(
-        (reach[1] < low) | (reach[0] > high), fine, np.maximum(coarse, fine * (reach[1] > high))
-    )
+    largest = np.where((reach[1] < low) | (reach[0] > high), fine, np.maximum(coarse, fine * (reach[1] > high)))
+    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), np.where(ends[1:] > _LONG, 2.0**-40, largest)
 
 
 def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np.ndarray, delta: float) -> float:
@@ -165,7 +169,7 @@ def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np
     Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
     """
     log = math.log(1 / delta)
-    order = np.geomspace(2.0, 2.0**60, 240)[:, None]
+    order = np.geomspace(2.0, 2.0**50, 100)[:, None]
     with np.errstate(over="ignore"):
         squares = count * (probability * usual**2 * np.exp(order * most)).sum(axis=1, keepdims=True)
         return float(((log + order**2 * squares / 2) / (order - 1)).min())

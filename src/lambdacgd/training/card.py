@@ -216,7 +216,8 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
         return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
         real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
-        return real + plan.epsilon * EPSILON_SHARE, plan.delta, "twice the sensitivity"
+        if real <= min(3 * plan.epsilon, 20.0):  # what is set aside for floating point covers no more
+            return real + plan.epsilon * EPSILON_SHARE, plan.delta, "twice the sensitivity"
     return _in_and_out(plan.epsilon, plan.delta)
 
 

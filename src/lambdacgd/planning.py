@@ -14,7 +14,7 @@ import numpy as np
 
 from lambdacgd import tuning as choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
-from lambdacgd.accounting.floating_point import DELTA_SHARE, EPSILON_SHARE, set_aside
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BandInvMF,
@@ -377,10 +377,11 @@ def plan(
     # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
     if noise_multiplier is None:
         assert epsilon is not None
-        calibration = accountant.sigma(epsilon * (1 - EPSILON_SHARE), delta * (1 - DELTA_SHARE), estimate=estimate)
+        real = epsilon - set_aside(epsilon, delta)["epsilon"] if math.isfinite(epsilon) else epsilon
+        calibration = accountant.sigma(real, delta * (1 - DELTA_SHARE), estimate=estimate)
     else:
         calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta * (1 - DELTA_SHARE)))
-        epsilon = calibration.certificate.epsilon / (1 - EPSILON_SHARE)
+        epsilon = claimed_epsilon(calibration.certificate.epsilon)
     certificate = calibration.certificate
     if math.isfinite(epsilon):
         details = certificate.details | {"floating_point": set_aside(epsilon, delta)}

@@ -20,8 +20,7 @@ from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, Recurrence
 
-EPSILON_SHARE = 2.0**-10  #: of a plan's ε, set aside for floating point …
-DELTA_SHARE = 2.0**-8  #: … and of its δ
+DELTA_SHARE = 2.0**-8  #: of a plan's δ, set aside for floating point; for ε see ``set_aside``
 FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
 
 _LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
@@ -49,8 +48,13 @@ class FloatingPointCost:
 
 
 def set_aside(epsilon: float, delta: float) -> dict[str, float]:
-    """The share of (ε, δ) that a plan keeps for floating point, for its certificate."""
-    return {"epsilon": epsilon * EPSILON_SHARE, "delta": delta * DELTA_SHARE}
+    """What a plan for (ε, δ) keeps for floating point: 2⁻¹⁰ + 2⁻¹¹ε, at most 2⁻⁷ε, and 2⁻⁸δ."""
+    return {"epsilon": min(epsilon * 2.0**-7, 2.0**-10 + epsilon * 2.0**-11), "delta": delta * DELTA_SHARE}
+
+
+def claimed_epsilon(real: float) -> float:
+    """The ε of a plan whose mechanism is ``real``-DP in real numbers: with what must be set aside for floating point."""
+    return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
 
 
 def cover(
@@ -112,12 +116,12 @@ def floating_point_cost(
     column = np.abs(recurrence.strategy(period))
     diagonal, later = float(column[0]), float(np.sqrt(np.sum(column[1:] ** 2)) / column[0])  # c₀ and β
     # A cell of the lattice in units of z: at least `narrow`, at most `wide`.
-    narrow, wide = 2.0**-fineness * (1 - 2.0**-20) * diagonal, 2.0 ** (1 - fineness) * diagonal
+    narrow, wide = (2.0 ** (k - fineness) * (1 + s * 2.0**-12) * diagonal for k, s in ((0, -1), (1, 1)))
     computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
 
-    # |ℓ| of a pair whose cells are seen is at most κ = 2√2·tilt·(displacement)/narrow.
+    # |ℓ| of a pair whose cells are seen is at most κ = 4·tilt·(displacement)/narrow (lemma 1).
     probability, displacement = _displacements(wide)
-    factor = 2 * math.sqrt(2) * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
+    factor = 4 * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
     log = math.log(4 * steps / delta)
 
     def kappa(numbers: int, share: float | np.ndarray = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -168,6 +172,8 @@ def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np
 
     Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
     """
+    if most.max() > 0.09:  # beyond what lemma 6 covers
+        return math.inf
     log = math.log(1 / delta)
     order = np.geomspace(2.0, 2.0**50, 100)[:, None]
     with np.errstate(over="ignore"):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
-from lambdacgd.accounting.floating_point import DELTA_SHARE, EPSILON_SHARE, FloatingPointCost
+from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, set_aside
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.planning import Plan
@@ -83,14 +83,14 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
 
         delta = plan.delta * (1 - DELTA_SHARE)
         after = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=delta)
-        return (*(epsilon + plan.epsilon * EPSILON_SHARE for epsilon in after[:-1]), plan.epsilon)
+        return (*(epsilon + set_aside(plan.epsilon, plan.delta)["epsilon"] for epsilon in after[:-1]), plan.epsilon)
     return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
 
 
 def _epsilon(plan: Plan, epochs: int) -> float:
     sampling = replace(plan.sampling, epochs=epochs)
     certificate = accountant_for(plan.mechanism, sampling).epsilon(plan.sigma, plan.delta * (1 - DELTA_SHARE))
-    return certificate.epsilon + plan.epsilon * EPSILON_SHARE
+    return certificate.epsilon + set_aside(plan.epsilon, plan.delta)["epsilon"]
 
 
 # --- what the weights went through besides ---------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
     if plan.certificate.method == "analytic":
         real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
         if real <= min(3 * plan.epsilon, 20.0):  # what is set aside for floating point covers no more
-            return real + plan.epsilon * EPSILON_SHARE, plan.delta, "twice the sensitivity"
+            return real + set_aside(plan.epsilon, plan.delta)["epsilon"], plan.delta, "twice the sensitivity"
     return _in_and_out(plan.epsilon, plan.delta)
 
 

@@ -225,3 +225,12 @@ def test_a_state_of_something_else(tmp_path):
     begun.add(zeros())
     with pytest.raises(CheckpointError, match="already begun"):
         begun.load_state_dict(state)
+
+
+def test_a_run_begun_under_another_noise_format_is_refused(tmp_path):
+    noiser = Noiser(oracle.plan(), file_key(tmp_path))
+    noiser.add(zeros())
+    state = noiser.state_dict()
+    del state["identity"]["noise"]  # as format 1 wrote it
+    with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
+        Noiser(oracle.plan(), noiser.run.key).load_state_dict(state)

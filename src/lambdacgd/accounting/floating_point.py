@@ -172,7 +172,7 @@ def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np
 
     Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
     """
-    if most.max() > 0.09:  # beyond what lemma 6 covers
+    if most.max() > 0.09:  # beyond what lemma 5 covers
         return math.inf
     log = math.log(1 / delta)
     order = np.geomspace(2.0, 2.0**50, 100)[:, None]

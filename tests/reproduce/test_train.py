@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 import lambdacgd as lc
 from lambdacgd.errors import InvalidInput
+from lambdacgd.training import checkpoint
 from reproduce import session as sessions
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
@@ -67,9 +68,7 @@ def test_a_whole_run(tmp_path):
     assert (out / "private" / "run.key").stat().st_mode & 0o777 == 0o600
     card = json.loads((out / "release" / "privacy-card.json").read_text())
     assert card["claim"] == "(8, 0.0001)-differentially private"
-    assert set(load_file(out / "release" / "model.safetensors")) == set(
-        torch.load(out / "checkpoint.pt", weights_only=True)["model"]
-    )
+    assert set(load_file(out / "release" / "model.safetensors")) == set(checkpoint.read(out / "checkpoint")["model"])
     report = (out / "report.md").read_text()
     assert "\\" not in report
     assert "Test accuracy" in report
@@ -116,7 +115,7 @@ BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise
 def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
     before = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background of a shell
     first = quick(tmp_path / "a", **extra)
-    first.private.save(first.folder / "checkpoint.pt")
+    first.private.save(first.folder / "checkpoint")
     first.private.detach()
     shutil.copytree(tmp_path / "a", tmp_path / "b")
 

@@ -218,7 +218,12 @@ class Session:
     @classmethod
     def resume(cls, folder: Path, changes: dict[str, Any]) -> Session:
         """Go on with a run from its newest checkpoint. Only where and how fast it runs may change."""
-        for name in (CONFIG, PLAN, CHECKPOINT, KEY):
+        for name in (
+            CONFIG,
+            PLAN,
+            CHECKPOINT,
+            KEY,
+        ):
             if not (folder / name).exists():
                 raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({name} is missing)")
         config = replace(resolve(None, folder / CONFIG, {}), **changes)

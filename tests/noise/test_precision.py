@@ -42,7 +42,7 @@ def exact(words: np.ndarray, second: np.ndarray, pair: int) -> tuple[float, obje
 
 
 def edges(rng: np.random.Generator) -> np.ndarray:
-    """Blocks whose words are extreme: radii next to 0, next to the tail and on either side of where more bits are taken."""
+    """Blocks whose words are extreme: radii next to 0, in the tail, and on either side of where more bits are taken."""
     words = rng.integers(0, 1 << 32, (400, 16), dtype=np.uint32)
     tops = [0, 1, 31, 32, 33, 63, 2**19 - 1, 2**19, 2**20 - 33, 2**20 - 32, 2**20 - 31, 2**20 - 1]
     for row, block in enumerate(words[:300]):

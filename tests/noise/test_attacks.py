@@ -1,10 +1,10 @@
 """Two attacks that read the lowest bits of released numbers, without the key: format 1 of the noise lost to both.
 
-*Angles*: a generator with few angles puts every Box–Muller pair on a ray of a known fan; subtracting the right candidate
-for the sum leaves pairs on rays, subtracting a wrong one does not. *Grid*: float32(g + noise) lies on a coarser grid than
-float32(0 + noise) where g is larger than the result. Each test states a false-alarm rate of at most 10⁻⁶: with true and
-false positive rates that are equal, Fisher's exact test gives a smaller p-value no more often than that. That the attacks
-work is tested on format 1's own numbers.
+*Angles*: a generator with few angles puts every Box–Muller pair on a ray of a known fan; subtracting the right
+candidate for the sum leaves pairs on rays, subtracting a wrong one does not. *Grid*: float32(g + noise) lies on a
+coarser grid than float32(0 + noise) where g is larger than the result. Each test states a false-alarm rate of at most
+10⁻⁶: with true and false positive rates that are equal, Fisher's exact test gives a smaller p-value no more often than
+that. That the attacks work is tested on format 1's own numbers.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ulp(x: Array, dtype: torch.dtype) -> Array:
 
 
 def grid_score(out: Array, g: Array, dtype: torch.dtype = torch.float32) -> float:
-    """Log-likelihood ratio (sum = g : sum = 0) from the grid of g and of the noise; −∞ where a number is off that grid."""
+    """Log-likelihood ratio (sum = g : sum = 0) from the grid of g and of the noise; −∞ for a number off that grid."""
     use = (g != 0) & (out != 0)
     out, g = out[use], g[use]
     step = np.minimum(ulp(g, dtype), ulp(out - g, dtype) / 2)
@@ -72,7 +72,7 @@ def plan(lam: float, sigma: float, *, epochs: int, steps: int = 1, bins: str = "
 
 
 def verdicts(outputs: list[Array], g: Array, lam: float, sigma: float, restart: int | None) -> tuple[bool, bool]:
-    """Whether each attack says "present" of numbers released at the first steps, the sum being g or 0 in all of them."""
+    """Whether each attack says "present" of the first steps' numbers, the sum being g or 0 in all of them."""
     angle, before = {0: 0.0, 1: 0.0}, {0: np.zeros(len(g)), 1: np.zeros(len(g))}
     for t, out in enumerate(outputs):
         if restart and t % restart == 0:

@@ -53,7 +53,7 @@ def set_aside(epsilon: float, delta: float) -> dict[str, float]:
 
 
 def claimed_epsilon(real: float) -> float:
-    """The ε of a plan whose mechanism is ``real``-DP in real numbers: with what must be set aside for floating point."""
+    """The ε of a plan whose mechanism has ε = ``real`` in real numbers: with what is set aside for floating point."""
     return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
 
 

@@ -71,6 +71,7 @@ class _Views:
         shape = (PAIRS, groups, GROUP_BLOCKS)
         self.low, self.turn_low, self.shared, self.bits = (array[:count].view(shape) for array in scratch.integers)
         self.last = scratch.last[: groups * GROUP_BLOCKS].view(shape[1:])
+        self.near = scratch.near[:count].view(shape)
         self.radius, self.angle, self.high, self.cosine = (array[:count].view(shape) for array in scratch.arrays)
         self.x, self.y = (scratch.total[j * count : (j + 1) * count].view(shape) for j in (0, 1))
         self.ordered = scratch.ordered[: 2 * count]
@@ -87,6 +88,7 @@ class _Scratch(threading.local):
         pairs = _GROUPS * PAIRS * GROUP_BLOCKS
         self.integers = [torch.empty(pairs, dtype=torch.int32) for _ in range(4)]
         self.last = torch.empty(_GROUPS * GROUP_BLOCKS, dtype=torch.int32)
+        self.near = torch.empty(pairs, dtype=torch.bool)
         self.arrays = [torch.empty(pairs, dtype=torch.float64) for _ in range(4)]
         self.total = torch.empty(2 * pairs, dtype=torch.float64)
         self.ordered = torch.empty(2 * pairs, dtype=torch.float64)
@@ -115,7 +117,8 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
         v.radius.copy_(v.low.bitwise_xor_(_TOP))
         v.angle.copy_(v.turn_low.bitwise_xor_(_TOP))
         torch.bitwise_right_shift(v.shared, 12, out=v.low)
-        rare = torch.nonzero(((v.low + RARE) & -2 * RARE).view(-1) == 0).view(-1)  # −32 … 31: near 0 or, signed, near 1
+        torch.add(v.low, RARE, out=v.bits).bitwise_and_(-2 * RARE)  # 0 for −32 … 31: u near 0 or, signed, near 1
+        rare = torch.nonzero(torch.eq(v.bits, 0, out=v.near).view(-1)).view(-1)
         v.high.copy_(v.low.bitwise_and_(0xFFFFF))
         # u = ((X >> 12)·2³² + R + ½)/2⁵², exactly
         torch.add(_RADIUS_START, v.radius, alpha=2.0**-52, out=v.radius).add_(v.high, alpha=2.0**-20)
@@ -130,8 +133,8 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
         torch.cos(v.angle, out=v.cosine)
         v.angle.sin_()
         v.radius.mul_(-coefficient)
-        v.x.add_(v.cosine.mul_(v.radius))
-        v.y.add_(v.angle.mul_(v.radius))
+        v.x.addcmul_(v.cosine, v.radius)
+        v.y.addcmul_(v.angle, v.radius)
     for place, part in zip(v.places, (v.x, v.y), strict=True):
         torch.mul(part, scale, out=place)
     return v.ordered

@@ -3,8 +3,8 @@
 One thread computes one ChaCha20 block: 16 words, hence 10 normals. Number k of the 32 blocks of a group belongs to 32
 consecutive elements, so that a warp's loads and stores are whole cache lines without any exchange between threads.
 
-Words become normals in float64, by polynomials, as accurately as lemma 2 of `docs/noise-proof.md` asks. Data-centre GPUs
-do float64 arithmetic beside the integer arithmetic of ChaCha20, which is the bottleneck.
+Words become normals in float64, by polynomials, as accurately as lemma 2 of `docs/noise-proof.md` asks. Data-centre
+GPUs do float64 arithmetic beside the integer arithmetic of ChaCha20, which is the bottleneck.
 
 The secret key is read from device memory. It must never be a compile-time constant: Triton keeps compiled kernels,
 constants included, in a cache on disk.

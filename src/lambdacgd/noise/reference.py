@@ -21,7 +21,7 @@ def uniforms(words: Words) -> tuple[Array, NDArray[np.int64], Array]:
     e = (words[:, 15:].astype(np.int64) >> (6 * np.arange(PAIRS))) & 63
     m = (x >> 12) << 32 | r
     k = e << 44 | (x & 0xFFF) << 32 | a
-    return (2 * m + 1) * 2.0**-53, m, (2 * k + 1) * 2.0**-51
+    return np.multiply(2 * m + 1, 2.0**-53), m, np.multiply(2 * k + 1, 2.0**-51)
 
 
 def radii(words: Words, second: Words) -> Array:

@@ -364,8 +364,8 @@ def _floating_point(cost: dict[str, Any] | None) -> str:
     if cost is None:
         return "no claim"
     return (
-        f"covered by ε and δ: rounding and finitely many random bits take at most 2 · {_rounded_up(cost['epsilon'])} of "
-        f"ε; sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
+        f"covered by ε and δ: rounding and finitely many bits take at most 2 · {_rounded_up(cost['epsilon'])} of ε; "
+        f"sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
     )
 
 

@@ -243,8 +243,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 _MEANING = {
     "plan": "the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
     "layout": "the trainable parameters (names or shapes): noise could not cancel. Build the same model",
-    "noise": "the format of the noise: the run was begun under another one, so its noise could not be cancelled. Such a "
-    "run cannot go on: start a new one",
+    "noise": "the format of the noise: the run was begun under another one, so its noise could not be cancelled. Such "
+    "a run cannot go on: start a new one",
     "max_grad_norm": "the clipping norm: it is fixed for a run",
     "clipping_mode": "the clipping mode: it is fixed for a run",
     "augmentations": "the number of augmentations: it is fixed for a run",

@@ -64,7 +64,8 @@ class Plan:
     Guarantee
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
-    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says:
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says
+    (also as floating-point numbers, for which it sets a share of ε and δ aside):
     surely where its confidence is 1, else with that probability over the accountant's own coin flips. A certificate
     of kind "estimate" claims nothing. Choosing hyperparameters by looking at the data is not covered.
     """
@@ -186,8 +187,8 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
-        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
+        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.466 (analytic)
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"

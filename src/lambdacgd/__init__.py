@@ -13,6 +13,7 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import AccountingError, Calibration, Certificate
+    from lambdacgd.auditing import audit
     from lambdacgd.clipping import ClippingError
     from lambdacgd.keys import KeyFileError, Ledger, LedgerError, SecretKey
     from lambdacgd.mechanisms import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lambdacgd.accounting": ("AccountingError", "Calibration", "Certificate"),
+    "lambdacgd.auditing": ("audit",),
     "lambdacgd.clipping": ("ClippingError",),
     "lambdacgd.keys": ("KeyFileError", "Ledger", "LedgerError", "SecretKey"),
     "lambdacgd.mechanisms": (
@@ -101,6 +103,7 @@ __all__ = [
     "TrainingError",
     "Workload",
     "__version__",
+    "audit",
     "choose_gamma",
     "choose_lambda",
     "export",

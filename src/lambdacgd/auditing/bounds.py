@@ -52,7 +52,9 @@ def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | N
     """
     sigma, b = plan.sigma, plan.steps_per_epoch
     if isinstance(plan.sampling, Poisson):
-        step = np.logaddexp(math.log1p(-1 / b) if b > 1 else -math.inf, -math.log(b) + whitened / sigma - 0.5 / sigma**2)
+        step = np.logaddexp(
+            math.log1p(-1 / b) if b > 1 else -math.inf, -math.log(b) + whitened / sigma - 0.5 / sigma**2
+        )
         return np.asarray(step.sum(0))
     size = plan.block.steps
     means = strategy_matrix(plan).reshape(size, size // b, b).sum(1).T / sigma  # a row per bin: m_j / σ

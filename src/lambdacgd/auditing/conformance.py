@@ -102,7 +102,9 @@ def _noise(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     ratio = math.sqrt(by_step[worst] / (count * len(runs)))
     yield Check("noise scale by step", _least(p_values), f"at worst {ratio:.5f} of the plan's, at step {worst + 1}")
     largest = max(float(np.abs(run.residual).max()) for run in runs)
-    yield Check("largest residual", min(1.0, freedom * 2 * stats.norm.sf(largest)), f"{largest:.2f} standard deviations")
+    yield Check(
+        "largest residual", min(1.0, freedom * 2 * stats.norm.sf(largest)), f"{largest:.2f} standard deviations"
+    )
     values = np.concatenate([run.residual.ravel() for run in runs])
     values = values[:: -(-len(values) // KOLMOGOROV_SAMPLE)]
     kolmogorov = stats.kstest(values, "norm")
@@ -153,9 +155,7 @@ def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     if len(runs) < 2:
         return
-    normal = np.array(
-        [(a.residual * b.residual).sum(1) / np.sqrt((a.residual**2).sum(1)) for a, b in pairwise(runs)]
-    )
+    normal = np.array([(a.residual * b.residual).sum(1) / np.sqrt((a.residual**2).sum(1)) for a, b in pairwise(runs)])
     together = float(normal.sum()) / math.sqrt(normal.size)
     p_value = min(1.0, 2 * min(_least(_normal(normal.ravel())), float(_normal(together))))
     yield Check("noise over runs", p_value, f"{together:+.2f} over all steps, {np.abs(normal).max():.2f} at worst")
@@ -201,7 +201,9 @@ def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     drawn = np.array([run.drawn for run in runs])
     if isinstance(plan.sampling, Poisson):
         p_value = _binomial(int(drawn.sum()), drawn.size * examples, 1 / b)
-        yield Check("participation", p_value, f"{drawn.mean():.2f} examples a step on average, {examples / b:.2f} planned")
+        yield Check(
+            "participation", p_value, f"{drawn.mean():.2f} examples a step on average, {examples / b:.2f} planned"
+        )
         return
     times = np.array([run.times for run in runs])
     if isinstance(plan.sampling, Cyclic):

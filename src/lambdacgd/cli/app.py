@@ -36,6 +36,8 @@ def command(arguments: Sequence[str] = ()) -> Any:
     app.command()(with_flags(plan, flags))
     app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
     app.command()(check)
+    app.command()(audit)
+    app.command()(verify)
     app.command()(demo)
     return typer.main.get_command(app)
 
@@ -144,6 +146,35 @@ def check(
     from lambdacgd.cli import checker
 
     checker.check(factory, loss_reduction)
+
+
+def audit(
+    plan: Annotated[Path, typer.Argument(help="A plan file: lambdacgd plan --out writes one.", show_default=False)],
+    train: Annotated[
+        str | None, typer.Option("--train", help="module:function, a loop of yours; by default the plain loop.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option("--runs", help="How often canaries are trained.")] = None,
+    canaries: Annotated[int | None, typer.Option("--canaries", help="How many canaries in a run.")] = None,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the report to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the trade-off to this PNG, SVG or PDF.")] = None,
+) -> None:
+    """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
+    from lambdacgd.cli import auditor
+
+    auditor.audit(plan, train, runs=runs, canaries=canaries, as_json=as_json, out=out, plot=plot)
+
+
+def verify(
+    source: Annotated[
+        Path, typer.Argument(help="A plan file, or the folder of a release or its card.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
+    from lambdacgd.cli import auditor
+
+    auditor.verify(source, as_json=as_json)
 
 
 def demo(

@@ -23,7 +23,7 @@ def check(factory: str, loss_reduction: str) -> None:
     """
     if loss_reduction not in ("mean", "sum"):
         raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
-    made = _imported(factory)()
+    made = imported("factory", factory)()
     if not isinstance(made, tuple) or len(made) != 3 or not callable(made[2]):
         raise InvalidInput("factory", factory, RETURNS)
     from torch import nn
@@ -37,19 +37,20 @@ def check(factory: str, loss_reduction: str) -> None:
     print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
 
 
-def _imported(factory: str) -> Any:
+def imported(parameter: str, factory: str) -> Any:
+    """The function that module:function names, also where the module lies in the current folder."""
     module, _, name = factory.partition(":")
     if not module or not name:
-        raise InvalidInput("factory", factory, EXAMPLE)
+        raise InvalidInput(parameter, factory, EXAMPLE)
     try:
         with _importing_from_here():
             function = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if error.name != module.partition(".")[0] and error.name != module:
             raise  # something that the user's module needs
-        raise InvalidInput("factory", factory, f"there is no module {module} here; {EXAMPLE}") from None
+        raise InvalidInput(parameter, factory, f"there is no module {module} here; {EXAMPLE}") from None
     if not callable(function):
-        raise InvalidInput("factory", factory, f"{module} has no function {name}")
+        raise InvalidInput(parameter, factory, f"{module} has no function {name}")
     return function
 
 

@@ -17,8 +17,9 @@ from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
 from lambdacgd.sampling import Sampling, sampling_from_dict
 
 CARD = "privacy-card.json"
-SEARCH = 1e-5  # relative accuracy of the accountants' searches, with room
-SAMPLING = 0.02  # how far two certificates by Monte Carlo may lie apart in ε: each has its own random margin
+ROUNDING = 1e-9  # relative, of σ and ε: the same search on another machine
+SEARCHED = 1.01  # a plan that was asked for σ has an ε that was searched for, so up to here it is searched for again
+SAMPLING = 0.02  # how far two certificates by Monte Carlo may lie apart: each has its own random margin
 
 
 @dataclass(frozen=True)
@@ -26,10 +27,10 @@ class Verification:
     """A claim and what the accountant says about its σ now."""
 
     source: str
-    claimed_epsilon: float
-    certified_epsilon: float
+    epsilon: float
     delta: float
     sigma: float
+    needed_sigma: float
     method: str
     confidence: float
     note: str
@@ -46,7 +47,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Verification:
         source: A plan, a plan file, a privacy card, or the folder of a release that holds one.
 
     Returns:
-        What was claimed, and the smallest ε that is certified for its σ now.
+        What was claimed, and the smallest σ that is certified for it now.
 
     Raises:
         InvalidInput: The file holds neither, it claims nothing, or its σ is too small for what it claims.
@@ -56,7 +57,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Verification:
     Guarantee
     ---------
     If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ:
-    surely where the confidence is 1, else with that probability (and to 2% in ε, by which two random certificates may
+    surely where the confidence is 1, else with that probability (and to 2% in σ or ε, by which two random certificates may
     differ). It says nothing about whether the weights were trained that way.
     """
     if isinstance(source, Plan):
@@ -104,13 +105,18 @@ def _certify(
     number("delta", delta, above=0, below=1)
     number("sigma", sigma, above=0)
     with cache.disabled():
-        certificate = accountant_for(mechanism, sampling).epsilon(sigma, delta)
-    margin = SEARCH if certificate.confidence == 1 else SAMPLING
-    if not certificate.epsilon <= epsilon * (1 + margin):
+        accountant = accountant_for(mechanism, sampling)
+        needed = accountant.sigma(epsilon, delta)
+        certificate = needed.certificate
+        margin = 1 + (ROUNDING if certificate.confidence == 1 else SAMPLING)
+        holds = needed.sigma <= sigma * margin
+        if not holds and needed.sigma <= sigma * SEARCHED:
+            certificate = accountant.epsilon(sigma, delta)
+            holds = certificate.epsilon <= epsilon * margin
+    if not holds:
         raise InvalidInput(
             "source",
-            f"This {source} is false: σ = {sigma:g} is certified for ε = {certificate.epsilon:.6g} at δ = {delta:g}, "
-            f"not for the ε = {epsilon:g} that it claims.",
+            f"This {source} is false: ε = {epsilon:g} at δ = {delta:g} needs σ = {needed.sigma:.6g}, and it has "
+            f"{sigma:.6g}.",
         )
-    method, confidence = certificate.method, certificate.confidence
-    return Verification(source, epsilon, certificate.epsilon, delta, sigma, method, confidence, note)
+    return Verification(source, epsilon, delta, sigma, needed.sigma, certificate.method, certificate.confidence, note)

@@ -57,8 +57,8 @@ def verify(source: Plan | str | os.PathLike[str]) -> Verification:
     Guarantee
     ---------
     If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ:
-    surely where the confidence is 1, else with that probability (and to 2% in σ or ε, by which two random certificates may
-    differ). It says nothing about whether the weights were trained that way.
+    surely where the confidence is 1, else with that probability (and to 2% in σ or ε, by which two random certificates
+    may differ). It says nothing about whether the weights were trained that way.
     """
     if isinstance(source, Plan):
         source.check()

@@ -243,23 +243,25 @@ def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 
 def _division(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     inverse = np.linalg.inv(strategy_matrix(plan))
-    covariance = inverse @ inverse.T
+    covariance, size = inverse @ inverse.T, len(inverse)
     variances = np.diag(covariance)
-    size = len(inverse)
     correlations = covariance / np.sqrt(variances[:, None] * variances[None, :])
     count = runs[0].residual.shape[1]
-    score, variance, effect = 0.0, 0.0, 0.0
+    score, squares, largest, effect = 0.0, 0.0, 0.0, 0.0
     for run in runs:
         h = (plan.batch_size / np.maximum(run.drawn, 1)) ** 2 - 1
         h = h - h.mean()
         sums = (in_blocks(plan, inverse, run.residual) ** 2).sum(1) / np.tile(variances, plan.steps // size)
         score += float(h @ (sums - count))
         blocks = h.reshape(-1, size)
-        variance += 2 * count * float(np.einsum("bi,ij,bj->", blocks, correlations**2, blocks))
+        squares += count * float(np.einsum("bi,ij,bj->", blocks, correlations**2, blocks))
+        largest = max(largest, float(np.abs(h).max() * np.abs(correlations).sum(1).max()))
         effect += count * float(h @ h)
-    if variance > 0:
+    if effect > 0:
+        # Laurent and Massart 2000: the score is Σ a_i(χ²_i − 1), so P(|score| ≥ 2√(x·Σa²) + 2x·max|a|) ≤ 2e⁻ˣ.
+        root = (math.sqrt(squares + 2 * largest * abs(score)) - math.sqrt(squares)) / (2 * largest)
         measured = f"slope {score / effect:+.3f}: 0 divides by {plan.batch_size:g}, 1 by the drawn size"
-        yield Check("division", float(_normal(score / math.sqrt(variance))), measured)
+        yield Check("division", min(1.0, 2 * math.exp(-(root**2))), measured)
 
 
 def _two_sided(law: Any, value: float, freedom: float) -> float:

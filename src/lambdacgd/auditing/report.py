@@ -111,8 +111,8 @@ class Report:
         lines = [f"audit of {self.plan}", f"  {self.runs} runs of {self.canaries} canaries, {self.seconds:.0f} s"]
         if self.bound is not None:
             lines.append(
-                f"  ε ≥ {self.bound.epsilon:.3f} at {self.bound.confidence:.0%} confidence; claimed {self.plan.epsilon:g}; "
-                f"an ideal run with as many canaries shows {self.ideal:.3f}"
+                f"  ε ≥ {self.bound.epsilon:.3f} at {self.bound.confidence:.0%} confidence; claimed "
+                f"{self.plan.epsilon:g}; an ideal run with as many canaries shows {self.ideal:.3f}"
             )
         for check in self.checks:
             mark = "ok    " if check not in self.failed else "CAUGHT"

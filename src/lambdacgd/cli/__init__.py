@@ -1,4 +1,4 @@
-"""The command line, ``lambdacgd plan | compare | check | audit | verify | demo``: bad input is one line and exit code 2."""
+"""The command line, ``lambdacgd plan | compare | check | audit | verify | demo``. Bad input: one line, exit code 2."""
 
 from __future__ import annotations
 

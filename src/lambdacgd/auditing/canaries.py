@@ -25,12 +25,10 @@ NORMS = (2.0, 50.0, 1000.0)
 
 
 class Canaries(Dataset[Tensor]):
-    """A data set of N examples, some of them canaries. An item is (the example's id, its coordinate).
+    """N examples, m of them canaries. An item is (the example's id, its coordinate).
 
-    Args:
-        examples: N.
-        canaries: m, how many of them are canaries. Example 0 is none: loaders hand it out where nobody takes part.
-        rng: Chooses the canaries, and whether each is in or zeroed out: then its coordinate is m, which no weight has.
+    Coins decide whether a canary is in or zeroed out: then its coordinate is m, which no weight has. Example 0 is never
+    a canary, because loaders hand it out where nobody takes part.
     """
 
     def __init__(self, examples: int, canaries: int, rng: np.random.Generator) -> None:
@@ -51,28 +49,28 @@ class Canaries(Dataset[Tensor]):
 
 
 class CanaryModel(nn.Module):
-    """One loss per example, linear in the weights: canary i's gradient is a multiple of the i-th unit vector."""
+    """One loss per example, linear in the weights: canary i's gradient is a multiple of the i-th unit vector.
+
+    ``seen`` holds the ids of examples that were passed with gradients since it was last emptied.
+    """
 
     def __init__(self, canaries: int, max_grad_norm: float) -> None:
         super().__init__()
-        linear = min(LINEAR, canaries // 2)
-        self.rows = canaries - linear
+        self.rows = canaries - min(LINEAR, canaries // 2)
         self.embedding = nn.Embedding(self.rows + 1, 1, padding_idx=self.rows)
-        self.linear = nn.Linear(linear, 1, bias=False)
+        self.linear = nn.Linear(canaries - self.rows, 1, bias=False)
         nn.init.zeros_(self.embedding.weight)
         nn.init.zeros_(self.linear.weight)
         self._norms = max_grad_norm * torch.tensor(NORMS)
         self._features = torch.arange(self.rows, canaries)
         self.seen: list[NDArray[np.int64]] = []
-        """The ids of the examples that were passed with gradients since this list was last emptied."""
 
     def forward(self, items: Tensor) -> Tensor:
         ids, coordinates = items[:, 0], items[:, 1]
         if torch.is_grad_enabled():
             self.seen.append(ids.numpy().copy())
-        row = coordinates.clamp(max=self.rows)
         features = (coordinates[:, None] == self._features).to(self.linear.weight.dtype)
-        losses = self.embedding(row)[:, 0] + self.linear(features)[:, 0]
+        losses = self.embedding(coordinates.clamp(max=self.rows))[:, 0] + self.linear(features)[:, 0]
         return losses * self._norms[coordinates % len(NORMS)]
 
     def weights(self) -> NDArray[np.float64]:
@@ -82,7 +80,7 @@ class CanaryModel(nn.Module):
 
 @dataclass
 class Recording:
-    """What one run released, and to whom it was owed.
+    """What one run released.
 
     Attributes:
         released: Noisy sums as read off the weights, a row per release and a column per canary.
@@ -98,22 +96,9 @@ class Recording:
 
 
 def record(plan: Plan, train: Train, *, canaries: int, max_grad_norm: float, rng: np.random.Generator) -> Recording:
-    """Train canaries once and read what is released off the weights after every optimizer step that changes them.
-
-    Args:
-        plan: The plan.
-        train: The loop; see ``lc.audit``.
-        canaries: How many.
-        max_grad_norm: ζ.
-        rng: Chooses canaries and coins; noise and bins come from the run's own key.
-
-    Returns:
-        The recording.
-    """
-    dataset = Canaries(plan.examples, canaries, rng)
-    model = CanaryModel(canaries, max_grad_norm)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    before = model.weights()
+    """Train canaries once and read what is released off the weights after every optimizer step that changes them."""
+    dataset, model = Canaries(plan.examples, canaries, rng), CanaryModel(canaries, max_grad_norm)
+    optimizer, before = SGD(model.parameters(), lr=1.0), model.weights()
     released: list[NDArray[np.float64]] = []
     seen: list[NDArray[np.int64]] = []
 
@@ -129,12 +114,9 @@ def record(plan: Plan, train: Train, *, canaries: int, max_grad_norm: float, rng
         before = now
 
     hook = optimizer.register_step_post_hook(after_step)
-    try:
-        train(model, optimizer, dataset, plan, max_grad_norm)
-    finally:
-        hook.remove()
-    rows = np.stack(released) if released else np.zeros((0, canaries))
-    return Recording(rows, seen, dataset.present, dataset.ids)
+    train(model, optimizer, dataset, plan, max_grad_norm)
+    hook.remove()
+    return Recording(np.array(released).reshape(-1, canaries), seen, dataset.present, dataset.ids)
 
 
 def plain_loop(
@@ -142,10 +124,8 @@ def plain_loop(
 ) -> None:
     """The loop of the README, over canaries."""
     private = privatize(model, optimizer, dataset, plan, max_grad_norm=max_grad_norm)
-    try:
-        for batch in private.loader:
-            model(batch).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    finally:
-        private.detach()
+    for batch in private.loader:
+        model(batch).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    private.detach()

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,26 +24,23 @@ SMALLEST_BIN = 20
 KOLMOGOROV_SAMPLE = 100_000
 
 
-@dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """One test: what was measured, and how likely something as extreme is if the run does what the plan says."""
 
     name: str
     p_value: float
     measured: str
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
 
 class Measured:
     """A recording with what the tests ask of it.
 
     Attributes:
-        scores: The canaries' log likelihood ratios.
-        taking_part: X, 1 where a canary that is in takes part in a step.
+        taking_part: X, true where a canary that is in takes part in a step.
         residual: R = W − CX/σ, independent standard normals if the run does what the plan says.
+        scores: The canaries' log likelihood ratios.
+        drawn: How many examples each step trained on.
+        times: For each epoch, how often each example was seen.
         bins: For each epoch, the step in it (from 0) at which each example was seen; −1 where none or several.
     """
 
@@ -62,8 +58,7 @@ class Measured:
             epoch, place = divmod(step, plan.steps_per_epoch)
             self.times[epoch, ids] += 1
             self.bins[epoch, ids] = place
-            columns = column[ids]
-            self.taking_part[step, columns[columns >= 0]] = True
+            self.taking_part[step, column[ids][column[ids] >= 0]] = True
         self.bins[self.times != 1] = -1
         self.residual: Array = whitened - in_blocks(plan, matrix, self.taking_part.astype(np.float64)) / plan.sigma
         places = self.bins[0, recording.ids] if isinstance(plan.sampling, Cyclic) else None
@@ -76,62 +71,48 @@ def _without_stand_in(plan: Plan, seen: Sequence[NDArray[np.int64]], step: int) 
     if not (len(ids) == 1 and ids[0] == 0) or isinstance(plan.sampling, Cyclic):
         return ids
     first = step - step % plan.steps_per_epoch
-    others = [t for t in range(first, first + plan.steps_per_epoch) if t != step]
-    elsewhere = isinstance(plan.sampling, Poisson) or any(0 in seen[t] for t in others)
-    return ids[:0] if elsewhere else ids
+    others = [seen[t] for t in range(first, first + plan.steps_per_epoch) if t != step]
+    return ids[:0] if isinstance(plan.sampling, Poisson) or any(0 in other for other in others) else ids
 
 
-def checks(plan: Plan, runs: Sequence[Measured]) -> list[Check]:
+def checks(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     """All tests of runs that are whole. See docs/audit.md for statistics and laws."""
-    answers: list[Check] = []
-    for test in (_noise, _over_steps, _over_coordinates, _over_runs, _weights, _bins, _division):
-        answers.extend(test(plan, runs))
-    return answers
+    for test in (_noise, _over_steps, _over_coordinates, _over_runs, _weights, _participation, _bins, _division):
+        yield from test(plan, runs)
 
 
 def _noise(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
-    squares = np.array([(run.residual**2).sum(1) for run in runs])  # a row per run, a column per step
-    count = runs[0].residual.shape[1]
-    total, freedom = float(squares.sum()), squares.size * count
-    yield Check(
-        "noise scale", _two_sided(stats.chi2, total, freedom), f"σ is {math.sqrt(total / freedom):.5f} of the plan's"
-    )
-    by_step = squares.sum(0)
-    p_values = [_two_sided(stats.chi2, value, count * len(runs)) for value in by_step]
+    by_step = np.sum([(run.residual**2).sum(1) for run in runs], axis=0)
+    count = runs[0].residual.shape[1] * len(runs)  # of each step
+    ratio = math.sqrt(by_step.sum() / (plan.steps * count))
+    p_value = _two_sided(stats.chi2, by_step.sum(), plan.steps * count)
+    yield Check("noise scale", p_value, f"σ is {ratio:.5f} of the plan's")
+    p_values = [_two_sided(stats.chi2, value, count) for value in by_step]
     worst = int(np.argmin(p_values))
-    ratio = math.sqrt(by_step[worst] / (count * len(runs)))
-    yield Check("noise scale by step", _least(p_values), f"at worst {ratio:.5f} of the plan's, at step {worst + 1}")
+    measured = f"at worst {math.sqrt(by_step[worst] / count):.5f} of the plan's, at step {worst + 1}"
+    yield Check("noise scale by step", _least(p_values), measured)
     largest = max(float(np.abs(run.residual).max()) for run in runs)
-    yield Check(
-        "largest residual", min(1.0, freedom * 2 * stats.norm.sf(largest)), f"{largest:.2f} standard deviations"
-    )
+    p_value = min(1.0, plan.steps * count * float(_normal(largest)))
+    yield Check("largest residual", p_value, f"{largest:.2f} standard deviations")
     values = np.concatenate([run.residual.ravel() for run in runs])
-    values = values[:: -(-len(values) // KOLMOGOROV_SAMPLE)]
-    kolmogorov = stats.kstest(values, "norm")
-    yield Check("law of the noise", float(kolmogorov.pvalue), f"distance {kolmogorov.statistic:.5f} to N(0, 1)")
+    result = stats.kstest(values[:: -(-len(values) // KOLMOGOROV_SAMPLE)], "norm")
+    yield Check("law of the noise", float(result.pvalue), f"distance {result.statistic:.5f} to N(0, 1)")
 
 
 def _over_steps(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     n = plan.steps
     if n < 2:
         return
-    worst, pair = 0.0, (0, 0)
-    lags = np.zeros(min(LARGEST_LAG, n - 1))
+    worst, pair, lags = 0.0, (0, 0), np.zeros(min(LARGEST_LAG, n - 1))
     for run in runs:
         products = run.residual @ run.residual.T
         normal = np.tril(products / np.sqrt(np.diag(products))[None, :], -1)  # of rows t and s < t
-        where = np.unravel_index(int(np.argmax(np.abs(normal))), normal.shape)
-        if abs(normal[where]) > worst:
-            worst, pair = float(abs(normal[where])), (int(where[1]) + 1, int(where[0]) + 1)
-        lags += [np.trace(normal, -lag) / math.sqrt(n - lag) for lag in range(1, len(lags) + 1)]
-    pairs = len(runs) * n * (n - 1) / 2
-    correlation = worst / math.sqrt(runs[0].residual.shape[1])
-    yield Check(
-        "noise over steps",
-        min(1.0, pairs * 2 * stats.norm.sf(worst)),
-        f"largest correlation {correlation:.4f}, of steps {pair[0]} and {pair[1]}",
-    )
-    lags /= math.sqrt(len(runs))
+        later, earlier = np.unravel_index(int(np.argmax(np.abs(normal))), normal.shape)
+        if abs(normal[later, earlier]) > worst:
+            worst, pair = float(abs(normal[later, earlier])), (int(earlier) + 1, int(later) + 1)
+        lags += [np.trace(normal, -lag) / math.sqrt((n - lag) * len(runs)) for lag in range(1, len(lags) + 1)]
+    measured = f"correlation {worst / math.sqrt(runs[0].residual.shape[1]):.4f} at worst, of steps {pair}"
+    yield Check("noise over steps", min(1.0, len(runs) * n * (n - 1) / 2 * float(_normal(worst))), measured)
     lag = int(np.argmax(np.abs(lags)))
     yield Check("noise over steps, by lag", _least(_normal(lags)), f"{lags[lag]:+.2f} at lag {lag + 1}")
 
@@ -139,102 +120,91 @@ def _over_steps(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     count = runs[0].residual.shape[1]
     shifts = [shift for shift in (*SHIFTS, count - min(LINEAR, count // 2)) if shift < count]  # the last: by layers
-    if not shifts:
-        return
-    sums = np.zeros(len(shifts))
+    normal = np.zeros(len(shifts))
     for run in runs:
         lengths = np.sqrt((run.residual**2).sum(0))
         for row, shift in enumerate(shifts):
             products = (run.residual[:, shift:] * run.residual[:, :-shift]).sum(0)
-            sums[row] += float((products / lengths[:-shift]).sum()) / math.sqrt(len(products))
-    sums /= math.sqrt(len(runs))
-    worst = int(np.argmax(np.abs(sums)))
-    yield Check("noise over coordinates", _least(_normal(sums)), f"{sums[worst]:+.2f} at shift {shifts[worst]}")
+            normal[row] += (products / lengths[:-shift]).sum() / math.sqrt(len(products) * len(runs))
+    worst = int(np.argmax(np.abs(normal)))
+    yield Check("noise over coordinates", _least(_normal(normal)), f"{normal[worst]:+.2f} at shift {shifts[worst]}")
 
 
 def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     if len(runs) < 2:
         return
-    normal = np.array([(a.residual * b.residual).sum(1) / np.sqrt((a.residual**2).sum(1)) for a, b in pairwise(runs)])
-    together = float(normal.sum()) / math.sqrt(normal.size)
-    p_value = min(1.0, 2 * min(_least(_normal(normal.ravel())), float(_normal(together))))
-    yield Check("noise over runs", p_value, f"{together:+.2f} over all steps, {np.abs(normal).max():.2f} at worst")
+    pairs = [(one.residual, other.residual) for one, other in pairwise(runs)]
+    normal = np.concatenate([(one * other).sum(1) / np.sqrt((one**2).sum(1)) for one, other in pairs])
+    together = normal.sum() / math.sqrt(len(normal))
+    measured = f"{together:+.2f} over all steps, {np.abs(normal).max():.2f} at worst"
+    yield Check("noise over runs", _least([_least(_normal(normal)), _normal(together)]), measured)
 
 
 def _weights(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
-    n, b, k = plan.steps, plan.steps_per_epoch, plan.epochs
-    matrix = strategy_matrix(plan)
-    lengths = np.tile((matrix**2).sum(0), n // len(matrix))  # ‖C[:, t]‖² for each step
-    excess, size, late, late_size = np.zeros((4, k))
+    shape, matrix = (plan.epochs, plan.steps_per_epoch), strategy_matrix(plan)
+    lengths = np.tile((matrix**2).sum(0), plan.steps // len(matrix))  # ‖C[:, t]‖² for each step
+    on_time, late = np.zeros((2, 2, plan.epochs))  # for each epoch ⟨CX, R⟩ and ‖CX‖²
     for run in runs:
         scores = in_blocks(plan, matrix.T, run.residual)
-        excess += (run.taking_part * scores).sum(1).reshape(k, b).sum(1)
-        size += (run.taking_part.sum(1) * lengths).reshape(k, b).sum(1)
-        next_scores, next_lengths = np.roll(scores, -1, axis=0), np.roll(lengths, -1)
-        next_scores[-1], next_lengths[-1] = 0, 0  # nothing follows the last step
-        late += (run.taking_part * next_scores).sum(1).reshape(k, b).sum(1)
-        late_size += (run.taking_part.sum(1) * next_lengths).reshape(k, b).sum(1)
+        later = [np.concatenate([values[1:], np.zeros_like(values[:1])]) for values in (scores, lengths)]
+        for sums, (products, sizes) in ((on_time, (scores, lengths)), (late, later)):
+            sums[0] += (run.taking_part * products).sum(1).reshape(shape).sum(1)
+            sums[1] += (run.taking_part.sum(1) * sizes).reshape(shape).sum(1)
+    excess, size = on_time
     if not size.all():
-        yield Check("weight in an epoch", 0.0, "no canary took part in an epoch")
+        yield Check("weight in an epoch", 0.0, "in some epoch no canary took part")
         return
-    weight = 1 + plan.sigma * excess / size
     above = stats.norm.sf(excess / np.sqrt(size))
     below = stats.norm.cdf((excess + (1 - LOWEST_WEIGHT) * size / plan.sigma) / np.sqrt(size))
-    epoch = int(np.argmin(np.minimum(above, below)))
-    margin = plan.sigma / math.sqrt(size[epoch])
-    yield Check(
-        "weight in an epoch",
-        _least(np.concatenate([above, below])),
-        f"at worst {weight[epoch]:.4f} ± {margin:.4f} clipping norms, in epoch {epoch + 1}",
-    )
-    late, late_size = late[late_size > 0], late_size[late_size > 0]
-    if len(late):
-        values = late / np.sqrt(late_size)
-        epoch = int(np.argmax(np.abs(values)))
-        margin = plan.sigma / math.sqrt(late_size[epoch])
-        measured = f"at worst {values[epoch] * margin:+.4f} ± {margin:.4f} clipping norms, from epoch {epoch + 1}"
-        yield Check("weight a step late", _least(_normal(values)), measured)
+    worst = int(np.argmin(np.minimum(above, below)))
+    weight = f"{1 + plan.sigma * excess[worst] / size[worst]:.4f} ± {plan.sigma / math.sqrt(size[worst]):.4f}"
+    measured = f"{weight} clipping norms at worst, in epoch {worst + 1}"
+    yield Check("weight in an epoch", _least([*above, *below]), measured)
+    excess, size = late[:, late[1] > 0]
+    if len(size):
+        normal = excess / np.sqrt(size)
+        worst = int(np.argmax(np.abs(normal)))
+        measured = f"{plan.sigma * excess[worst] / size[worst]:+.4f} ± {plan.sigma / math.sqrt(size[worst]):.4f}"
+        yield Check("weight a step late", _least(_normal(normal)), f"{measured} clipping norms at worst")
+
+
+def _participation(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
+    drawn, times = np.array([run.drawn for run in runs]), np.array([run.times for run in runs])
+    if isinstance(plan.sampling, Poisson):
+        p_value = _binomial(int(drawn.sum()), drawn.size * plan.examples, 1 / plan.steps_per_epoch)
+        yield Check("participation", p_value, f"{drawn.mean():.2f} examples a step, {plan.batch_size:.2f} planned")
+        return
+    cyclic = isinstance(plan.sampling, Cyclic)
+    wrong = int((times > 1).sum() + (drawn != plan.batch_size).sum() if cyclic else (times != 1).sum())
+    yield Check("participation", float(wrong == 0), f"{wrong} times an example was not seen once in an epoch")
 
 
 def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
-    b, n, examples = plan.steps_per_epoch, plan.steps, plan.examples
-    drawn = np.array([run.drawn for run in runs])
-    if isinstance(plan.sampling, Poisson):
-        p_value = _binomial(int(drawn.sum()), drawn.size * examples, 1 / b)
-        yield Check(
-            "participation", p_value, f"{drawn.mean():.2f} examples a step on average, {examples / b:.2f} planned"
-        )
+    b, k, examples = plan.steps_per_epoch, plan.epochs, plan.examples
+    if isinstance(plan.sampling, Poisson) or b == 1:
         return
-    times = np.array([run.times for run in runs])
-    if isinstance(plan.sampling, Cyclic):
-        wrong = (times > 1).sum() + (drawn != plan.batch_size).sum()
-    else:
-        wrong = (times != 1).sum()
-    yield Check("participation", float(wrong == 0), f"{wrong} examples not once in an epoch, {n * len(runs)} steps")
-    fixed = not isinstance(plan.sampling, BallsInBins) or plan.sampling.bins == "fixed"
-    same = [sum(int((run.bins[lag:] == run.bins[:-lag]).sum()) for run in runs) for lag in range(1, plan.epochs)]
-    tried = [len(runs) * examples * (plan.epochs - lag) for lag in range(1, plan.epochs)]
-    if fixed and same:
-        moved = sum(tried) - sum(same)
-        yield Check("bins over epochs", float(moved == 0), f"{moved} examples changed their place from epoch to epoch")
-    elif same and b > 1:
+    bins = isinstance(plan.sampling, BallsInBins)
+    fresh = plan.restart_every is not None
+    lags = range(1, k)
+    same = [sum(int((run.bins[lag:] == run.bins[:-lag]).sum()) for run in runs) for lag in lags]
+    tried = [len(runs) * examples * (k - lag) for lag in lags]
+    if same and fresh:
         p_values = [_binomial(count, total, 1 / b) for count, total in zip(same, tried, strict=True)]
-        lag = int(np.argmin(p_values))
-        share = same[lag] / tried[lag]
-        yield Check("bins over epochs", _least(p_values), f"{share:.4f} stay after {lag + 1} epochs, 1/b = {1 / b:.4f}")
-    if not isinstance(plan.sampling, BallsInBins) or b == 1:
-        return
-    epochs = 1 if fixed else plan.epochs
+        measured = f"{sum(same) / sum(tried):.4f} of the examples stay, 1/b = {1 / b:.4f}"
+        yield Check("bins over epochs", _least(p_values), measured)
+    elif same:
+        moved = sum(tried) - sum(same)
+        yield Check("bins over epochs", float(moved == 0), f"{moved} times an example changed its place")
+    epochs = k if fresh else 1
     joined = -(-b * SMALLEST_BIN // examples)  # so many bins are counted as one
-    if b // joined >= 2:
+    if bins and b // joined >= 2:
         expected = np.bincount(np.arange(b) // joined) * examples / b
-        counts = drawn.reshape(len(runs), plan.epochs, b)[:, :epochs]
+        counts = np.array([run.drawn.reshape(k, b)[:epochs] for run in runs])
         sizes = np.add.reduceat(counts, np.arange(0, b, joined), axis=2)
-        pearson = float(((sizes - expected) ** 2 / expected).sum())
-        freedom = len(runs) * epochs * (len(expected) - 1)
-        p_value = _two_sided(stats.chi2, pearson, freedom)
-        yield Check("bins are uniform", p_value, f"χ² = {pearson:.1f} with {freedom} degrees of freedom")
-    if len(runs) > 1:
+        pearson, freedom = ((sizes - expected) ** 2 / expected).sum(), len(runs) * epochs * (len(expected) - 1)
+        measured = f"χ² = {pearson:.1f} with {freedom} degrees of freedom"
+        yield Check("bins are uniform", _two_sided(stats.chi2, pearson, freedom), measured)
+    if bins and len(runs) > 1:
         kept = sum(int((one.bins[:epochs] == other.bins[:epochs]).sum()) for one, other in pairwise(runs))
         total = (len(runs) - 1) * epochs * examples
         measured = f"{kept / total:.4f} of the examples in the same place, 1/b = {1 / b:.4f}"
@@ -264,8 +234,8 @@ def _division(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
         yield Check("division", min(1.0, 2 * math.exp(-(root**2))), measured)
 
 
-def _two_sided(law: Any, value: float, freedom: float) -> float:
-    return float(min(1.0, 2 * min(law.cdf(value, freedom), law.sf(value, freedom))))
+def _two_sided(law: Any, value: float, *parameters: float) -> float:
+    return float(min(1.0, 2 * min(law.cdf(value, *parameters), law.sf(value, *parameters))))
 
 
 def _binomial(count: int, trials: int, share: float) -> float:

@@ -91,7 +91,7 @@ class Report:
             "ideal_lower_bound": self.ideal,
             "false_alarm_rate": FALSE_ALARM,
             "level_of_a_test": self.level,
-            "tests": [check.to_dict() | {"passed": check not in self.failed} for check in self.checks],
+            "tests": [check._asdict() | {"passed": check not in self.failed} for check in self.checks],
             "floating_point": self.floating_point,
             "trade_off": self.trade_off,
             "runs": self.runs,

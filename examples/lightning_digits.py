@@ -69,7 +69,7 @@ def main() -> None:
     module = Digits()
     trainer.fit(module, strategy.loader, DataLoader(test, batch_size=512), ckpt_path=given.resume)
     print(f"accuracy {float(trainer.callback_metrics['accuracy']):.3f}, {strategy.private.spent()}")
-    lc.export(module, given.out / "release")
+    lc.export(strategy.private, given.out / "release")
 
 
 if __name__ == "__main__":

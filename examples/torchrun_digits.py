@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None, after_step: Callable[[lc.Private], None]
             print(f"epoch {epoch.number}: {correct:.1%} of the test digits; {private.spent()}", flush=True)
 
     if not (args.out / "release").exists():
-        lc.export(model, args.out / "release")
+        lc.export(private, args.out / "release")
     private.detach()
     dist.barrier()
 

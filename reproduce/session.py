@@ -148,7 +148,7 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # TOML's strings, integers and floats are written as JSON's
 
 
-CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint.pt", Path("private") / "run.key"
+CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint", Path("private") / "run.key"
 
 
 @dataclass(frozen=True)
@@ -218,13 +218,14 @@ class Session:
     @classmethod
     def resume(cls, folder: Path, changes: dict[str, Any]) -> Session:
         """Go on with a run from its newest checkpoint. Only where and how fast it runs may change."""
-        for name in (CONFIG, PLAN, CHECKPOINT, KEY):
+        for name in (
+            CONFIG,
+            PLAN,
+            CHECKPOINT,
+            KEY,
+        ):
             if not (folder / name).exists():
-                draft = (folder / f".{CHECKPOINT}.draft").exists()
-                if name != CHECKPOINT or not draft:
-                    raise InvalidInput(
-                        "resume", str(folder), f"it holds no run that can be resumed ({name} is missing)"
-                    )
+                raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({name} is missing)")
         config = replace(resolve(None, folder / CONFIG, {}), **changes)
         splits = config.described.load(Path(config.data) if config.data else None)
         session = cls(folder, config, Plan.load(folder / PLAN), splits, SecretKey.load(folder / KEY))
@@ -299,9 +300,9 @@ class Session:
     def release(self) -> Path:
         """Export the weights (averaged where an average is kept) with their privacy card."""
         if self.average is None:
-            return export(self.model, self.folder / "release")
+            return export(self.private, self.folder / "release")
         with self.average.applied():
-            return export(self.model, self.folder / "release")
+            return export(self.private, self.folder / "release")
 
 
 @torch.no_grad()

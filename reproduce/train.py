@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from lambdacgd.cli.options import number_or_auto
 from lambdacgd.errors import InvalidInput
 from lambdacgd.planning import Plan
-from lambdacgd.training.card import card, to_markdown
+from lambdacgd.training.card import to_markdown
 from lambdacgd.training.errors import NotPrivateWarning
 from reproduce.session import Config, Interrupted, Session, resolve
 
@@ -237,7 +237,7 @@ def _finish(session: Any, console: Any) -> None:
     if not folder.exists():
         session.release()
     report = write_report(
-        session.folder, session.config, session.plan, test_accuracy=reached, card=card(session.private.trained)
+        session.folder, session.config, session.plan, test_accuracy=reached, card=session.private.card()
     )
     session.private.detach()
     console.print(f"test accuracy [bold]{100 * reached:.2f}%[/bold], {session.private.spent()}", highlight=False)

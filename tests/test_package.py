@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
 import shutil
 import subprocess
@@ -38,6 +39,58 @@ def test_planning_does_not_import_torch(code):
     check = f"{code}\nimport sys; assert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import lambdacgd as lc
+from lambdacgd.cli import main
+
+small = {{"examples": 100, "batch_size": 20, "epochs": 2, "delta": 1e-3, "epsilon": 2.0}}
+for mechanism, sampling in {plans}:
+    plan = lc.plan(**small, mechanism=mechanism, sampling=sampling)
+    assert lc.Plan.from_json(plan.to_json()) == plan
+    assert sum(len(batch) for batch in plan.sampling.batches(lc.SecretKey.from_bytes(bytes(32)))) > 100
+assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
+             "--sampling", "cyclic", "--json"]) == 0
+assert not {missing!r} & set(sys.modules)
+"""
+PLANS = "(None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson())"
+BINNED = ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed'))"
+
+
+@pytest.mark.parametrize(
+    ("missing", "plans"),
+    [({"torch", "matplotlib"}, PLANS), ({"fcntl", "matplotlib"}, PLANS + BINNED)],
+    ids=["without torch", "without fcntl"],
+)
+def test_planning_works_without(missing, plans, tmp_path):
+    """Windows has no fcntl; and torch is needed by accountants of Balls-in-Bins and by training alone."""
+    code = BLOCKED.format(missing=missing, plans=f"[{plans}]")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, env=os.environ | {"LAMBDACGD_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path):
+    code = "import sys; sys.modules['matplotlib'] = None\nfrom lambdacgd.cli import main\nsys.exit(main(sys.argv[1:]))"
+    asked = ["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
+    asked += ["--sampling", "cyclic", "--plot", str(tmp_path / "curves.png")]
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("lambdacgd: matplotlib")
+    assert "lambdacgd[plots]" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -78,7 +78,8 @@ def test_an_edited_plan_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(b"{}", "plan is"), (b"[]", "plan is"), (b"not json", "JSON plan file"), (b"\xff\xfe{}", "byte 0 is not UTF-8"),
+    [(b"{}", "not a plan file"), (b"[]", "not a plan file"), (b"not json", "JSON plan file"),
+     (b"\xff\xfe{}", "byte 0 is not UTF-8"),
      (b"[" * 200_000, "JSON plan file"), (b"9" * 5000, "JSON plan file")],
     ids=["empty", "list", "text", "bytes", "deep", "digits"],
 )  # fmt: skip
@@ -184,7 +185,7 @@ def test_a_file_that_hashes_right_and_says_nonsense_is_refused(field, value):
     data = json.loads(cyclic(lc.LambdaCGD(0.9)).to_json())
     del data["digest"]
     (data if field in data else data["certificate"])[field] = value
-    with pytest.raises(ValueError, match="but "):
+    with pytest.raises(lc.InvalidInput):
         lc.Plan.from_json(json.dumps(data | {"digest": _digest(data)})).check()
 
 

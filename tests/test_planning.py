@@ -147,7 +147,10 @@ def test_a_dataset_fills_in_the_number_of_examples():
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        (torch.utils.data.DataLoader(range(1000), batch_size=10), "a DataLoader.*pass its dataset"),
+        (
+            torch.utils.data.DataLoader(range(1000), batch_size=10),
+            "a DataLoader is a number of batches: pass its dataset",
+        ),
         ({"train": range(1000), "test": range(100)}, "a mapping of train, test.*data\\['train'\\]"),
     ],
     ids=["loader", "splits"],
@@ -204,7 +207,6 @@ def test_bad_input_names_the_parameter(changes, parameter):
     with pytest.raises(lc.InvalidInput) as error:
         cyclic(**changes)
     assert error.value.parameter == parameter
-    assert str(error.value).startswith(f"{parameter} is ")
 
 
 @pytest.mark.parametrize(
@@ -322,7 +324,7 @@ def test_a_plan_prints_as_one_line():
             sampling=lc.Cyclic(),
         )
     )
-    assert text.startswith("lambda-cgd (lam = 0.9, normalized), cyclic: ε = 2, δ = 1e-05, σ = ")
+    assert text.startswith("λCGD λ=0.9 normalised, cyclic: ε = 2, δ = 1e-05, σ = ")
     assert "\n" not in text
 
 
@@ -365,8 +367,8 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
         ({"epsilon": 1.0, "noise_multiplier": 1.0}, "Give either epsilon or noise_multiplier"),
         ({"noise_multiplier": 0.0}, "noise_multiplier is 0.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
-        ({"noise_multiplier": 1.0}, "lam is 'auto', but amplified-rmse chooses it for an ε"),
-        ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "gamma is 'auto', but amplified-rmse"),
+        ({"noise_multiplier": 1.0}, "automatic lam is chosen for an ε"),
+        ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic gamma is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "finite epsilon"),
         ({"noise_multiplier": 1.0, "estimate": True}, "always certified"),
     ],

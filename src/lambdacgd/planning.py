@@ -176,8 +176,7 @@ class Plan:
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",
-                self.digest[:12],
-                "its parts do not belong together: it was changed after lc.plan made it. Plan anew",
+                "The parts of this plan do not belong together: it was changed after lc.plan made it. Make a new plan.",
             )
 
     def __str__(self) -> str:
@@ -186,17 +185,13 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        lambda-cgd (lam = 0.9), cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
         2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
         """
-        fields = self.mechanism.to_dict().items()
-        described = ", ".join(
-            k if v is True else f"{k} = {v:.4g}" for k, v in fields if v and isinstance(v, int | float)
-        )
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
-            f"{self.mechanism.name}{f' ({described})' if described else ''}, {self.sampling.kind}: "
+            f"{self.mechanism}, {self.sampling.kind}: "
             f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, "
             f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
             f"{self.examples} examples, RMSE {self.rmse:.4g} ({claim})"
@@ -251,31 +246,40 @@ class Plan:
         try:
             data = json.loads(text)
         except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
-            raise InvalidInput("plan", text[:40], f"it must be a JSON plan file ({error})") from None
+            raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
             given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
-            raise InvalidInput("plan", given, f"it must be a file of format {FORMAT}: lambdacgd plan --out writes one")
+            raise InvalidInput(
+                "plan", f"This is {given!r}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
+            )
         digest = data.pop("digest", None)
         if digest != _digest(data):
             raise InvalidInput(
-                "plan", digest, "the file was changed after it was made (its digest differs); make a new plan instead"
+                "plan", "The plan file was changed after it was made: its digest differs. Make a new plan instead."
             )
         try:
             plan = cls._from_content(data)
         except InvalidInput:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput("plan", str(error), "the file is not a whole plan; make a new plan instead") from None
+            raise InvalidInput(
+                "plan", f"The file is not a whole plan ({type(error).__name__}: {error}). Make a new plan instead."
+            ) from None
         for name in ("sigma", "sensitivity", "rmse", "maxse"):
             number(name, getattr(plan, name), above=0, include=(0,))
         integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
         claimed = (plan.certificate.epsilon, plan.certificate.delta)
         if claimed != (plan.epsilon, plan.delta):
-            raise InvalidInput("plan", claimed, f"its certificate must be for ε = {plan.epsilon}, δ = {plan.delta}")
+            raise InvalidInput(
+                "plan",
+                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {claimed}.",
+            )
         derived = ("steps", "steps_per_epoch", "epochs", "examples")
         for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
             if getattr(plan, name) != data.get(name):
-                raise InvalidInput(name, data.get(name), f"the plan's sampling says {getattr(plan, name)}")
+                raise InvalidInput(
+                    name, f"The plan file says {name} = {data.get(name)!r}, and its sampling {getattr(plan, name)}."
+                )
         return plan
 
     @classmethod
@@ -440,7 +444,8 @@ def _choose(
     if isinstance(mechanism, BandInvMF) and mechanism.amplified:
         if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
             raise InvalidInput(
-                "amplified", True, "it needs balls-in-bins and a finite epsilon; nothing else is amplified"
+                "amplified",
+                "BandInvMF(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is amplified.",
             )
         optimised = choosing.amplified_band_inv_mf(
             mechanism.bands, horizon, epsilon=epsilon, delta=delta, bins=sampling.bins
@@ -468,8 +473,8 @@ def _objective(
     if epsilon is None and objective in ("amplified-rmse", "guideline"):
         raise InvalidInput(
             parameter,
-            "auto",
-            f"{objective} chooses it for an ε; with a noise_multiplier give a number, or objective rmse",
+            f"An automatic {parameter} is chosen for an ε (by {objective}). With a noise_multiplier give a number, or "
+            "the objective 'rmse'.",
         )
     how: dict[str, Any] = {"objective": objective}
     if amplified and epsilon is not None:
@@ -486,9 +491,8 @@ def _check_one_noise(mechanism: Mechanism, n: int) -> None:
     if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
         raise InvalidInput(
             "mechanism",
-            mechanism.name,
-            "its strategy() and noising() must be those of its recurrence(), which training follows: override "
-            "recurrence() alone, and column_scales() where columns are scaled",
+            f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "
+            "override recurrence() alone, and column_scales() where columns are scaled.",
         )
 
 
@@ -510,10 +514,10 @@ def _digest(content: dict[str, Any]) -> str:
 def _length(examples: Any) -> Any:
     """The number of examples of a dataset. What has a length of another kind is refused; numbers pass."""
     if hasattr(examples, "batch_sampler") and hasattr(examples, "dataset"):
-        raise InvalidInput("examples", "a DataLoader", "its length is a number of batches: pass its dataset")
+        raise InvalidInput("examples", "The length of a DataLoader is a number of batches: pass its dataset.")
     if isinstance(examples, Mapping) and 0 not in examples:
         parts = ", ".join(map(str, list(examples)[:4]))
-        raise InvalidInput("examples", f"a mapping of {parts}", "pass one of its datasets, data['train'], say")
+        raise InvalidInput("examples", f"This is a mapping of {parts}: pass one of its datasets, data['train'], say.")
     if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
         return len(examples)
     return examples

@@ -33,6 +33,7 @@ __all__ = [
     "AnyLazyNorm",
     "AnyNormWithStatistics",
     "WithoutTorchFunction",
+    "after_backward",
     "backward_task",
     "ddp_parameters",
     "dtensor_like",
@@ -46,6 +47,7 @@ __all__ = [
     "foreach_norm",
     "foreach_zero_",
     "functorch_is_active",
+    "fused_recurrence",
     "has_backward_hooks",
     "local_tensor",
     "non_persistent_buffers",
@@ -55,6 +57,8 @@ __all__ = [
     "own_parameters",
     "pack_recurrent_weights",
     "packs_recurrent_weights",
+    "projects_together",
+    "quick_apply",
     "recurrent_weight_names",
     "recurrent_weights_have_changed",
     "repeated_padding",
@@ -89,7 +93,9 @@ KNOWN: dict[str, str] = {
     "torch._C.DisableTorchFunctionSubclass": _SEEN,
     "torch._C._are_functorch_transforms_active": _SEEN,
     "torch._C._current_graph_task_id": _SEEN,
+    "torch._C._FunctionBase.apply": _SEEN,
     "torch._C._will_engine_execute_node": _SEEN,
+    "torch.autograd.Variable._execution_engine": _SEEN,
     "torch._dynamo.disable": _SEEN,
     # Modules
     "torch.nn.Module._buffers": _SEEN,
@@ -104,7 +110,9 @@ KNOWN: dict[str, str] = {
     "torch.nn.modules.dropout._DropoutNd": _SEEN,
     "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
     "torch.nn.parallel.DistributedDataParallel._module_parameters": _SEEN,
+    "torch.nn.MultiheadAttention._qkv_same_embed_dim": _SEEN,
     # Recurrent layers
+    "torch._VF": _SEEN,
     "torch._cudnn_rnn_flatten_weight": _SEEN,
     "torch._use_cudnn_rnn_flatten_weight": _SEEN,
     "torch.nn.RNNBase._flat_weights_names": _SEEN,
@@ -182,6 +190,18 @@ def will_execute(node: Any) -> bool:
     return bool(torch._C._will_engine_execute_node(node))
 
 
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this when the backward pass that is running has ended. Known for torch 2.11 to 2.13."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` without its checks for functorch wrappers, which cost microseconds on every layer. Known for
+    torch 2.11 to 2.13.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 def functorch_is_active() -> bool:
     """Whether a transform such as vmap or grad runs this code. Known for torch 2.11 to 2.13."""
     return bool(torch._C._are_functorch_transforms_active())
@@ -222,6 +242,19 @@ def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parame
     """The parameters that DistributedDataParallel reduces by itself. Known for torch 2.11 to 2.13."""
     parameters: list[nn.Parameter] = model._module_parameters
     return parameters
+
+
+def projects_together(attention: nn.MultiheadAttention) -> bool:
+    """Whether query, key and value share one projection matrix. Known for torch 2.11 to 2.13."""
+    return bool(attention._qkv_same_embed_dim)
+
+
+def fused_recurrence(mode: str) -> Callable[..., Any]:
+    """torch's kernel for all steps of a recurrence, cuDNN's where it can be; ``mode`` is ``nn.RNNBase.mode``. Known for
+    torch 2.11 to 2.13.
+    """
+    kernel: Callable[..., Any] = getattr(torch._VF, mode.lower())
+    return kernel
 
 
 def recurrent_weight_names(layer: nn.RNNBase) -> list[str]:

@@ -24,7 +24,7 @@ SAMPLING = 0.02  # how far two certificates by Monte Carlo may lie apart: each h
 
 @dataclass(frozen=True)
 class Verification:
-    """A claim and what the accountant says about its σ now."""
+    """A claim that holds: (ε, δ) needs ``needed_sigma`` and has ``sigma``."""
 
     source: str
     epsilon: float
@@ -38,6 +38,13 @@ class Verification:
     def to_dict(self) -> dict[str, Any]:
         """The fields by name."""
         return asdict(self)
+
+    def __str__(self) -> str:
+        sure = "deterministic" if self.confidence == 1 else f"fails with probability {1 - self.confidence:.2g}"
+        return (
+            f"certified anew: ε = {self.epsilon:g} at δ = {self.delta:g} needs σ = {self.needed_sigma:.6g} and has "
+            f"{self.sigma:.6g} ({self.method}, {sure}). {self.note}"
+        ).rstrip()
 
 
 def verify(source: Plan | str | os.PathLike[str]) -> Verification:
@@ -63,43 +70,40 @@ def verify(source: Plan | str | os.PathLike[str]) -> Verification:
     if isinstance(source, Plan):
         source.check()
         bound = source.certificate.kind == "bound"
-        return _certify("plan", source.mechanism, source.sampling, source.epsilon, source.delta, source.sigma, bound)
-    path = Path(source)
-    if path.is_dir():
-        path = path / CARD
+        return _certify("plan", source.mechanism, source.sampling, (source.epsilon, source.delta), source.sigma, bound)
+    path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        kind = data.get("format")
+    except (ValueError, RecursionError, AttributeError) as error:
         raise InvalidInput("source", str(path), f"it must be a plan file or a privacy card ({error})") from None
-    kind = data.get("format") if isinstance(data, dict) else None
     if kind in (FIRST_FORMAT, FORMAT):
         return verify(Plan.load(path))
     if not str(kind).startswith("lambdacgd-privacy-card-"):
         raise InvalidInput("source", str(path), f"it must be a plan file, or a release's folder or {CARD}")
     try:
-        claim = data.get("this_run", data)
-        epsilon, delta, sigma = float(claim["epsilon"]), float(claim["delta"]), float(data["sigma"])
+        claim = float(data["this_run"]["epsilon"]), float(data["this_run"]["delta"])
+        total, sigma = float(data["epsilon"]), float(data["sigma"])
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
-        bound, earlier = data["certificate"]["kind"] == "bound", data.get("earlier_runs", [])
-        total = float(data["epsilon"])
+        bound, earlier = data["certificate"]["kind"] == "bound", len(data["earlier_runs"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidInput("source", str(path), f"it is not a whole privacy card: {error}") from None
-    if total < epsilon:
-        raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {epsilon:g}")
-    note = f"{len(earlier)} earlier runs are as the card states them: verify their own releases." if earlier else ""
-    return _certify("card", mechanism, sampling, epsilon, delta, sigma, bound, note)
+    if not total >= claim[0]:
+        raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {claim[0]:g}")
+    note = f"Its {earlier} earlier runs are as the card states them: verify their own releases." if earlier else ""
+    return _certify("card", mechanism, sampling, claim, sigma, bound, note)
 
 
 def _certify(
     source: str,
     mechanism: Mechanism,
     sampling: Sampling,
-    epsilon: float,
-    delta: float,
+    claim: tuple[float, float],
     sigma: float,
     bound: bool,
     note: str = "",
 ) -> Verification:
+    epsilon, delta = claim
     if not bound or not math.isfinite(epsilon):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
     number("delta", delta, above=0, below=1)
@@ -114,9 +118,6 @@ def _certify(
             certificate = accountant.epsilon(sigma, delta)
             holds = certificate.epsilon <= epsilon * margin
     if not holds:
-        raise InvalidInput(
-            "source",
-            f"This {source} is false: ε = {epsilon:g} at δ = {delta:g} needs σ = {needed.sigma:.6g}, and it has "
-            f"{sigma:.6g}.",
-        )
+        least = f"needs σ = {needed.sigma:.6g}, and it has {sigma:.6g}"
+        raise InvalidInput("source", f"This {source} is false: ε = {epsilon:g} at δ = {delta:g} {least}.")
     return Verification(source, epsilon, delta, sigma, needed.sigma, certificate.method, certificate.confidence, note)

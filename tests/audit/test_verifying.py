@@ -86,6 +86,7 @@ def card(tmp_path: Path, plan: lc.Plan, **changes: Any) -> Path:
         "epsilon": plan.epsilon,
         "delta": plan.delta,
         "this_run": {"epsilon": plan.epsilon, "delta": plan.delta},
+        "earlier_runs": [],
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
         "sigma": plan.sigma,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping import attach
-from lambdacgd.clipping.reference import clipped_sum, example, per_example_gradients
+from lambdacgd.clipping.check import clipped_sum, example, per_example_gradients
 
 
 def probe_loss(model: nn.Module, batch: Any) -> Tensor:

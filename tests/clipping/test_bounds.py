@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, attach
-from lambdacgd.clipping.factors import clip_factors
+from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied
 from lambdacgd.clipping.records import Stored, outer
 from reproduce.bench_models import ViT
@@ -158,7 +158,31 @@ def test_loss_scale_is_taken_out() -> None:
     clipper = attach(model, 0.1)
     step(model, x)
     wanted = {n: t.clone() for n, t in clipper.take().items()}
-    clipper.loss_scale = 1024.0
+    clipper.expect_loss_scale(1024.0)
     (1024.0 * model(x).square().flatten(1).sum(1).mean()).backward()
     for name, total in clipper.take().items():
         torch.testing.assert_close(total, wanted[name])
+
+
+@pytest.mark.parametrize("leave_room", [False, True])
+def test_equal_values_in_bfloat16_stay_below_the_norm(leave_room: bool) -> None:
+    """Every product of factor and operand rounds alike here, for some ζ up by nearly half an ulp (2⁻⁸ of the value).
+    Operands of varying magnitude hide this: their roundings average out.
+    """
+    excess = []
+    for zeta in torch.linspace(1.40, 1.46, 80).tolist():  # ζ/√128 passes a power of two
+        model = nn.Linear(16, 8, bias=False).bfloat16()
+        clipper = attach(model, zeta, loss_reduction="sum")
+        if leave_room:  # as privatize does
+            clipper.leave_room()
+        (4 * model(torch.ones(1, 16, dtype=torch.bfloat16))).sum().backward()
+        excess.append(total_norm(clipper.take()) / zeta)
+    assert max(excess) <= (1 if leave_room else 1 + clipper.sensitivity_tolerance)
+
+
+def test_the_folding_unit_covers_the_unit_roundoff() -> None:
+    for dtype in (torch.bfloat16, torch.float64):
+        assert folding_unit(dtype, torch.device("cpu")) >= torch.finfo(dtype).eps / 2
+    with pytest.MonkeyPatch.context() as patch:  # float32 products in bfloat16: both operands, in both products
+        patch.setattr(torch, "get_float32_matmul_precision", lambda: "medium")
+        assert folding_unit(torch.float32, torch.device("cpu")) >= 4 * torch.finfo(torch.bfloat16).eps / 2

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import attach, convert, fused, grouped
+from lambdacgd.clipping import attach, convert, gpu
 from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
 from reproduce.bench_models import CNN, ViT
@@ -35,7 +35,7 @@ def test_gram_kernel_agrees_with_its_twin(dtype: torch.dtype, tokens: int, inner
         a = torch.randn(4, tokens, inner, device="cuda").to(dtype)
         b = torch.randn(4, tokens, outward, device="cuda").to(dtype)
         records.append(outer("w", a, b, torch.Size((outward, inner))))
-    ((members, block),) = grouped.gram_norms(records)
+    ((members, block),) = gpu.gram_norms([(r.a, r.b) for r in records])
     assert members == [0, 1, 2]
     fast = block.rows()
     for k, record in enumerate(records):
@@ -71,7 +71,7 @@ def test_gradients_of_convolutions_agree_with_autograd(
     weight = torch.randn(outward, inner, *kernel, device="cuda").double()
     response = torch.randn_like(F.conv2d(x.double(), weight, None, stride, padding, dilation)).to(dtype)
     geometry = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
-    found = fused.patch_gradients(pad_to_fit(x, geometry, tuple(response.shape[2:])), response, geometry)
+    found = gpu.patch_gradients(pad_to_fit(x, geometry, tuple(response.shape[2:])), response, geometry)
     assert found is not None
     for i in range(examples):
         truth = torch.nn.grad.conv2d_weight(
@@ -86,7 +86,7 @@ def test_group_norm_sums_agree(shape: tuple[int, ...]) -> None:
     x, b = torch.randn(shape, device="cuda") * 3 + 1, torch.randn(shape, device="cuda")
     sizes = (shape[0], shape[1], x[0, 0].numel(), 4)
     _, mean, rstd = torch.native_group_norm(x, None, None, *sizes, 1e-5)
-    found = fused.group_norm_sums(x, b, mean, rstd)
+    found = gpu.group_norm_sums(x, b, mean, rstd)
     assert found is not None
     product = (b * F.group_norm(x, 4)).reshape(shape[0], shape[1], -1).sum(2)
     torch.testing.assert_close(found[0], product, rtol=1e-4, atol=1e-3)
@@ -97,7 +97,7 @@ def test_group_norm_sums_agree(shape: tuple[int, ...]) -> None:
 def test_a_weighted_sum_of_all(fresh: bool) -> None:
     gradients, factor = torch.randn(37, 5, 60, device="cuda"), torch.rand(37, device="cuda")
     total = torch.ones(5, 60, device="cuda")
-    assert fused.weighted_sum(total, gradients, factor, None, fresh=fresh)
+    assert gpu.weighted_sum(total, gradients, factor, None, fresh=fresh)
     wanted = torch.einsum("i,ijk->jk", factor.double(), gradients.double()) + (0 if fresh else 1)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -110,7 +110,7 @@ def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fres
     factor[~keep], gradients[~keep] = 0.0, float("nan")
     total = torch.full((size,), float("nan"), device="cuda") if fresh else torch.randn(size, device="cuda")
     before = total.double()
-    assert fused.weighted_sum(total, gradients, factor, keep, fresh=fresh)
+    assert gpu.weighted_sum(total, gradients, factor, keep, fresh=fresh)
     wanted = (factor[keep, None].double() * gradients[keep].double()).sum(0) + (0 if fresh else before)
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
@@ -118,7 +118,7 @@ def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fres
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_column_sums_agree(dtype: torch.dtype) -> None:
     gradients = [torch.randn(3, t, d, device="cuda").to(dtype) for t, d in ((7, 130), (33, 64), (1, 10), (40, 1))]
-    sums = grouped.column_sums(gradients)
+    sums = gpu.column_sums(gradients)
     assert sums is not None
     for g, s in zip(gradients, sums, strict=True):
         torch.testing.assert_close(s, g.float().sum(1), rtol=1e-5, atol=1e-4)
@@ -128,7 +128,7 @@ def test_column_sums_agree(dtype: torch.dtype) -> None:
 def test_layer_norm_sums_agree(shape: tuple[int, ...]) -> None:
     x, b = torch.randn(shape, device="cuda") * 3 + 1, torch.randn(shape, device="cuda")
     _, mean, rstd = torch.native_layer_norm(x, shape[-1:], None, None, 1e-5)
-    found = grouped.layer_norm_sums(x, b, mean, rstd, shape[-1])
+    found = gpu.layer_norm_sums(x, b, mean, rstd, shape[-1])
     assert found is not None
     product = (b * F.layer_norm(x, shape[-1:])).reshape(shape[0], -1, shape[-1]).sum(1)
     torch.testing.assert_close(found[0], product, rtol=1e-4, atol=1e-4)
@@ -164,7 +164,7 @@ def test_convolutions_without_patches_give_the_same_sums(low: bool, monkeypatch:
     results = []
     for fast in (True, False):
         if not fast:
-            monkeypatch.setattr(fused, "kernels", lambda: None)
+            monkeypatch.setattr(gpu, "kernels", lambda: None)
         clipper = attach(model, 0.5)
         clipper.weigh(torch.tensor([1.0, 1.0, 0.0, 0.5, 1.0, 1.0], device="cuda"))
         with torch.autocast("cuda", torch.bfloat16, enabled=low):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import ClippingError, attach, convert, register
-from lambdacgd.clipping.capture import tap
 from lambdacgd.clipping.records import Stored
+from lambdacgd.clipping.rules import tap
 
 quick = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -189,12 +189,12 @@ def test_a_rule_of_your_own(oracle: Oracle) -> None:
     used = []
 
     @register(Shift)
-    def shift(site: Any, x: Tensor) -> Tensor:
+    def shift(layer: Any, x: Tensor) -> Tensor:
         def recorder(gradient: Tensor) -> Any:
             used.append(gradient.shape)
-            yield Stored(site.names["by"], gradient.flatten(1, -2).sum(1))
+            yield Stored(layer.names["by"], gradient.flatten(1, -2).sum(1))
 
-        return tap(site, site.hidden(x), recorder)
+        return tap(layer, layer.hidden(x), recorder)
 
     oracle(Wrapped(Shift()), seeded(3, 2, 4), 3)
     assert used
@@ -212,8 +212,8 @@ def test_a_rule_that_gives_gradients_of_another_shape_is_refused() -> None:
             return x * self.by
 
     @register(Scale)
-    def scale(site: Any, x: Tensor) -> Tensor:
-        return tap(site, site.hidden(x), lambda gradient, x: [Stored(site.names["by"], gradient * x)], x)
+    def scale(layer: Any, x: Tensor) -> Tensor:
+        return tap(layer, layer.hidden(x), lambda gradient, x: [Stored(layer.names["by"], gradient * x)], x)
 
     model = Wrapped(Scale())
     clipper = attach(model)

@@ -49,6 +49,30 @@ def test_a_weight_of_another_module_beside_a_bias_of_its_own_is_refused() -> Non
         step(tied, torch.randn(3, 4))
 
 
+@pytest.mark.parametrize(
+    "statistic",
+    [lambda h: h.std(), lambda h: h.square().mean().sqrt(), lambda h: h.abs().max()],
+    ids=["std", "rms", "max"],
+)
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_statistic_of_the_batch_without_dimensions_is_refused(
+    statistic: Callable[[Tensor], Tensor], probe: bool
+) -> None:
+    """``gamma / h.std()`` looks like a parameter divided by a constant; what it takes from every example would get no
+    gradient, and one outlier would move the others' contributions by many times ζ.
+    """
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.inner(x)
+        return h * (m.gamma / statistic(h))
+
+    model = Net(run, inner=nn.Linear(4, 3), gamma=parameter(3))
+    clipper = attach(model, 1e-3, probe=probe)
+    with pytest.raises(ClippingError, match=r"gamma.*depends on the examples but does not have the batch"):
+        step(model, torch.randn(6, 4))
+    assert clipper.norms.numel() == 0
+
+
 class Rounded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, w: Tensor) -> Tensor:
@@ -284,7 +308,7 @@ def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch
         def fail(*_: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        patched.setattr(clipper._totals, "add_pack", fail)  # the biases, after the weights
+        patched.setattr(clipper._backward_pass.totals, "add_pack", fail)  # the biases, after the weights
         with pytest.raises(torch.OutOfMemoryError):
             step(model, x)
     step(model, x)

@@ -159,7 +159,8 @@ def train_by_hand(
     for batch in private.loader:
         loss_by_hand(model, batch, kind).backward()
         optimizer.step()
-        schedule.step()
+        if private.between_steps:
+            schedule.step()
         optimizer.zero_grad()
     private.detach()
 

@@ -40,7 +40,8 @@ def train(order, **options):
         with accelerator.accumulate(wrapped):
             accelerator.backward(F.cross_entropy(wrapped(x), y))
             accelerated.step()
-            schedule.step()
+            if private.between_steps:
+                schedule.step()
             accelerated.zero_grad()
     private.detach()
     return oracle.weights(model)

@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training import NotPrivateWarning
-from lambdacgd.validation import InvalidInput
 from tests.integrations import hf
 from tests.training import oracle
 
@@ -226,19 +226,6 @@ def test_a_second_run_with_the_same_key_has_noise_of_its_own(tmp_path, caplog):
         ends.append(hf.weights(trainer.model))
     assert not torch.equal(ends[0]["classifier.weight"], ends[1]["classifier.weight"])
     assert "has been used for 1 run" in caplog.text
-
-
-def test_missing_extras_are_named(monkeypatch):
-    import importlib.util
-
-    from lambdacgd.integrations.extras import need
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
-    )
-    with pytest.raises(ImportError, match=r"lambdacgd\[hf\]"):
-        need("hf", "transformers", "torch")
 
 
 def test_importing_the_library_imports_no_trainer():

@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
 from tests.integrations import hf
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
 from tests.integrations import ddp_job, hf
 
 JOB = Path(__file__).with_name("ddp_job.py")

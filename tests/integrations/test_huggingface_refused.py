@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lambdacgd as lc
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
 from tests.integrations import hf
 
 REFUSED = {

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.sampling import BinSortedParquet
+from lambdacgd.training.step import PrivateStep
+from tests.training.graphs import on_the_host
 from tests.training.test_captured import Eager
 
 SEED = 11
@@ -67,7 +69,8 @@ def test_the_sorted_file_trains_the_same_model(prepared):
 
 def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
     """In the file's order an example's number is not its row: bins by row would put it in two bins of a mixed run."""
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     key, run_id, plan, x, y, target = prepared
     memory = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     expected = train(memory, key, run_id, plan, options={})
@@ -78,7 +81,7 @@ def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     private = lc.privatize(model, optimizer, file, plan, max_grad_norm=1.0, key=key, run_id=run_id, collate_fn=collate)
     rows = collate([file[i] for i in range(N)])
-    Eager(private, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
+    Eager(private._loop, private.loader, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
     torch.testing.assert_close(model.weight.detach(), expected)
 
 

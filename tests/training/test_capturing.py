@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private, loss, data, padded)
+    graphs.step = Captured(private._loop, private.loader, loss, data, padded)
     return private, graphs.step
 
 
@@ -175,6 +175,6 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch):
     """``torch.cuda.graph`` records one device's streams: work on another would be done at capture and never again."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
-    private = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
+    loop = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
     with pytest.raises(lc.InvalidInput, match="cuda:1, while the current device is cuda:0"):
-        _check(private, (tensor,))
+        _check(loop, PLAN, (tensor,))

@@ -46,10 +46,10 @@ def test_ctrl_c_while_noise_is_added(monkeypatch):
     private, module, optimizer = start()
     backward(module, next(iter(private.loader)))
 
-    def pressed(*_):
+    def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(private, "_add_noise", pressed)
+    monkeypatch.setattr(private._step, "add_noise_", pressed)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()

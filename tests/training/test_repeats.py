@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
-from lambdacgd.training.repeats import check_no_repeats
+from lambdacgd.training.privatize import check_no_repeats
 from lambdacgd.validation import InvalidInput
 from tests.training import oracle
 from tests.training.saved import start

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.cli.options import flag, plan_flags, with_flags
+from lambdacgd.cli.options import flag, place_for, plan_flags, with_flags
+from lambdacgd.errors import InvalidInput
 from lambdacgd.version import __version__
 
 
@@ -143,9 +147,40 @@ def check(
     ] = "mean",
 ) -> None:
     """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
-    from lambdacgd.cli import checker
+    if loss_reduction not in ("mean", "sum"):
+        raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
+    made = _imported("factory", factory)()
+    from torch import nn
 
-    checker.check(factory, loss_reduction)
+    from lambdacgd.clipping import check_model
+
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        raise InvalidInput(
+            "factory",
+            f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
+        )
+    model, batch, loss = made
+    report = check_model(model, batch, loss=loss, loss_reduction="mean" if loss_reduction == "mean" else "sum")
+    print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
+
+
+def _imported(parameter: str, factory: str) -> Callable[..., Any]:
+    """The function that ``factory`` names as module:function; modules of the current folder can be named, too."""
+    module, _, name = factory.partition(":")
+    if not module or not name:
+        raise InvalidInput(parameter, factory, "it must be module:function, such as models:make for make in models.py")
+    sys.path.insert(0, "")  # a console script does not look into the current folder, as ``python -m`` does
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not (module + ".").startswith(f"{error.name}."):
+            raise  # something that the user's module needs
+        raise InvalidInput(parameter, factory, f"there is no module {module} here") from None
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise InvalidInput(parameter, factory, f"{module} has no function {name}")
+    return function
 
 
 def audit(
@@ -160,9 +195,20 @@ def audit(
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the trade-off to this PNG, SVG or PDF.")] = None,
 ) -> None:
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
-    from lambdacgd.cli import auditor
+    place_for("out", out)
+    place_for("plot", plot)
+    loop = None if train is None else _imported("train", train)
+    from lambdacgd.auditing import audit
+    from lambdacgd.planning import Plan
 
-    auditor.audit(plan, train, runs=runs, canaries=canaries, as_json=as_json, out=out, plot=plot)
+    report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
+    if out:
+        report.save(out)
+    if plot:
+        report.plot(plot)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    if not report.passed:
+        raise typer.Exit(1)
 
 
 def verify(
@@ -172,9 +218,10 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
-    from lambdacgd.cli import auditor
+    from lambdacgd.verifying import verify
 
-    auditor.verify(source, as_json=as_json)
+    claim = verify(source)
+    print(json.dumps(claim.to_dict(), indent=2) if as_json else claim)
 
 
 def demo(

@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich import box
@@ -17,6 +18,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache
+from lambdacgd.accounting import accountant_for
 from lambdacgd.cli.options import place_for, plan_arguments
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import (
@@ -75,29 +77,34 @@ def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if wanted else cache.disabled()
 
 
+def plots() -> ModuleType:
+    """What draws figures: imported where one is asked for, because it needs matplotlib."""
+    from lambdacgd.cli import plots
+
+    return plots
+
+
 def show_plan(
     request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool
 ) -> None:
     """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
-    _check_ending(plot)
+    if plot:  # before the work rather than after it
+        plots().check_ending(plot)
     arguments = plan_arguments(request)
     with _busy(as_json, "calibrating the noise"):
         plan = make_plan(**arguments)
-        check = _cross_check(plan) if cross_check else None
+        accountant = accountant_for(plan.mechanism, plan.sampling)
+        check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
-        from lambdacgd.cli import plots
-
-        plots.plan_figure(plan, plot)
+        plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(
-        Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.kind}", expand=False)
-    )
+    console.print(Panel(_plan_table(plan, check), title=f"{plan.mechanism}, {plan.sampling.kind}", expand=False))
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -111,7 +118,8 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     arguments = plan_arguments(request)
     if arguments["epsilon"] == math.inf:
         raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
-    _check_ending(plot)
+    if plot:  # before the work rather than after it
+        plots().check_ending(plot)
     sampling = arguments.pop("sampling", None)
     # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
     steps = make_plan(**arguments | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}).block.steps
@@ -120,12 +128,10 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     )
     plans = []
     for mechanism, drawn in rows:
-        with _busy(as_json, f"{mechanism.name}, {drawn.kind}"):
+        with _busy(as_json, f"{mechanism}, {drawn.kind}"):
             plans.append(make_plan(**arguments | {"mechanism": mechanism, "sampling": drawn}))
     if plot:
-        from lambdacgd.cli import plots
-
-        plots.comparison_figure(plans, plot)
+        plots().comparison_figure(plans, plot)
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
@@ -141,56 +147,10 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print(f"figure written to {plot}")
 
 
-def _check_ending(plot: Path | None) -> None:
-    """Before the work rather than after it."""
-    if plot:
-        from lambdacgd.cli import plots
-
-        plots.check_ending(plot)
-
-
-_TITLES = {
-    "dp-sgd": "DP-SGD",
-    "lambda-cgd": "λCGD",
-    "bisr": "BISR",
-    "bandinvmf": "BandInvMF",
-    "gamma-bifr": "γ-BIFR",
-    "blt": "BLT",
-    "bsr": "BSR",
-    "bandmf": "BandMF",
-    "diagonal": "diagonal",
-}
-_SYMBOLS = {"lam": "λ", "bands": "p", "gamma": "γ", "buffers": "m"}
-
-
-def describe(mechanism: Mechanism) -> str:
-    """A mechanism in a few words.
-
-    >>> from lambdacgd.mechanisms import LambdaCGD
-    >>> describe(LambdaCGD(0.9, normalized=True))
-    'λCGD λ=0.9 normalised'
-    >>> describe(LambdaCGD(0.99999))
-    'λCGD λ=0.99999'
-    """
-    fields = mechanism.to_dict()
-    words = [f"{symbol}={_short(fields[name])}" for name, symbol in _SYMBOLS.items() if name in fields]
-    if fields.get("normalized"):
-        words.append("normalised")
-    return " ".join([_TITLES[mechanism.name], *words])
-
-
-def _short(value: float) -> str:
-    """Four digits, or all of them where those would make 1 of something below."""
-    text = f"{value:.4g}"
-    return text if value >= 1 or float(text) < 1 else repr(value)
-
-
-def memory(mechanism: Mechanism, steps: int) -> str:
-    """What the noise needs beside the gradient, in vectors of its size."""
-    past = mechanism.past_vectors(steps)
-    if past == 0:
-        return "nothing"
-    return f"regenerates {past}" if mechanism.regenerates(steps) else f"stores {past}"
+def _stored(plan: Plan) -> int:
+    """How many noise vectors of the model's size are kept."""
+    steps = plan.block.steps
+    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
 
 
 def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
@@ -205,7 +165,9 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
-    add("past noise", f"{memory(plan.mechanism, plan.block.steps)} (vectors of the model's size)")
+    past = plan.mechanism.past_vectors(plan.block.steps)
+    verb = "stores" if _stored(plan) else "regenerates"
+    add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")
     certificate = plan.certificate
     sure = (
         "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
@@ -263,26 +225,15 @@ def _comparison_table(plans: list[Plan]) -> Table:
         if plan.sampling.kind != usual.sampling.kind:
             apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
         table.add_row(
-            describe(plan.mechanism) + apart,
+            str(plan.mechanism) + apart,
             f"{mark}{plan.sigma:.4g}",
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
-            _stored(plan),
+            str(_stored(plan)),
             plan.certificate.method,
             style="bold" if plan.rmse == best else "",
         )
     return table
-
-
-def _stored(plan: Plan) -> str:
-    n = plan.block.steps
-    return "0" if plan.mechanism.regenerates(n) else str(plan.mechanism.past_vectors(n))
-
-
-def _cross_check(plan: Plan) -> dict[str, Any]:
-    from lambdacgd.accounting.calibration import cross_check
-
-    return cross_check(plan.mechanism, plan.sampling, sigma=plan.sigma, epsilon=plan.epsilon)
 
 
 @contextlib.contextmanager

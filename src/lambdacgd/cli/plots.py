@@ -9,14 +9,10 @@ import numpy as np
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
-from lambdacgd.accounting.balls_in_bins import exact_accountant
-from lambdacgd.accounting.base import SMALLEST_EPSILON
-from lambdacgd.accounting.fresh_bins import METHOD as COMPOSED
-from lambdacgd.accounting.fresh_bins import exact_accountant as composed_accountant
+from lambdacgd.accounting import accountant_for
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
-from lambdacgd.sampling import BallsInBins
 
 
 def check_ending(path: Path) -> None:
@@ -55,15 +51,11 @@ def plan_figure(plan: Plan, path: Path) -> None:
 
 def _trade_off(plan: Plan) -> list[tuple[float, float]]:
     """(ε, δ) at the plan's σ where they are computed exactly; nothing elsewhere."""
-    if not isinstance(plan.sampling, BallsInBins) or not plan.certificate.method.startswith("transfer-matrix"):
+    if not plan.certificate.method.startswith("transfer-matrix"):
         return []
-    epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if SMALLEST_EPSILON <= e <= 20]
-    composed = plan.certificate.method == COMPOSED
-    fresh = composed_accountant(plan.mechanism, plan.horizon) if composed else None
-    if fresh is not None:
-        return [(b.epsilon, b.delta) for b in fresh.curve(plan.sigma, epsilons, delta=plan.delta)]
-    fixed = exact_accountant(plan.mechanism, plan.horizon)
-    return [] if fixed is None else [(b.epsilon, b.delta) for b in fixed.curve(plan.sigma, epsilons)]
+    # Exact accountants take ε from .001 to 20.
+    epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if 1e-3 <= e <= 20]
+    return accountant_for(plan.mechanism, plan.sampling).curve(plan.sigma, epsilons, plan.delta)
 
 
 def _errors_over_lambda(plan: Plan, axes: Any) -> None:
@@ -93,10 +85,8 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
         plans: what is compared.
         path: where the figure is written; its ending says of which kind it is.
     """
-    from lambdacgd.cli.planner import describe
-
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
-    labels = [f"{describe(plan.mechanism)}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
+    labels = [f"{plan.mechanism}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
     colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
     figure = Figure(figsize=(8, 0.45 * len(plans) + 1.5))
     axes = figure.subplots()

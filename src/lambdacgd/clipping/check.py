@@ -1,30 +1,38 @@
-"""`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?"""
+"""`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?
+
+The reference stands here, too: one example at a time through plain autograd, the slow twin that every fast path is
+tested against.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
-from lambdacgd.clipping.clipper import LossReduction, attach
-from lambdacgd.clipping.errors import ClippingError
-from lambdacgd.clipping.reference import Loss, clipped_sum, per_example_gradients
+from lambdacgd.clipping.backward import LossReduction
+from lambdacgd.clipping.bounds import AUTOMATIC_STABILITY, Mode
+from lambdacgd.clipping.clipper import attach
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import AnyDropout, tree_leaves, tree_map
+
+#: loss(model, batch) -> scalar, for a batch of any number of examples
+Loss = Callable[[nn.Module, Any], Tensor]
 
 _SINGLE = 1e-4  #: what rounding may do to a comparison in float32
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `check_model` found: relative differences by parameter, and buffers that the forward pass changed."""
+    """What `check_model` measured: how far clipping is from the reference, relative to the sum, by parameter."""
 
     examples: int
     differences: dict[str, float]
-    buffers: tuple[str, ...] = field(default=())
     dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
@@ -68,9 +76,9 @@ def check_model(
     value = loss(twin, probe)
     clipper.backward(value)
     ratio = clipper.norms / norms
-    found, wanted = clipper.take(), clipped_sum(expected, clip)
+    sums, wanted = clipper.take(), clipped_sum(expected, clip)
     size = math.sqrt(sum(float(w.square().sum()) for w in wanted.values())) or 1.0
-    differences = {name: float((found[name] - wanted[name]).norm()) / size for name in wanted}
+    differences = {name: float((sums[name] - wanted[name]).norm()) / size for name in wanted}
     wrong = {name: d for name, d in differences.items() if not d <= tolerance}
     if wrong:
         raise ClippingError(_explain(wrong, ratio, loss_reduction, tolerance))
@@ -83,7 +91,7 @@ def _one_at_a_time(
     """A copy of the model and of the batch in ``dtype``, and every example's gradient by plain autograd."""
     twin = copy.deepcopy(model).to(dtype)
     for module in twin.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) or hasattr(module, "attention_dropout"):
+        if isinstance(module, AnyDropout) or hasattr(module, "attention_dropout"):
             module.train(False)
     batch = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
     buffers = {name: b.clone() for name, b in twin.named_buffers()}
@@ -111,3 +119,45 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolera
         f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs "
         "long examples more: average within each example first), or the batch size took part in the computation."
     )
+
+
+# --- the reference ----------------------------------------------------------------------------------------------------
+
+
+def example(batch: Any, i: int) -> Any:
+    """The batch that holds example ``i`` alone."""
+    return tree_map(lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
+
+
+def per_example_gradients(model: nn.Module, loss: Loss, batch: Any, examples: int) -> list[dict[str, Tensor]]:
+    """g_i for every example: the gradient of the loss of the batch that holds it alone."""
+    every = []
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    for i in range(examples):
+        value = loss(model, example(batch, i))
+        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        every.append(
+            {
+                n: torch.zeros_like(p) if g is None else g.to_dense()  # Embedding(sparse=True)
+                for (n, p), g in zip(parameters.items(), gradients, strict=True)
+            }
+        )
+    return every
+
+
+def clipped_sum(gradients: list[dict[str, Tensor]], max_grad_norm: float, *, mode: Mode = "flat") -> dict[str, Tensor]:
+    """Σ_i of the clipped gradients, as `attach` defines its modes."""
+    total: dict[str, Tensor] = {}
+    for g in gradients:
+        groups: dict[str, list[str]] = {}
+        for name in g:
+            groups.setdefault(name.rpartition(".")[0] if mode == "per-layer" else "", []).append(name)
+        for names in groups.values():
+            norm = torch.stack([g[n].square().sum() for n in names]).sum().sqrt()
+            if mode == "automatic":
+                factor = max_grad_norm / (norm + AUTOMATIC_STABILITY)
+            else:
+                factor = (max_grad_norm / len(groups) ** 0.5 / norm).clamp_max(1.0)
+            for n in names:
+                total[n] = total.get(n, 0) + factor * g[n]
+    return total

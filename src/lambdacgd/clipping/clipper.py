@@ -1,28 +1,46 @@
-"""`attach`: per-example clipped gradient sums from one forward and one backward pass."""
+"""`attach`: per-example clipped gradient sums from one forward and one backward pass.
+
+`attach` refuses at the door what cannot be clipped exactly, replaces the forward of every module that owns trainable
+parameters by its rule (`rules`, `layers`; `batch_free` where there is none), and hooks the model's own forward to learn
+which examples it sees (`probe`). What comes of a backward pass is in `backward`.
+"""
 
 from __future__ import annotations
 
-import math
+import copy
 import weakref
-from collections.abc import Callable, Iterable
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping import layers, precision, sites
-from lambdacgd.clipping.capture import Call, Site, uncast
-from lambdacgd.clipping.errors import ClippingError
-from lambdacgd.clipping.factors import Factors, Mode, clip_factors, sensitivity_tolerance
-from lambdacgd.clipping.passes import NormPass, Totals, merge, pack_small, resolve_sums
-from lambdacgd.clipping.probing import Probing
-from lambdacgd.clipping.records import Norm, Record, Stored
-from lambdacgd.clipping.sizing import Sizing
+from lambdacgd.clipping import bounds
+from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
+from lambdacgd.clipping.batch_free import BatchFree, check_output, parameter_stand_in
+from lambdacgd.clipping.bounds import Mode
+from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
+from lambdacgd.clipping.probe import Probe
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import (
+    AnyBatchNorm,
+    AnyInstanceNorm,
+    AnyLazyNorm,
+    backward_task,
+    functorch_is_active,
+    has_backward_hooks,
+    not_compiled,
+    own_modules,
+    own_parameters,
+    tree_leaves,
+)
 
-__all__ = ["Clipper", "LossReduction", "attach", "layers"]
-
-LossReduction = Literal["mean", "sum", "none"]
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
+Undo = Callable[[], None]
+_LISTS = (nn.ParameterList, nn.ParameterDict)
+_MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "x", "input", "inputs")
 
 
 def attach(
@@ -31,29 +49,33 @@ def attach(
     *,
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
-    nonfinite: Literal["zero", "raise"] = "zero",
+    nonfinite: NonFinite = "zero",
     batch_of: BatchOf | None = None,
     probe: bool = True,
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
-    ``max_grad_norm`` is ζ (``math.inf``: no clipping). ``loss_reduction`` says how the loss combines the examples of
-    the batch it saw. ``mode``: one norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or
-    normalising instead of clipping ("automatic"); the sum's sensitivity is ζ in each. ``nonfinite="raise"`` turns
-    a non-finite gradient into an error, which tells everybody something about one example. ``batch_of(args,
-    kwargs)`` gives the number of examples where it is not the first dimension of the model's first tensor argument.
-    ``probe`` runs the first batch twice more, once without its last example, to learn which dimensions are the batch
-    and whether examples stay in their rows (see `sizing`).
+    Args:
+        model: The model. It stays what it is; `Clipper.detach` gives it back as it was.
+        max_grad_norm: The clipping norm ζ (``math.inf``: no clipping).
+        loss_reduction: How the loss combines the examples of the batch it saw.
+        mode: One norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or normalising instead
+            of clipping ("automatic"). The sum's sensitivity is ζ in each.
+        nonfinite: What an example with a non-finite gradient does: contribute zero, or raise an error, which tells
+            everybody something about one example.
+        batch_of: ``batch_of(args, kwargs)`` gives the number of examples where it is not the first dimension of the
+            model's first tensor argument.
+        probe: Whether the first batch is run twice more, once without its last example, to learn which dimensions are
+            the batch and whether examples stay in their rows (see `probe`).
+
+    Returns:
+        The clipper, which gathers the sums.
+
+    Raises:
+        ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    return Clipper(
-        model,
-        max_grad_norm,
-        loss_reduction=loss_reduction,
-        mode=mode,
-        nonfinite=nonfinite,
-        batch_of=batch_of,
-        probe_sizes=probe,
-    )
+    settings = Settings(max_grad_norm, loss_reduction, mode, nonfinite)
+    return Clipper(model, settings, batch_of=batch_of, probe=probe)
 
 
 class Clipper:
@@ -63,112 +85,128 @@ class Clipper:
     ---------
     Zeroing out one example changes the mathematical sum by at most ``max_grad_norm · (1 + sensitivity_tolerance)``
     in ℓ₂ norm, provided the model treats examples independently and the loss adds them up (`check_model` tests both).
+
+    Attributes:
+        model: The model that is clipped.
+        parameters: Its trainable parameters by name; tied ones once.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_grad_norm: float,
-        *,
-        loss_reduction: LossReduction,
-        mode: Mode,
-        nonfinite: Literal["zero", "raise"],
-        batch_of: BatchOf | None,
-        probe_sizes: bool = True,
-    ) -> None:
-        _choice("loss_reduction", loss_reduction, get_args(LossReduction))
-        _choice("mode", mode, get_args(Mode))
-        _choice("nonfinite", nonfinite, ("zero", "raise"))
-        if isinstance(max_grad_norm, bool) or not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
-        if mode == "automatic" and math.isinf(max_grad_norm):
-            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
-        self.model, self._max_grad_norm, self.mode, self.nonfinite = model, float(max_grad_norm), mode, nonfinite
-        self.loss_reduction, self._batch_of = loss_reduction, batch_of
-        self.loss_scale: float | Tensor = 1.0  # set to GradScaler's scale under float16
-        self.before_adding: Callable[[], None] | None = None  # called before a backward pass writes the sums
-        self._totals = Totals()
-        self._norm_pass = NormPass()
-        self.batch = 0  # examples in the forward pass under way
-        self.running = False  # whether one is
-        self.generation = 0
-        self.sizing = Sizing()
-        self._probing = Probing(model) if probe_sizes else None
-        self.views = 1  # rows of every example in the model's arguments, one view of all after another
-        self.linear_sites: list[Site] = []
-        self.casts: dict[Site, tuple[Tensor, Tensor | None]] = {}
-        self._last_cast: tuple[Tensor, int, Tensor] | None = None
-        self._norms: list[Tensor] = []
-        self._dropped: Tensor | None = None
-        self._weights: Tensor | None = None
-        self._pending: dict[str, list[Record]] = {}
-        self._task, self._batch, self._seen = -1, 0, set[int]()
-        self._consumed: set[int] = set()
-        self._attached = False
-        self.sharded = False  # set by `keep_sums_in`
-        self._watched: dict[int, weakref.ref[Tensor]] = {}
-        self.may_probe = True  # where ranks compute together (FSDP2), all must probe at the same batch
-        self.parameters = sites.trainable(model)
+    def __init__(self, model: nn.Module, settings: Settings, *, batch_of: BatchOf | None, probe: bool) -> None:
+        self.model, self._settings, self._batch_of = model, settings, batch_of
+        self.parameters = trainable(model)
         if not self.parameters:
             raise ClippingError(
                 "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
             )
-        self.shapes = {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
-        self.frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-        device = sites.compute_device(next(iter(self.parameters.values())))
-        self.anchor = torch.zeros((), device=device, requires_grad=True)
-        self.expected_rows = 0  # while the probe differentiates its first rows: how many
-        self._asked = (-1, False)  # of the last backward pass: its number, and whether it is for the parameters
-        self._undo = sites.install(self)
-        self._attached = True
+        self._snapshot = Snapshot(model, self.parameters)
+        device = compute_device(next(iter(self.parameters.values())))
+        self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
+        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe)
+        self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
+        self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._undo = self._install()
+
+    # --- sums ---------------------------------------------------------------------------------------------------------
 
     @property
     def sums(self) -> dict[str, Tensor]:
         """The clipped sums gathered since the last `take`, by parameter name."""
-        return self._totals.filled
+        return self._backward_pass.totals.filled
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand out the sums of all trainable parameters and start the next logical batch.
+
+        Returns:
+            The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
+            next backward pass: use or copy them before.
+        """
+        totals = self._backward_pass.totals
+        sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
+        self.zero()
+        return sums
+
+    def zero(self) -> None:
+        """Forget the sums, norms and counts gathered so far."""
+        self._backward_pass.forget()
 
     def keep_sums_in(self, totals: Totals) -> None:
         """Gather sums elsewhere: for models whose parameters are sharded over processes."""
-        self._totals, self.sharded = totals, True
-        self.linear_sites = []  # their weights are whole only while their own layer runs
+        self._backward_pass.totals = totals
+        self._backward_pass.sharded = self._forward_pass.sharded = True
+        self._linear_layers = []  # their weights are whole only while their own layer runs
 
-    def watch(self, gathered: Tensor, hook: Callable[[Tensor], None]) -> None:
-        """Call ``hook`` when autograd gives this tensor a gradient."""
-        known = self._watched.get(id(gathered))
-        if known is None or known() is not gathered:
-            self._watched[id(gathered)] = weakref.ref(gathered)
-            self._undo.append(gathered.register_post_accumulate_grad_hook(hook).remove)
+    def backward(self, loss: Tensor) -> None:
+        """``loss.backward()`` for a loss of any reduction; a per-example vector is added up.
 
-    # --- what the operator reads -------------------------------------------------------------------------------------
+        Args:
+            loss: The loss, a vector of one number per example if ``loss_reduction`` is "none".
+
+        Raises:
+            ClippingError: The loss has another shape.
+        """
+        if self.loss_reduction == "none" and loss.dim() != 1:
+            raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
+        loss.backward(torch.ones_like(loss))
+
+    def detach(self) -> None:
+        """Give the model back as it was."""
+        undo, self._undo = self._undo, []
+        for step in reversed(undo):
+            step()
+        self._backward_pass.reset()
+
+    # --- what the operator reads --------------------------------------------------------------------------------------
 
     @property
     def norms(self) -> Tensor:
         """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
-        return torch.cat(self._norms) if self._norms else torch.zeros(0)
+        return torch.cat(self._backward_pass.norms) if self._backward_pass.norms else torch.zeros(0)
 
     @property
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
-        return 0 if self._dropped is None else int(self._dropped)
+        return 0 if self._backward_pass.dropped is None else int(self._backward_pass.dropped)
 
     @property
     def max_grad_norm(self) -> float:
         """ζ, fixed while attached: noise is made for it."""
-        return self._max_grad_norm
+        return self._settings.max_grad_norm
 
-    def leave_room(self) -> None:
-        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given."""
-        self._max_grad_norm /= 1 + self.sensitivity_tolerance
+    @property
+    def mode(self) -> Mode:
+        """How norms are taken; see `attach`."""
+        return self._settings.mode
+
+    @property
+    def loss_reduction(self) -> LossReduction:
+        """How the loss combines examples; see `attach`."""
+        return self._settings.loss_reduction
 
     @property
     def sensitivity_tolerance(self) -> float:
         """The noise scale must cover ``max_grad_norm · (1 + sensitivity_tolerance)``."""
-        return max(sensitivity_tolerance(precision.accumulator(p.dtype)) for p in self.parameters.values())
+        return max(bounds.sensitivity_tolerance(bounds.accumulator(p.dtype)) for p in self.parameters.values())
 
-    # --- the batch ---------------------------------------------------------------------------------------------------
+    @property
+    def anchor(self) -> Tensor:
+        """A tensor on the device that gradients are computed on."""
+        return self._backward_pass.anchor
+
+    # --- what training sets -------------------------------------------------------------------------------------------
+
+    def leave_room(self) -> None:
+        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given."""
+        self._settings.max_grad_norm /= 1 + self.sensitivity_tolerance
 
     def weigh(self, weights: Tensor | None) -> None:
-        """Weights in [0, 1], one per example, for the next backward pass. Weight zero contributes exactly zero."""
+        """Give every example of the next backward pass a weight; one of weight zero contributes exactly zero.
+
+        Args:
+            weights: Numbers in [0, 1], one per example; None: all are one.
+
+        Raises:
+            ClippingError: A weight lies outside [0, 1], or ``weights`` is no vector.
+        """
         if weights is not None:
             capturing = weights.is_cuda and torch.cuda.is_current_stream_capturing()
             if weights.dim() != 1:
@@ -177,218 +215,368 @@ class Clipper:
                 raise ClippingError(
                     "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
                 )
-        self._weights = weights
+        self._backward_pass.weights = weights
 
-    def backward(self, loss: Tensor) -> None:
-        """``loss.backward()`` for a loss of any reduction; a per-example vector is added up."""
-        if self.loss_reduction == "none" and loss.dim() != 1:
-            raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
-        loss.backward(torch.ones_like(loss))
+    def expect_views(self, views: int) -> None:
+        """Every example comes as this many rows of the model's arguments, one view of all after another.
 
-    def take(self) -> dict[str, Tensor]:
-        """Hand out the sums of all trainable parameters (zeros where none arrived) and start the next logical batch.
-
-        The buffers are ours and are written again by the next backward pass: use or copy them before.
+        The gradient of an example is the mean over its views: a loss that adds examples up has ``views`` times as many.
         """
-        filled = self._totals.filled
-        out = {n: filled[n] if n in filled else self._totals.zeros(n, p) for n, p in self.parameters.items()}
-        self.zero()
-        return out
+        self.views = views
+        self.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
 
-    def zero(self) -> None:
-        """Forget the sums, norms and counts gathered so far."""
-        self._totals.clear()
-        self._norms, self._dropped = [], None
+    def expect_loss_scale(self, scale: float | Tensor) -> None:
+        """The loss is multiplied by ``scale`` before ``backward()`` (GradScaler, under float16)."""
+        self.loss_scale = scale
 
-    def detach(self) -> None:
-        """Give the model back as it was."""
-        if self._attached:
-            for undo in reversed(self._undo):
-                undo()
-            self._undo, self._attached, self._pending = [], False, {}
+    def allow_probe(self, allowed: bool) -> None:
+        """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
+        self.may_probe = allowed
 
-    # --- the forward pass --------------------------------------------------------------------------------------------
+    def call_before_adding(self, callback: Callable[[], None] | None) -> None:
+        """Call this before a backward pass writes the sums."""
+        self.before_adding = callback
+
+    # The same as attributes, until training uses the methods above.
+
+    @property
+    def views(self) -> int:
+        return self._probe.views
+
+    @views.setter
+    def views(self, views: int) -> None:
+        self._probe.views = views
+
+    @property
+    def loss_scale(self) -> float | Tensor:
+        return self._settings.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, scale: float | Tensor) -> None:
+        self._settings.loss_scale = scale
+
+    @property
+    def may_probe(self) -> bool:
+        return self._probe.allowed
+
+    @may_probe.setter
+    def may_probe(self, allowed: bool) -> None:
+        self._probe.allowed = allowed
+
+    @property
+    def before_adding(self) -> Callable[[], None] | None:
+        return self._backward_pass.before_adding
+
+    @before_adding.setter
+    def before_adding(self, callback: Callable[[], None] | None) -> None:
+        self._backward_pass.before_adding = callback
+
+    # --- the model's forward pass -------------------------------------------------------------------------------------
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """The number of examples in the model's arguments."""
-        return self._batch_of(args, kwargs) if self._batch_of else sites.batch_size(args, kwargs)
+        return self._batch_of(args, kwargs) if self._batch_of else batch_size(args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
-            if self._probing is not None:
-                self._probing.begin_quietly()
+            self._probe.begin_quietly()
             return
         batch = self.count(args, kwargs)
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
-        if torch._C._current_graph_task_id() == -1:  # not a recomputation by checkpointing
-            self.generation, self.running = self.generation + 1, True
-            self._reset()  # what an interrupted backward pass left behind
-            sites.check_unchanged(self)
-            if self._probing is not None:
-                self._probing.begin(self, args, kwargs, batch)
-            self.casts = sites.cast_weights(self)
-            self.sizing.start(batch)
-        self.batch = batch
-
-    def _reset(self) -> None:
-        self._pending, self._norm_pass, self._task, self._seen = {}, NormPass(), -1, set()
+        if backward_task() != -1:  # a recomputation by checkpointing
+            self._forward_pass.batch = batch
+            return
+        self._forward_pass.begin()
+        self._backward_pass.reset()
+        self._snapshot.check()
+        self._probe.begin(args, kwargs, batch)
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
+        self._forward_pass.look_at(batch)
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Also where the forward pass raised: what layers do afterwards is outside it."""
-        self.casts, self._last_cast = {}, None
-        if torch._C._current_graph_task_id() == -1:
-            self.running = False
+        self._forward_pass.leave()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.is_grad_enabled():
-            self.check_output(output)
-            if self._probing is not None and torch._C._current_graph_task_id() == -1:
-                self._probing.end()
-        elif self._probing is not None:
-            self._probing.end_quietly()
-
-    def check_output(self, output: Any) -> None:
-        sites.check_output(self, output)
-
-    def cast_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``x`` in autocast's type; query, key and value layers, which share their input, share the copy too."""
-        last = self._last_cast
-        if last is not None and last[0] is x and last[1] == x._version and last[2].dtype == dtype:
-            return last[2]
-        copy = x.to(dtype)
-        if copy is not x:
-            self._last_cast = (x, x._version, copy)
-        return copy
-
-    def is_batched(self, site: Site, x: Tensor) -> bool:
-        """Whether ``x``, an input of a site, has the batch first."""
-        return self.sizing.batch_first(site, x)
-
-    # --- the backward pass -------------------------------------------------------------------------------------------
-
-    def gathers(self) -> bool:
-        """Whether the backward pass under way is for the parameters.
-
-        ``torch.autograd.grad(loss, x)`` is not, nor ``backward(inputs=[x])``: they leave ``p.grad`` alone, too.
-        """
-        task = torch._C._current_graph_task_id()
-        if task != self._asked[0]:
-            # Asked for anew: a node that is kept belongs to the stream it was made in, and CUDA graphs have their own.
-            node = torch.autograd.graph.get_gradient_edge(self.anchor).node
-            self._asked = (task, torch._C._will_engine_execute_node(node))
-        return self._asked[1]
-
-    def _receive(self, call: Call, records: Iterable[Record]) -> None:
-        task = torch._C._current_graph_task_id()
-        if task != self._task:
-            if self._pending:
-                raise call.site.refuse(
-                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) "
-                    "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
-                    "use_reentrant=False)."
-                )
-            if self.before_adding is not None:
-                self.before_adding()
-            self._task, self._batch, self._seen = task, call.batch, set()
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        if call.generation in self._consumed:
-            raise call.site.refuse(
-                "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
-                "up and call backward() once."
-            )
-        self._seen.add(call.generation)
-        if len(self._seen) > 1:
-            raise call.site.refuse(
-                "one backward pass covers two forward passes of the model. Where they saw different examples, call "
-                "backward() for each; where row i is one example in both (two views of it), let one module call the "
-                "model twice in its forward, and attach to that."
-            )
-        for record in records:
-            if record.examples != call.batch:
-                raise call.site.refuse(
-                    f"expected {call.batch} examples, found {record.examples}: the batch must be the first dimension."
-                )
-            if type(record) is Stored and record.gradients.shape[1:] != self.shapes[record.name][0]:
-                raise call.site.refuse(
-                    f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
-                    f"the parameter has {tuple(self.shapes[record.name][0])}."
-                )
-            self._pending.setdefault(record.name, []).append(record)
-            self._norm_pass.put(record)
-
-    def _finish(self) -> None:
-        pending, norm_pass = self._pending, self._norm_pass
-        self._consumed |= self._seen
-        self._reset()
-        if len(self._consumed) > 4096:
-            self._consumed = {g for g in self._consumed if g > self.generation - 1024}
-        weights, self._weights = self._weights, None
-        if not pending:
+        if not torch.is_grad_enabled():
+            self._probe.end_quietly()
             return
-        with torch.no_grad(), uncast(self.anchor):
-            self._clip_and_add(pending, norm_pass, weights)
+        check_output(output, self._forward_pass.batch)
+        if backward_task() == -1:
+            self._probe.end()
 
-    def _clip_and_add(self, pending: dict[str, list[Record]], norm_pass: NormPass, weights: Tensor | None) -> None:
-        if weights is not None and weights.shape[0] != self._batch:
-            raise ClippingError(f"{weights.shape[0]} weights were given for {self._batch} examples.")
-        shared = {name for name, found in pending.items() if len(found) > 1}
-        merged = resolve_sums({name: merge(found) for name, found in pending.items()})
-        packs, alone = pack_small(merged, apart=self.mode == "per-layer" or self.sharded)
-        groups: dict[str, list[Norm]] = {}
-        for names, norm in norm_pass.finish(alone, shared):
-            if self.mode == "per-layer":
-                for name, row in zip(names, norm.rows(), strict=True):
-                    groups.setdefault(self._group(name), []).append(row)
-            else:
-                groups.setdefault("", []).append(norm)
-        for pack in packs:
-            groups.setdefault("", []).append(Norm(precision.squared_norms(pack.flat)))
-        factors = self._factors(groups, weights)
-        keep = self._keep(factors, weighed=weights is not None)
-        order = {group: factor for group, factor in zip(groups, factors.weight.unbind(0), strict=True)}
+    # --- attaching ----------------------------------------------------------------------------------------------------
+
+    def _install(self) -> list[Undo]:
+        """Replace the forward of every owner of trainable parameters; the returned calls give everything back."""
+        model, names = self.model, {id(p): name for name, p in self.parameters.items()}
+        refuse_modules(model)
+        undo: list[Undo] = []
         try:
-            for record in alone:
-                self._totals.add(record, self.parameters[record.name], order[self._group(record.name)], keep)
-            for pack in packs:
-                self._totals.add_pack(pack, order[""], keep)
-            self._totals.finish()
-        except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
-            self.zero()
+            for path, module in model.named_modules():
+                own = dict(_owned(module, names))
+                if own and not isinstance(module, _LISTS):
+                    undo.append(self._replace(module, path, own))
+                elif isinstance(module, (AnyBatchNorm, AnyLazyNorm)):
+                    undo.append(_guard(module, path))
+            for name, parameter in self.parameters.items():
+                undo.append(parameter.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
+            begin, leave, end = (not_compiled(hook) for hook in (self._begin, self._leave, self._end))
+            undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            undo.append(model.register_forward_hook(leave, always_call=True).remove)
+            undo.append(model.register_forward_hook(end).remove)
+        except BaseException:
+            for step in reversed(undo):
+                step()
             raise
+        return undo
 
-    def _group(self, name: str) -> str:
-        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
+    def _replace(self, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
+        before = module.__dict__.get("forward")
+        if isinstance(before, Replaced):
+            raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
+        layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
+        layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
+        rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
+        if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
+            self._linear_layers.append(layer)
+        replaced = Replaced(module, not_compiled(partial(self._forward_of, layer, rule)))  # a graph break
+        module.forward = replaced
+        return replaced.undo
 
-    def _factors(self, groups: dict[str, list[Norm]], weights: Tensor | None) -> Factors:
-        scale = 1.0 / self.loss_scale * (self._batch if self.loss_reduction == "mean" else 1)
-        share = list(groups.values())
-        if self.mode == "per-layer":
-            share = share + [[] for _ in range(sites.layer_count(self) - len(share))]
-        factors = clip_factors(
-            [g for g in share if g],
-            max_grad_norm=self.max_grad_norm,
-            mode=self.mode,
-            scale=scale,
-            weights=weights,
-            layers=len(share),
-        )
-        self._norms.append(factors.norms)
-        missing = (~factors.finite if weights is None else ~factors.finite & (weights.to(factors.norms) != 0)).sum()
-        self._dropped = missing if self._dropped is None else self._dropped + missing
-        if self.nonfinite == "raise" and bool(missing > 0):
-            raise ClippingError(f"{int(missing)} example(s) have a non-finite gradient (nonfinite='raise').")
-        return factors
+    def _forward_of(self, layer: Layer, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
+        """What runs in place of a module's forward: its rule, where its input has the batch first, or stand-ins."""
+        if not torch.is_grad_enabled():
+            return layer.original(*args, **kwargs)
+        if functorch_is_active():
+            raise layer.refuse(
+                "torch.func transforms cannot run over an attached model. Detach first: clipper.detach()."
+            )
+        if not layer.forward_pass.running and backward_task() == -1:  # nor a recomputation by checkpointing
+            raise layer.refuse(
+                "it was called outside the model's own forward, so its examples are unknown. Call the whole model, "
+                "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
+            )
+        if layer.forward_pass.sharded:
+            self._watch(layer)
+        else:
+            for slots, local, parameter in layer.slots:
+                if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
+                    raise layer.refuse(
+                        f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
+                        "or a new parameter). Detach, change the model, attach again."
+                    )
+        if rule is not None:
+            x = args[0] if args else next(iter(kwargs.values()), None)
+            plain = isinstance(x, Tensor) and not isinstance(x, BatchFree)
+            if rule.finds_batch or (plain and layer.is_batched(x)):  # type: ignore[attr-defined, arg-type]
+                return rule(layer, *args, **kwargs)
+        return _followed(layer, *args, **kwargs)
 
-    def _keep(self, factors: Factors, *, weighed: bool) -> Tensor | None:
-        """None where every example is kept: then nothing needs masking. On CUDA that question is a synchronisation:
-        not asked where weights are given (padding is expected) nor in a graph.
+    def _watch(self, layer: Layer) -> None:
+        """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
+        for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
+            gathered = slots[last]
+            if gathered is None:
+                continue
+            known = self._watched.get(id(gathered))
+            if known is None or known() is not gathered:
+                self._watched[id(gathered)] = weakref.ref(gathered)
+                self._undo.append(gathered.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
+
+
+class Snapshot:
+    """What the model's parameters were when clipping was attached."""
+
+    def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
+        self._trained = [(name, p, p.shape, p.dtype) for name, p in trained.items()]
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+
+    def check(self) -> None:
+        """Compare with now.
+
+        Raises:
+            ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
-        if factors.keep.is_cuda and (weighed or torch.cuda.is_current_stream_capturing()):
-            return factors.keep
-        return None if bool(factors.keep.all()) else factors.keep
+        for name, p, shape, dtype in self._trained:
+            if not p.requires_grad:
+                raise _changed(name, "was frozen")
+            if p.shape != shape or p.dtype != dtype:
+                raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
+            if has_backward_hooks(p):
+                raise ClippingError(
+                    f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
+                    "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."
+                )
+        for name, p in self._frozen:
+            if p.requires_grad:
+                raise _changed(name, "was unfrozen")
 
 
-def _choice(name: str, given: object, allowed: tuple[str, ...]) -> None:
-    if given not in allowed:
-        raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
+def _changed(name: str, what: str) -> ClippingError:
+    return ClippingError(
+        f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again."
+    )
+
+
+# --- a module's forward, replaced -------------------------------------------------------------------------------------
+
+
+class Replaced:
+    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward
+    instead: this one would compute with the original's weights.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if self._before is not None:
+            return copy.deepcopy(self._before, memo)
+        return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
+
+    def undo(self) -> None:
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
+
+
+def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
+    """Where the parameters of ``layer.names`` are kept."""
+    for local in layer.names:
+        owner, _, last = local.rpartition(".")
+        yield own_parameters(layer.module.get_submodule(owner)), last
+
+
+def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
+    """The original forward with stand-ins in place of this module's own parameters."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
+        kept.append((slots, last, slots[last]))
+        slots[last] = parameter_stand_in(layer, name, slots[last])
+    try:
+        return layer.original(*args, **kwargs)
+    finally:
+        for slots, last, parameter in kept:
+            slots[last] = parameter
+
+
+def _stray(name: str, parameter: Tensor) -> None:
+    """A gradient that reached a parameter by way of autograd has not been clipped."""
+    parameter.grad = None
+    raise ClippingError(
+        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module "
+        "that owns it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
+        "called before attach). Call the owning module instead, move penalties to the optimizer's weight_decay, or "
+        "freeze the parameter."
+    )
+
+
+# --- what is refused at the door --------------------------------------------------------------------------------------
+
+
+def _guard(module: nn.Module, path: str) -> Undo:
+    def refuse(m: nn.Module, args: Any) -> None:
+        if _uses_the_batch(m) and torch.is_grad_enabled():
+            raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
+
+    return module.register_forward_pre_hook(refuse).remove
+
+
+def _uses_the_batch(batch_norm: nn.Module) -> bool:
+    """Its statistics are the batch's: in training, and without running statistics always."""
+    return batch_norm.training or batch_norm.running_mean is None
+
+
+def _batch_norm_message(path: str, module: nn.Module) -> str:
+    return (
+        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of "
+        "its own. Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
+    )
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Modules that no rule can make exact, each with what to do."""
+    for path, m in model.named_modules():
+        learns = any(p.requires_grad for p in m.parameters(recurse=False))
+        if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
+            raise ClippingError(_batch_norm_message(path, m))
+        if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
+            raise ClippingError(
+                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, "
+                "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
+            )
+        inside = any(p.requires_grad for p in m.parameters())
+        if type(m) in (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN) and inside:
+            raise ClippingError(
+                f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
+                "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
+            )
+        if isinstance(m, torch.jit.ScriptModule) and inside:
+            raise ClippingError(
+                f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form."
+            )
+        if isinstance(m, nn.parallel.DistributedDataParallel):
+            raise ClippingError(
+                f"module '{path}' is wrapped in DistributedDataParallel, which would average gradients that were not "
+                "clipped. lambdacgd.privatize takes the wrapped model; to clip alone, attach to its .module."
+            )
+        if isinstance(m, nn.DataParallel):
+            raise ClippingError(
+                "DataParallel splits batches behind our back. Use DistributedDataParallel, or one device."
+            )
+
+
+# --- parameters and examples ------------------------------------------------------------------------------------------
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by their first name in the model; tied ones once."""
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    devices = sorted({str(p.device) for p in parameters.values()})
+    if len(devices) > 1:
+        raise ClippingError(f"the trainable parameters lie on several devices ({', '.join(devices)}). Put them on one.")
+    for name, p in parameters.items():
+        if isinstance(p, nn.parameter.UninitializedParameter):
+            raise ClippingError(f"parameter '{name}' is not initialised yet: run one forward pass before attaching.")
+        if not p.is_floating_point():
+            raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
+    return parameters
+
+
+def compute_device(parameter: Tensor) -> torch.device:
+    """Where a parameter's layer computes: for a shard kept in host memory, the device of its mesh."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.device_type != "cuda":
+        return parameter.device
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]]:
+    """(local name, model's name) of trainable parameters of a module and of the parameter lists it holds."""
+    for local, parameter in own_parameters(module).items():
+        if parameter is not None and id(parameter) in names:
+            yield local, names[id(parameter)]
+    for child_name, child in own_modules(module).items():
+        if isinstance(child, _LISTS):
+            for local, name in _owned(child, names):
+                yield f"{child_name}.{local}", name
+
+
+def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of examples: the first dimension of the first tensor given to the model."""
+    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 0]
+    if not tensors:
+        named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.dim() > 0}
+        tensors = [named[k] for k in _MAIN_INPUTS if k in named] or list(named.values())
+        tensors = tensors or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
+    if not tensors:
+        raise ClippingError(
+            "cannot tell the number of examples: the model was given no tensor. Make tensors of the data before the "
+            "model (in the dataset or collate_fn), or pass batch_of=lambda args, kwargs: … to privatize or attach."
+        )
+    return tensors[0].shape[0]

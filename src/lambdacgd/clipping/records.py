@@ -12,13 +12,14 @@ the weighted sum of its per-example gradients to a total (`add`). Two kinds serv
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lambdacgd.clipping import fused, precision
+from lambdacgd.clipping import bounds, gpu
+from lambdacgd.clipping.bounds import Norm
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -26,43 +27,11 @@ CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
 _KEPT_PATCHES = 1 << 25
 
 
-def chunk_rows(examples: int, elements_each: int, device: torch.device) -> int:
-    """How many examples to treat at once."""
+def in_chunks(examples: int, elements_each: int, device: torch.device) -> list[slice]:
+    """The examples, as many at a time as temporaries of ``elements_each`` numbers each allow."""
     budget = CHUNK_CUDA if device.type == "cuda" else CHUNK_CPU
-    return max(1, min(examples, budget // max(1, elements_each)))
-
-
-@dataclass
-class Norm:
-    """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error (see `precision`).
-
-    Fields are [B], or [parameters, B] for several parameters of equal shape.
-    """
-
-    square: Tensor  # may come out slightly negative
-    trace_a: Tensor | None = None  # ‖a_i‖_F², ‖b_i‖_F²
-    trace_b: Tensor | None = None
-    gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
-    gram_b: Tensor | None = None
-    gamma: float = 0.0
-    kappa: float = 0.0
-    fold_a: bool = False
-
-    def rows(self) -> list[Norm]:
-        """One norm for each parameter."""
-        if self.square.dim() == 1:
-            return [self]
-        fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
-        rows = zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
-        return [bounded_norm(row, self.gamma, self.kappa, self.fold_a) for row in rows]
-
-
-def bounded_norm(parts: Sequence[Tensor], gamma: float, kappa: float, fold_a: bool = False) -> Norm:
-    """The norm made of ⟨G_a, G_b⟩ alone, or of that, both traces and both Frobenius norms."""
-    if len(parts) == 1:
-        return Norm(parts[0])
-    square, trace_a, trace_b, gram_a, gram_b = parts
-    return Norm(square, trace_a, trace_b, gram_a, gram_b, gamma, kappa, fold_a)
+    step = max(1, min(examples, budget // max(1, elements_each)))
+    return [slice(i, min(i + step, examples)) for i in range(0, examples, step)]
 
 
 class Record:
@@ -124,13 +93,13 @@ class Stored(Record):
     def norm(self) -> Norm:
         if self.square is not None:
             return Norm(self.square)
-        return Norm(precision.squared_norms(self.flat()))
+        return Norm(bounds.squared_norms(self.flat()))
 
     def materialise(self, rows: slice) -> Tensor:
         return self.gradients[rows]
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
-        if fused.weighted_sum(total, self.gradients, factor, keep, fresh=fresh):
+        if gpu.weighted_sum(total, self.gradients, factor, keep, fresh=fresh):
             return
         flat = masked(self.flat(), keep).t()
         if fresh:
@@ -156,7 +125,7 @@ class ColumnSum(Record):
     b: Tensor  # [B, T, d]
 
     def formed(self) -> Stored:
-        return Stored(self.name, self.b.sum(1, dtype=precision.accumulator(self.b.dtype)))
+        return Stored(self.name, self.b.sum(1, dtype=bounds.accumulator(self.b.dtype)))
 
     def materialise(self, rows: slice) -> Tensor:
         return self.formed().gradients[rows]
@@ -201,40 +170,37 @@ class Outer(Record):
             return self
         return Stored(self.name, self.materialise(slice(0, self.examples)))
 
-    def _rows(self, elements_each: int) -> list[slice]:
-        step = chunk_rows(self.examples, elements_each, self.device)
-        return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
-
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)
         _, tokens, inner, _ = self.sizes
-        kept = precision.accumulator(self.dtype)
+        kept = bounds.accumulator(self.dtype)
         whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
-        step = chunk_rows(stop - start, tokens * inner, self.device) if callable(self.a) else stop - start
-        for i in range(start, stop, step):
-            part = slice(i, min(i + step, stop))
-            a, b = self.left(part), self.right(part)
+        for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
+            here = slice(start + part.start, start + part.stop)
+            a, b = self.left(here), self.right(here)
             first, second = (a, b) if self.transposed else (b, a)
-            precision.bmm_into(whole[i - start : part.stop - start], first.transpose(1, 2), second)
+            bounds.bmm_into(whole[part], first.transpose(1, 2), second)
         return whole.view(-1, *self.shape)
 
     def norm(self) -> Norm:
         examples, tokens, inner, outer = self.sizes
         fold_a = inner < outer
-        gamma = precision.accumulation_unit(max(inner, outer), self.dtype)
-        kappa = precision.folding_unit(self.dtype, self.device)
+        gamma = bounds.accumulation_unit(max(inner, outer), self.dtype)
+        kappa = bounds.folding_unit(self.dtype, self.device)
         if callable(self.a):  # their sum is formed in float32
-            kappa = max(kappa, precision.folding_unit(precision.accumulator(self.dtype), self.device))
+            kappa = max(kappa, bounds.folding_unit(bounds.accumulator(self.dtype), self.device))
         if tokens == 1:
             every = slice(0, examples)
-            kept = precision.accumulator(self.dtype)
+            kept = bounds.accumulator(self.dtype)
             trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
             trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
-            return Norm(trace_a * trace_b, trace_a, trace_b, trace_a, trace_b, gamma, kappa, fold_a)
-        groups = self._rows(max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0))
+            product = trace_a * trace_b
+            return Norm(product, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa, fold_a=fold_a)
+        each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
+        groups = in_chunks(examples, each, self.device)
         parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
-        return bounded_norm(sums, gamma, kappa, fold_a)
+        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes
@@ -243,7 +209,7 @@ class Outer(Record):
         if not callable(self.a) and not callable(self.b):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
-        for rows in self._rows(tokens * inner):
+        for rows in in_chunks(self.examples, tokens * inner, self.device):
             kept = None if keep is None else keep[rows]
             self._add_rows(matrix, masked(self.left(rows), kept), masked(self.right(rows), kept), factor[rows], fresh)
             fresh = False
@@ -258,11 +224,11 @@ class Outer(Record):
             b = scaled(b, factor)
             a = a if b.dtype == a.dtype else a.to(b.dtype)
         if callable(self.a):
-            precision.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
+            bounds.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
             return
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         first, second = (a, b) if self.transposed else (b, a)
-        precision.mm_into(matrix, first.t(), second, fresh=fresh)
+        bounds.mm_into(matrix, first.t(), second, fresh=fresh)
 
     def _matrix_shape(self) -> tuple[int, int]:
         _, _, inner, outer = self.sizes
@@ -291,15 +257,22 @@ def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
 
 def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
     """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
-    if a.dtype != b.dtype:  # a layer kept in float32 under autocast, say
-        a, b = (a.to(b.dtype), b) if b.dtype.itemsize > a.dtype.itemsize else (a, b.to(a.dtype))
+    a, b = same_type(a, b)
     sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
     return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
 
 
+def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider type: a layer kept in float32 under autocast has two, say."""
+    if x.dtype == y.dtype:
+        return x, y
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
+
+
 def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Σ_ts (a_t·a_s)(b_t·b_s) = ‖Σ_t b_t a_tᵀ‖² per example, with traces and Frobenius norms of both Gram matrices."""
-    gram_a, gram_b = precision.bmm(a, a.transpose(1, 2)), precision.bmm(b, b.transpose(1, 2))
+    gram_a, gram_b = bounds.bmm(a, a.transpose(1, 2)), bounds.bmm(b, b.transpose(1, 2))
     trace_a, trace_b = gram_a.diagonal(dim1=1, dim2=2).sum(1), gram_b.diagonal(dim1=1, dim2=2).sum(1)
     norm_a, norm_b = torch.linalg.vector_norm(gram_a, dim=(1, 2)), torch.linalg.vector_norm(gram_b, dim=(1, 2))
     return gram_a.mul_(gram_b).sum((1, 2)), trace_a, trace_b, norm_a, norm_b

@@ -211,11 +211,25 @@ class Mechanism:
     budget and the sampling, and optimised coefficients depend on the horizon. ``lc.plan`` fills in both, so that a run
     never depends on an optimiser; ``resolve(horizon)`` fills in the latter alone.
 
-    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``. One with ``"request"`` says how a number
-    is to be chosen; it is left out of ``to_dict`` where it has its default, which it has in every resolved mechanism.
+    ``name`` stands in plan files and on the command line, ``title`` in tables; a class of one's own needs no title.
+    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``; ``"symbol"`` is how tables call it. One
+    with ``"request"`` says how a number is to be chosen; it is left out of ``to_dict`` where it has its default, which
+    it has in every resolved mechanism.
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        """The mechanism in a few words, as tables show it."""
+        words = [self.title or self.name]
+        for f in fields(self):
+            value, symbol = getattr(self, f.name), f.metadata.get("symbol")
+            if value is True:
+                words.append(symbol or f.name)
+            elif isinstance(value, str | float | int) and value is not False and (symbol or value != f.default):
+                words.append(f"{symbol or f.name}={value if isinstance(value, str) else _short(value)}")
+        return " ".join(words)
 
     @property
     def resolved(self) -> bool:
@@ -306,6 +320,12 @@ class Mechanism:
                 f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
             )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def _short(value: float) -> str:
+    """Four digits, or all of them where four would round something below 1 to 1."""
+    text = f"{value:.4g}"
+    return text if value >= 1 or float(text) < 1 else repr(value)
 
 
 def _default_request(field: Field[Any], mechanism: Mechanism) -> bool:

@@ -32,6 +32,7 @@ class Identity(Mechanism):
     """Independent noise at every step: C = I. This is DP-SGD."""
 
     name: ClassVar[str] = "dp-sgd"
+    title: ClassVar[str] = "DP-SGD"
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse((1.0,))
@@ -52,12 +53,17 @@ class LambdaCGD(Mechanism):
 
     >>> LambdaCGD(0.9).noising(5)
     array([ 1. , -0.9])
+    >>> print(LambdaCGD(0.99999, normalized=True))
+    λCGD λ=0.99999 normalised
     """
 
-    lam: float | Auto = field(default="auto", metadata={"help": "λ of λCGD: a number in [0, 1) or auto (default)."})
-    normalized: bool = field(default=False, metadata={"help": "Column-normalised λCGD."})
+    lam: float | Auto = field(
+        default="auto", metadata={"symbol": "λ", "help": "λ of λCGD: a number in [0, 1) or auto (default)."}
+    )
+    normalized: bool = field(default=False, metadata={"symbol": "normalised", "help": "Column-normalised λCGD."})
     objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
     name: ClassVar[str] = "lambda-cgd"
+    title: ClassVar[str] = "λCGD"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
@@ -102,7 +108,7 @@ def power_series(exponent: float, rate: float, n: int) -> Array:
 class Banded(Mechanism):
     """A mechanism whose C or C⁻¹ has ``bands`` bands, at most as many as there are steps."""
 
-    bands: int = field(default=4, metadata={"help": "Bands p of a banded mechanism (default 4)."})
+    bands: int = field(default=4, metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4)."})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", integer("bands", self.bands))
@@ -148,6 +154,7 @@ class BISR(_SquareRoot):
     """
 
     name: ClassVar[str] = "bisr"
+    title: ClassVar[str] = "BISR"
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse(self._series(0.5))
@@ -167,6 +174,7 @@ class BSR(_SquareRoot):
     """
 
     name: ClassVar[str] = "bsr"
+    title: ClassVar[str] = "BSR"
 
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._series(-0.5))
@@ -188,9 +196,12 @@ class GammaBIFR(Banded):
         InvalidInput: a value cannot be used, or there is an objective where γ is given.
     """
 
-    gamma: float | Auto = field(default="auto", metadata={"help": "γ of γ-BIFR: a number in [0, 1) or auto (default)."})
+    gamma: float | Auto = field(
+        default="auto", metadata={"symbol": "γ", "help": "γ of γ-BIFR: a number in [0, 1) or auto (default)."}
+    )
     objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
     name: ClassVar[str] = "gamma-bifr"
+    title: ClassVar[str] = "γ-BIFR"
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -153,13 +153,14 @@ class BandInvMF(_OptimizedBands):
         metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
     )
     name: ClassVar[str] = "bandinvmf"
+    title: ClassVar[str] = "BandInvMF"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.amplified, bool):
             raise InvalidInput("amplified", self.amplified, "it must be True or False")
         if self.amplified and self.coefficients is not None:
-            raise InvalidInput("amplified", True, "it says how coefficients are found; leave it or them out")
+            raise InvalidInput("amplified", "amplified says how coefficients are optimised: leave it or them out.")
 
     def resolve(self, horizon: Horizon) -> Self:
         """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
@@ -229,6 +230,7 @@ class BandMF(_OptimizedBands):
     """
 
     name: ClassVar[str] = "bandmf"
+    title: ClassVar[str] = "BandMF"
 
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._known())
@@ -262,16 +264,17 @@ class BLT(Mechanism):
         InvalidInput: a value cannot be used, or only one of ``decays`` and ``weights`` is given.
     """
 
-    buffers: int = field(default=3, metadata={"help": "Buffers of BLT (default 3)."})
+    buffers: int = field(default=3, metadata={"symbol": "m", "help": "Buffers of BLT (default 3)."})
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
     name: ClassVar[str] = "blt"
+    title: ClassVar[str] = "BLT"
 
     def __post_init__(self) -> None:
         buffers = integer("buffers", self.buffers, maximum=16, why=" (beyond three or four nothing is gained)")
         object.__setattr__(self, "buffers", buffers)
         if (self.decays is None) != (self.weights is None):
-            raise InvalidInput("weights", self.weights, "decays and weights go together: give both or neither")
+            raise InvalidInput("weights", "Decays and weights go together: give both or neither.")
         if self.decays is None or self.weights is None:
             return
         for name, given, top in (("decays", self.decays, 1.0), ("weights", self.weights, np.inf)):

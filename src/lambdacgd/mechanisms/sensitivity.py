@@ -91,7 +91,7 @@ def sensitivity(
             answer = _with_restarts(mechanism, horizon)
     if not np.isfinite(answer.value):
         raise InvalidInput(
-            "mechanism", mechanism.name, f"its strategy C grows beyond all floats over {horizon.steps} steps"
+            "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
         )
     return answer
 
@@ -158,9 +158,8 @@ def _scaled(
     if participation == "min-separation" or n * b > _DENSE_LIMIT:
         raise InvalidInput(
             "participation",
-            participation,
-            f"a column-scaled {mechanism.name} over {n} steps has a known sensitivity only for cyclic participation "
-            f"and n·b ≤ {_DENSE_LIMIT}",
+            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for cyclic participation "
+            f"only, and for n·b ≤ {_DENSE_LIMIT}.",
         )
     value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
     return Sensitivity(value, not signed, "cyclic participation, all bins")

@@ -106,11 +106,11 @@ class BallsInBins(Sampling):
         if epoch is not None:
             epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
         elif self.bins == "fresh":
-            raise InvalidInput("epoch", None, f"fresh bins are drawn every epoch; say which, 1 to {self.epochs}")
+            raise InvalidInput("epoch", f"Fresh bins are drawn every epoch: say which epoch, 1 to {self.epochs}.")
         asked = np.asarray(ids)
         if asked.size and (asked.dtype.kind not in "iu" or int(asked.min()) < 0 or int(asked.max()) >= self.examples):
             raise InvalidInput(
-                "ids", f"array of {asked.dtype}", f"example ids must be integers from 0 to {self.examples - 1}"
+                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {asked.dtype}."
             )
         if asked.size == 0:
             return np.zeros(asked.shape, dtype=np.int64)

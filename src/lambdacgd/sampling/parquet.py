@@ -52,19 +52,18 @@ class BinSortedParquet:
         if sampling.bins != "fixed":
             raise InvalidInput(
                 "sampling",
-                f"balls-in-bins with {sampling.bins} bins",
-                "one order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
+                "One order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
                 "sampling=lc.BallsInBins('fixed'), or train from a data set that reads any row (fresh bins need no "
-                "sorting there)",
+                "sorting there).",
             )
         self.path, self.sampling = Path(path), sampling
         self._bin_column, self._id_column = bin_column, id_column
         self._file = pyarrow.parquet.ParquetFile(self.path)
         names = self._file.schema_arrow.names
         if bin_column not in names:
-            raise InvalidInput("bin_column", bin_column, f"{self.path} has the columns {', '.join(names)}")
+            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {', '.join(names)}.")
         if (rows := self._file.metadata.num_rows) != sampling.examples:
-            raise InvalidInput("path", str(path), f"it has {rows} rows and the sampling {sampling.examples} examples")
+            raise InvalidInput("path", f"{path} has {rows} rows, and the sampling {sampling.examples} examples.")
         counts = np.zeros(sampling.steps_per_epoch, dtype=np.int64)
         last = -1
         for batch in self._file.iter_batches(columns=[bin_column]):
@@ -72,9 +71,12 @@ class BinSortedParquet:
             if not len(bins):
                 continue
             if bins.min() < 0 or bins.max() >= sampling.steps_per_epoch:
-                raise InvalidInput(bin_column, int(bins.max()), f"bins go from 0 to {sampling.steps_per_epoch - 1}")
+                raise InvalidInput(
+                    "path",
+                    f"Bins go from 0 to {sampling.steps_per_epoch - 1}, and {path} has {bins.min()} to {bins.max()}.",
+                )
             if bins[0] < last or (np.diff(bins) < 0).any():
-                raise InvalidInput("path", str(path), f"its rows must be sorted by {bin_column}: ORDER BY {bin_column}")
+                raise InvalidInput("path", f"The rows of {path} are not sorted by {bin_column}: ORDER BY {bin_column}.")
             last = int(bins[-1])
             counts += np.bincount(bins, minlength=sampling.steps_per_epoch)
         self.offsets: Indices = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -146,13 +148,12 @@ class BinSortedParquet:
             if (self.sampling.bin_of(key, ids, run=run) != bins).any():
                 raise InvalidInput(
                     "path",
-                    str(self.path),
-                    "its bins are not those of this key, run and number of steps. Prepare a run with "
-                    "key.ledger().new_run(), sort by its bins, and give its id to privatize",
+                    f"The bins in {self.path} are not those of this key, run and number of steps. Prepare a run with "
+                    "key.ledger().new_run(), sort by its bins, and give its id to privatize.",
                 )
             if seen[ids].any() or len(np.unique(ids)) < len(ids):
                 raise InvalidInput(
-                    "path", str(self.path), f"an {self._id_column} stands in it twice; every example has one of its own"
+                    "path", f"An {self._id_column} is twice in {self.path}: every example has one of its own."
                 )
             seen[ids] = True
 

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd.training import Private, privatize
-from lambdacgd.training.distributed.shards import gathered
+from lambdacgd.training.distributed.models import gathered
 from tests.training import oracle
 
 RUN = "ab" * 16

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import fused, precision
-from lambdacgd.clipping.capture import Call, Site, autocast_dtype, computed, fast_apply, tap
-from lambdacgd.clipping.records import Outer, Record, Stored, chunk_rows, direct
-from lambdacgd.clipping.registry import register
+from lambdacgd.clipping import bounds, gpu
+from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks, same_type
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
+from lambdacgd.torch_private import quick_apply, repeated_padding
 
 
 def patches(
@@ -54,7 +54,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     sizes = (examples, positions, inner, outer)
     one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
     if groups == 1 and not one_by_one and direct(sizes, patches=True):
-        formed = fused.patch_gradients(image, response, geometry)
+        formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
     view = partial(patches, kernel=kernel, stride=geometry["stride"], dilation=geometry["dilation"], out=out)
@@ -71,15 +71,13 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
         return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
     parts = []
-    step = chunk_rows(examples, positions * inner * groups, response.device)
-    for i in range(0, examples, step):
-        rows = slice(i, min(i + step, examples))
+    for rows in in_chunks(examples, positions * inner * groups, response.device):
         p = view(image[rows])
         n = p.shape[0]
         order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
         p = p.unflatten(1, (groups, -1)).permute(order).reshape(n * groups, inner, positions).transpose(1, 2)
         r = response[rows].reshape(n * groups, outer // groups, positions)
-        parts.append(precision.bmm(r, p).view(n, *shape))
+        parts.append(bounds.bmm(r, p).view(n, *shape))
     return Stored(name, torch.cat(parts))
 
 
@@ -89,20 +87,13 @@ def conv_records(
     if "weight" in names:
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
-        x, response = _same_type(x, gradient)
+        x, response = same_type(x, gradient)
         if geometry["transposed"]:
             yield patch_record(names["weight"], response, x, geometry, shape)
         else:
             yield patch_record(names["weight"], x, response, geometry, shape)
     if "bias" in names:
-        yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=precision.accumulator(gradient.dtype)))
-
-
-def _same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    if x.dtype == y.dtype:
-        return x, y
-    wide = torch.promote_types(x.dtype, y.dtype)
-    return x.to(wide), y.to(wide)
+        yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype)))
 
 
 def _geometry(m: Any) -> dict[str, Any]:
@@ -114,7 +105,7 @@ def _geometry(m: Any) -> dict[str, Any]:
         padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
     return {
         "kernel": m.kernel_size, "stride": m.stride, "dilation": m.dilation, "padding": padding, "groups": m.groups,
-        "mode": m.padding_mode, "wrap": m._reversed_padding_repeated_twice, "transposed": transposed,
+        "mode": m.padding_mode, "wrap": repeated_padding(m), "transposed": transposed,
     }  # fmt: skip
 
 
@@ -148,22 +139,22 @@ def _arguments(geometry: dict[str, Any]) -> tuple[Any, ...]:
     return geometry["stride"], geometry["padding"], geometry["dilation"], False, zero, geometry["groups"]
 
 
-apply_conv = fast_apply(ConvTap)
+apply_conv = quick_apply(ConvTap)
 
 
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
-def conv(site: Site, input: Tensor) -> Tensor:
-    m: nn.Conv2d = site.module  # type: ignore[assignment]
+def conv(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
     geometry = _geometry(m)
-    recorder = partial(conv_records, names=site.names, geometry=geometry, shape=m.weight.shape)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
     if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
-        return tap(site, site.hidden(x), recorder, x)
-    return apply_conv(site.clipper.anchor, x, weight, bias, geometry, Call(site, recorder))
+        return tap(layer, layer.hidden(x), recorder, x)
+    return apply_conv(layer.anchor, x, weight, bias, geometry, Call(layer, recorder))
 
 
 def _plain(m: Any) -> bool:
@@ -172,9 +163,9 @@ def _plain(m: Any) -> bool:
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-def conv_transpose(site: Site, input: Tensor, output_size: Any = None) -> Tensor:
-    m: nn.ConvTranspose2d = site.module  # type: ignore[assignment]
+def conv_transpose(layer: Layer, input: Tensor, output_size: Any = None) -> Tensor:
+    m: nn.ConvTranspose2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    recorder = partial(conv_records, names=site.names, geometry=_geometry(m), shape=m.weight.shape)
-    return tap(site, site.hidden(x, output_size), recorder, x)
+    recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
+    return tap(layer, layer.hidden(x, output_size), recorder, x)

@@ -1,7 +1,7 @@
 """Embedding and EmbeddingBag: a linear layer whose inputs are one-hot, so their Gram matrix is "the same token?".
 
 ‖g_i‖² = Σ_ts [token_t = token_s] b_t·b_s, or the norm of the few rows that g_i has. Position embeddings looked up
-without a batch dimension go through `batchfree`.
+without a batch dimension go through `batch_free`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping import precision
-from lambdacgd.clipping.batchfree import lookup
-from lambdacgd.clipping.capture import Site, tap
-from lambdacgd.clipping.records import Norm, Outer, Record, bounded_norm, chunk_rows, masked
-from lambdacgd.clipping.registry import finds_batch, register
+from lambdacgd.clipping import bounds
+from lambdacgd.clipping.batch_free import lookup
+from lambdacgd.clipping.bounds import Norm
+from lambdacgd.clipping.records import Outer, Record, in_chunks, masked
+from lambdacgd.clipping.rules import Layer, register, tap
 
 
 @dataclass
@@ -34,28 +34,25 @@ class Rows(Record):
     def examples(self) -> int:
         return self.index.shape[0]
 
-    def _groups(self, elements_each: int) -> list[slice]:
-        step = chunk_rows(self.examples, elements_each, self.b.device)
-        return [slice(i, min(i + step, self.examples)) for i in range(0, self.examples, step)]
-
     def norm(self) -> Norm:
         """From the Gram matrix on CUDA, where products are cheap; from the gradient's own rows elsewhere."""
         tokens, width = self.b.shape[1:]
         if self.b.is_cuda:
-            parts = [self._from_gram(self.index[rows], self.b[rows]) for rows in self._groups(2 * tokens**2)]
+            chunks = in_chunks(self.examples, 2 * tokens**2, self.b.device)
+            parts = [self._from_gram(self.index[rows], self.b[rows]) for rows in chunks]
             # Sums are added in float32, so only operands that the Gram product itself rounds (TF32) can differ.
             low = self.b.dtype in (torch.bfloat16, torch.float16)
-            kappa = 2.0**-22 if low else precision.folding_unit(self.b.dtype, self.b.device)
-            gamma = precision.accumulation_unit(width, self.b.dtype)
+            kappa = 2.0**-22 if low else bounds.folding_unit(self.b.dtype, self.b.device)
+            gamma = bounds.accumulation_unit(width, self.b.dtype)
         else:
-            parts = [self._from_rows(rows) for rows in self._groups(2 * tokens * width)]
+            parts = [self._from_rows(rows) for rows in in_chunks(self.examples, 2 * tokens * width, self.b.device)]
             # A row is a sum over equal tokens: its error is that of Σ_t b_t, at most γ(T) √(tr G_b ‖G_a‖), as κ's is.
-            kappa, gamma = precision.accumulation_unit(tokens, self.b.dtype), 0.0
-        return bounded_norm([torch.cat(p) for p in zip(*parts, strict=True)], gamma, kappa)
+            kappa, gamma = bounds.accumulation_unit(tokens, self.b.dtype), 0.0
+        return Norm(*(torch.cat(p) for p in zip(*parts, strict=True)), gamma=gamma, kappa=kappa)
 
     @staticmethod
     def _from_gram(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:
-        gram = precision.bmm(b, b.transpose(1, 2))
+        gram = bounds.bmm(b, b.transpose(1, 2))
         used = (index >= 0).unsqueeze(2)
         same = ((index.unsqueeze(2) == index.unsqueeze(1)) & used).to(gram.dtype)
         trace_b = gram.diagonal(dim1=1, dim2=2).sum(1)
@@ -66,18 +63,18 @@ class Rows(Record):
         """Sorted, equal tokens are neighbours: the gradient's rows are sums over runs of them."""
         index, order = self.index[rows].sort(1)
         _, b = self._scatter(rows)
-        run = torch.zeros_like(index)
-        torch.cumsum(index[:, 1:] != index[:, :-1], 1, out=run[:, 1:])
-        place = torch.empty_like(run).scatter_(1, order, run)
+        group = torch.zeros_like(index)
+        torch.cumsum(index[:, 1:] != index[:, :-1], 1, out=group[:, 1:])
+        place = torch.empty_like(group).scatter_(1, order, group)
         summed = torch.zeros_like(b).scatter_add_(1, place.unsqueeze(2).expand_as(b), b)
         used = (index >= 0).to(b.dtype)
-        counts = torch.zeros_like(used).scatter_add_(1, run, used)
-        trace_b, square = precision.squared_norms(b.flatten(1)), precision.squared_norms(summed.flatten(1))
+        counts = torch.zeros_like(used).scatter_add_(1, group, used)
+        trace_b, square = bounds.squared_norms(b.flatten(1)), bounds.squared_norms(summed.flatten(1))
         return square, used.sum(1), trace_b, torch.linalg.vector_norm(counts, dim=1), trace_b
 
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
-        index, b = self.index[rows], self.b[rows].to(precision.accumulator(self.b.dtype))
+        index, b = self.index[rows], self.b[rows].to(bounds.accumulator(self.b.dtype))
         used = index >= 0
         return index.clamp_min(0), torch.where(used.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
 
@@ -122,20 +119,20 @@ class Tied(Record):
         The traces stand in for the Gram norms, which they exceed: (tr₁ + tr₂)(tr₁ + tr₂) then bounds both parts' errors
         and, by Cauchy-Schwarz, the cross term's.
         """
-        kappa = 2 * precision.folding_unit(self.head.dtype, self.head.device)
-        with precision.full_float32():
-            one, two = self.rows.norm(), self.head.norm()
-            cross = torch.cat([self._cross(rows) for rows in self.rows._groups(2 * self.rows.index.shape[1] ** 2)])
-        trace_a = 2 * (one.trace_a + two.trace_a)  # type: ignore[operator]
-        trace_b = one.trace_b + two.trace_b  # type: ignore[operator]
-        square = one.square + two.square + 2 * cross
-        gamma = max(one.gamma, two.gamma, precision.accumulation_unit(self.rows.index.shape[1], self.head.dtype))
-        return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma, kappa)
+        kappa, tokens = 2 * bounds.folding_unit(self.head.dtype, self.head.device), self.rows.index.shape[1]
+        with bounds.full_float32():
+            rows, head = self.rows.norm(), self.head.norm()
+            cross = torch.cat([self._cross(part) for part in in_chunks(self.examples, 2 * tokens**2, self.head.device)])
+        trace_a = 2 * (rows.trace_a + head.trace_a)  # type: ignore[operator]
+        trace_b = rows.trace_b + head.trace_b  # type: ignore[operator]
+        square = rows.square + head.square + 2 * cross
+        gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.dtype))
+        return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
         assert isinstance(self.head.b, Tensor)
-        kept = precision.accumulator(self.head.dtype)
+        kept = bounds.accumulator(self.head.dtype)
         index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
         picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]
@@ -165,38 +162,36 @@ def masked_tokens(b: Tensor, keep: Tensor) -> Tensor:
     return torch.where(keep.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
 
 
-def _refuse_options(site: Site, module: Any) -> None:
+def _refuse_options(layer: Layer, module: Any) -> None:
     if module.max_norm is not None:
-        raise site.refuse(
+        raise layer.refuse(
             "max_norm rewrites the table during the forward pass, depending on the batch. Set max_norm=None."
         )
     if module.scale_grad_by_freq:
-        raise site.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
+        raise layer.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
 
 
-@register(nn.Embedding)
-@finds_batch
-def embedding(site: Site, input: Tensor) -> Tensor:
-    m: nn.Embedding = site.module  # type: ignore[assignment]
-    _refuse_options(site, m)
-    recorder = partial(embedding_records, name=site.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
-    if not site.clipper.is_batched(site, input):
-        return lookup(site, site.hidden(input), input, recorder)
-    return tap(site, site.hidden(input), recorder, input)
+@register(nn.Embedding, finds_batch=True)
+def embedding(layer: Layer, input: Tensor) -> Tensor:
+    m: nn.Embedding = layer.module  # type: ignore[assignment]
+    _refuse_options(layer, m)
+    recorder = partial(embedding_records, name=layer.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
+    if not layer.is_batched(input):
+        return lookup(layer, layer.hidden(input), input, recorder)
+    return tap(layer, layer.hidden(input), recorder, input)
 
 
-@register(nn.EmbeddingBag)
-@finds_batch
+@register(nn.EmbeddingBag, finds_batch=True)
 def embedding_bag(
-    site: Site, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+    layer: Layer, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
 ) -> Tensor:
-    m: nn.EmbeddingBag = site.module  # type: ignore[assignment]
-    _refuse_options(site, m)
+    m: nn.EmbeddingBag = layer.module  # type: ignore[assignment]
+    _refuse_options(layer, m)
     if m.mode == "max":
-        raise site.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
+        raise layer.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
     index, weights = _bags(m, input, offsets, per_sample_weights)
-    if not site.clipper.is_batched(site, index):
-        raise site.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
+    if not layer.is_batched(index):
+        raise layer.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
         index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)
     used = index >= 0
@@ -205,9 +200,9 @@ def embedding_bag(
         weights = weights / used.sum(1, keepdim=True).clamp_min(1)
 
     def recorder(gradient: Tensor, index: Tensor, weights: Tensor) -> Iterator[Record]:
-        yield Rows(site.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)
+        yield Rows(layer.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)
 
-    return tap(site, site.hidden(input, offsets, per_sample_weights), recorder, index, weights)
+    return tap(layer, layer.hidden(input, offsets, per_sample_weights), recorder, index, weights)
 
 
 def _bags(

@@ -1,0 +1,350 @@
+"""Parameters that no layer rule covers: class tokens, position embeddings, LayerScale, a user's own layer.
+
+While their module's forward runs they are stand-ins (`BatchFree`): tensors without a batch dimension that remember how
+they were made. Operations among them stay batch-free. Where one meets a tensor whose first dimension is the batch it is
+split into one copy per example, so that the backward pass yields its per-example gradient: by broadcasting for
+elementwise operations, by the Linear rule for products, by ``torch.func`` (vmap of the operation's vjp) for anything
+else. Per-example gradients are then pulled back through the batch-free operations to the parameter. Nothing is
+approximated; what does not fit is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping.layers.linear import tapped_linear
+from lambdacgd.clipping.records import Record, Stored
+from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, tap
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
+
+_ELEMENTWISE = {
+    name
+    for base in ("add", "sub", "mul", "div", "true_divide", "divide", "multiply", "subtract")
+    for name in (base, f"{base}_", f"__{base}__", f"__r{base}__", f"__i{base}__")
+} | {"rsub", "__truediv__", "__rtruediv__", "__itruediv__", "where", "maximum", "minimum", "addcmul", "lerp"}
+# Not elementwise, but a mask or bias of attention scores is broadcast over the examples all the same.
+_ELEMENTWISE |= {"scaled_dot_product_attention"}
+_SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
+_CASTING = {"type_as", "to", "new_zeros", "new_ones", "new_full", "new_empty"}
+_LINEAR = {"linear"}
+_PRODUCT = {"matmul", "__matmul__"}
+
+
+class Root:
+    """A leaf that batch-free values were computed from; ``finish`` turns its per-example gradient into records."""
+
+    def __init__(self, layer: Layer, name: str, leaf: Tensor, finish: Recorder, *, parameter: bool) -> None:
+        self.layer, self.name, self.leaf, self.finish, self.parameter = layer, name, leaf, finish, parameter
+
+
+class BatchFree(torch.Tensor):
+    """A tensor without a batch dimension, on its way to being used with one. Holds the autograd graph to its roots."""
+
+    _roots: tuple[Root, ...]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, tree = tree_flatten((args, kwargs or {}))
+        with WithoutTorchFunction():
+            return _dispatch(func, flat, tree)
+
+
+def stand_in(value: Tensor, roots: tuple[Root, ...]) -> Tensor:
+    out: BatchFree = value.as_subclass(BatchFree)
+    out._roots = roots
+    return out
+
+
+def plain(value: Any) -> Any:
+    return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
+
+
+def check_output(output: Any, batch: int) -> None:
+    """Refuse a model's output that is a stand-in still.
+
+    Raises:
+        ClippingError: The output does not have the batch first.
+    """
+    if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
+        raise ClippingError(
+            f"the model's output does not have the batch ({batch} examples) first: some layer sees examples folded "
+            "into another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of "
+            "every layer's input."
+        )
+
+
+def _leaf(layer: Layer, name: str, value: Tensor) -> Tensor:
+    """Where the graph of batch-free operations begins. Only `_pull_back` may ask for its gradient: one that comes by
+    the backward pass went through something that `BatchFree` did not see, such as a ``torch.autograd.Function``.
+    """
+
+    def refuse(leaf: Tensor) -> None:
+        leaf.grad = None
+        raise layer.refuse(
+            f"parameter '{name}' received a gradient that was not clipped: it took part in an operation that cannot "
+            "be followed (a torch.autograd.Function, a result written into another tensor). Use PyTorch's own "
+            "operations on it, or freeze it (requires_grad_(False))."
+        )
+
+    leaf = value.detach().requires_grad_()
+    leaf.register_post_accumulate_grad_hook(refuse)
+    return leaf
+
+
+def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
+    """The stand-in for a parameter while its module's forward runs."""
+    leaf = _leaf(layer, name, parameter)
+    dtype = accumulator(parameter.dtype)
+
+    def finish(gradients: Tensor) -> Iterator[Record]:
+        yield Stored(name, gradients.to(dtype))
+
+    return stand_in(leaf, (Root(layer, name, leaf, finish, parameter=True),))
+
+
+def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
+    """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
+    leaf = _leaf(layer, layer.names["weight"], value)
+
+    def finish(gradients: Tensor) -> Iterator[Record]:
+        yield from recorder(gradients, index.expand(gradients.shape[0], *index.shape))
+
+    return stand_in(leaf, (Root(layer, layer.names["weight"], leaf, finish, parameter=False),))
+
+
+def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
+    name = getattr(func, "__name__", str(func))
+    ours = [x for x in flat if isinstance(x, BatchFree)]
+    roots = tuple({id(r): r for x in ours for r in x._roots}.values())
+    layer, values = roots[0].layer, [plain(x) for x in flat]
+    batch = layer.forward_pass.batch
+    others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
+    if name in _CASTING:  # the other tensor only lends its type or device
+        others = []
+    places = [f"{layer}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
+    batched = [x for place, x in zip(places, others, strict=True) if layer.forward_pass.sizes.batch_first(place, x)]
+    _refuse_writing(name, flat, roots, batched)
+    if not batched:
+        _refuse_statistics(name, flat, roots)
+    if not batched or name == "expand_as":
+        args, kwargs = tree_unflatten(values, tree)
+        out = func(*args, **kwargs)
+        if name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree) and batch > 1:
+            spread = _spread(flat[0], out, roots)
+            if spread is not None:
+                return spread
+        return _wrap(out, roots)
+    if name == "batch_norm" and _trains(*tree_unflatten(values, tree)):
+        raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
+    if name in _ELEMENTWISE:
+        depth = max(x.dim() for x in batched)
+        if any(x.dim() > depth for x in others):
+            raise _refuse(roots, f"in {name} it meets tensors with and without the batch first")
+        split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
+        args, kwargs = tree_unflatten(split, tree)
+        return func(*args, **kwargs)
+    return _product(layer, func, name, flat, tree, roots, batched)
+
+
+def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> None:
+    """What carries a gradient and has no batch first is made of all examples: its gradient would be lost, since a
+    batch-free result passes gradients on to parameters alone. A tensor of no dimensions (``h.std()``) is one, too.
+    """
+    for x in flat:
+        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+            raise _refuse(
+                roots,
+                f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
+                f"have the batch ({roots[0].layer.forward_pass.batch}) first",
+            )
+
+
+def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:
+    """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient."""
+    if name != "__setitem__" and (not name.endswith("_") or name.startswith("__")):
+        return
+    if isinstance(flat[0], BatchFree):
+        raise _refuse(roots, f"it is changed in place by {name}")
+    if not batched or name not in _ELEMENTWISE:
+        raise _refuse(roots, f"it is written into another tensor by {name} (torch.where and torch.cat are followed)")
+
+
+def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a batch_norm, of ``torch`` or of ``torch.nn.functional``, takes its statistics from the batch."""
+    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
+
+
+def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
+    if isinstance(out, Tensor):
+        return stand_in(out, roots) if out.requires_grad else out
+    if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
+        kind = list if type(out) is list else tuple
+        return kind(_wrap(x, roots) for x in out)
+    return out
+
+
+def _refuse(roots: tuple[Root, ...], why: str) -> Exception:
+    return roots[0].layer.refuse(
+        f"parameter '{roots[0].name}': {why}; its per-example gradient cannot be followed there. Move it into a "
+        "module of its own whose forward takes and returns tensors with the batch first, or freeze it "
+        "(requires_grad_(False))."
+    )
+
+
+class _Split(torch.autograd.Function):
+    """One copy of a batch-free value per example; the backward pass collects [B, *shape]."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: Call, shape: tuple[int, ...]) -> Tensor:
+        ctx.call, ctx.inner = call, value.shape
+        return value.reshape(1, *shape[1:]).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        ctx.call.deliver(gradient.reshape(gradient.shape[0], *ctx.inner))
+        return None, None, None, None
+
+
+def _pull_back(value: Tensor, roots: tuple[Root, ...], gradients: Tensor) -> Iterator[Record]:
+    """Per-example gradients of a batch-free value [B, *shape] carried back to each root it was computed from."""
+    if len(roots) == 1 and value is roots[0].leaf:
+        yield from roots[0].finish(gradients)
+        return
+    with torch.enable_grad():
+        pulled = torch.autograd.grad(
+            value,
+            [r.leaf for r in roots],
+            gradients.to(value.dtype),
+            is_grads_batched=True,
+            retain_graph=True,
+            allow_unused=True,
+        )
+    for root, gradient in zip(roots, pulled, strict=True):
+        if gradient is not None:
+            yield from root.finish(gradient)
+
+
+def _graph_value(x: BatchFree) -> Tensor:
+    """The plain tensor with its graph; the leaf itself if nothing was done to it."""
+    value = x.as_subclass(torch.Tensor)
+    for root in x._roots:
+        leaf = root.leaf
+        if value.data_ptr() == leaf.data_ptr() and value.shape == leaf.shape and value.dtype == leaf.dtype:
+            return leaf if value.stride() == leaf.stride() else value
+    return value
+
+
+def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
+    """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
+    layer = roots[0].layer
+    batch = layer.forward_pass.batch
+    if x.dim() < depth:
+        shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
+    elif x.dim() == depth and x.shape[0] == 1:
+        shape = (batch, *x.shape[1:])
+    else:
+        raise _refuse(
+            x._roots,
+            f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch",
+        )
+    value, own = _graph_value(x), x._roots
+    call = Call(layer, lambda gradient: _pull_back(value, own, gradient))
+    return _Split.apply(layer.anchor, value.detach(), call, shape)
+
+
+def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
+    """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
+    layer = roots[0].layer
+    if not (x.dim() < out.dim() or x.shape[0] == 1):
+        return None
+    if not layer.forward_pass.sizes.batch_first(f"{layer}, parameter '{roots[0].name}' expanded", out):
+        return None
+    per_example = _split(x, out.dim(), roots)
+    rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
+    return per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+
+
+def _product(
+    layer: Layer, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], batched: list[Tensor]
+) -> Any:
+    """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
+    args, kwargs = tree_unflatten(flat, tree)
+    if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
+        x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
+        ours = [t for t in (weight, bias) if isinstance(t, BatchFree)]
+        plain_input = any(x is b for b in batched) and x.dim() > 1
+        others = [t for t in (weight, bias) if isinstance(t, Tensor) and not isinstance(t, BatchFree)]
+        alone = all(_is_parameter(t) for t in ours) and not any(t.requires_grad for t in others)
+        if plain_input and weight.dim() == 2 and alone:
+            names = (_parameter_name(weight), _parameter_name(bias))
+            matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
+            return tapped_linear(layer, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
+    return _vmapped(layer, func, name, flat, tree, roots, {id(b) for b in batched})
+
+
+def _is_parameter(x: BatchFree) -> bool:
+    """Whether a stand-in is a parameter itself, nothing done to it yet."""
+    return len(x._roots) == 1 and x._roots[0].parameter and _graph_value(x) is x._roots[0].leaf
+
+
+def _parameter_name(x: Any) -> str | None:
+    return x._roots[0].name if isinstance(x, BatchFree) else None
+
+
+def _vmapped(
+    layer: Layer,
+    func: Callable[..., Any],
+    name: str,
+    flat: list[Any],
+    tree: Any,
+    roots: tuple[Root, ...],
+    with_batch: set[int],
+) -> Tensor:
+    """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from saved inputs."""
+    ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]
+    batched = [i for i, x in enumerate(flat) if id(x) in with_batch]
+    rest = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and id(x) not in with_batch]
+    fixed = [plain(x).detach() if isinstance(x, BatchFree) else x for x in flat]
+    args, kwargs = tree_unflatten(fixed, tree)
+    out = func(*args, **kwargs)
+    place = f"{layer}, parameter '{roots[0].name}', result of {name}"
+    if not isinstance(out, Tensor) or not layer.forward_pass.sizes.batch_first(place, out):
+        raise _refuse(roots, f"the result of {name} has no batch dimension in front")
+    values = [_graph_value(flat[i]) for i in ours]
+    dtype = autocast_dtype(out)
+    low = torch.autocast(out.device.type, dtype, enabled=dtype is not None, cache_enabled=False)  # as it is now
+
+    def recorder(gradient: Tensor, *saved: Tensor) -> Iterator[Record]:
+        row = list(fixed)
+        for i, x in zip(rest, saved[len(batched) :], strict=True):
+            row[i] = x
+
+        def of_example(pieces: tuple[Tensor, ...], g: Tensor) -> tuple[Tensor, ...]:
+            def again(*own: Tensor) -> Tensor:
+                for i, piece in zip(batched, pieces, strict=True):
+                    row[i] = piece.unsqueeze(0)
+                for i, value in zip(ours, own, strict=True):
+                    row[i] = value
+                a, k = tree_unflatten(row, tree)
+                return func(*a, **k)
+
+            return torch.func.vjp(again, *(row[i] for i in ours))[1](g.unsqueeze(0))
+
+        try:
+            with low:
+                every = torch.func.vmap(of_example, randomness="error")(saved[: len(batched)], gradient)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise _refuse(roots, f"{name} does not run on one example at a time ({error})") from error
+        for i, value, gradients in zip(ours, values, every, strict=True):
+            yield from _pull_back(value, flat[i]._roots, gradients)
+
+    # A copy: the operation may have kept its output for its own backward pass, and the tap marks it as changed.
+    return tap(layer, out.clone(), recorder, *(flat[i] for i in batched), *(fixed[i] for i in rest))

@@ -1,0 +1,287 @@
+"""Clip factors that cannot let a contribution exceed the clipping norm, whatever the hardware rounds.
+
+The clipped sum is one matrix product over all examples of ``(c_i b_it) a_itᵀ``; the norms come from other products
+of the same ``a`` and ``b``. Two things differ between them:
+
+* *Folding*: the factor ``c_i`` is multiplied into one operand, which is then rounded to the precision of the product
+  (nothing to speak of in float32; at most half an ulp, 2⁻⁸ of the value, in bfloat16, which the norms use as it is;
+  four times 2⁻¹⁰ in TF32 and four times 2⁻⁸ where float32 products run in bfloat16, since either operand may be cut off
+  or rounded in either product). The contribution moves by at most ``κ ‖folded operand‖_F ‖other operand‖₂``.
+* *Accumulation*: an inner product of length n in float32 carries an error of at most γ(n) times the sum of the absolute
+  terms. γ(n) = max(8√n, n/8)·2⁻²³: the first part is the probabilistic bound of Higham and Mary (2019) with λ = 16, the
+  second covers tensor cores, which cut off once per group of at least eight products.
+
+Both bounds are added to the norm before the factor is computed, so the factor can only err towards smaller
+contributions.
+
+Guarantee
+---------
+For every example i the contribution added to the sum, ``w_i c_i g_i`` as the products round it, has norm at most
+ζ(1 + tol) with ``tol = sensitivity_tolerance(dtype)``, and is exactly zero if any part of g_i is not finite or w_i = 0.
+The norm used is an upper bound: with ‖·‖ from Gram matrices G_a, G_b of one layer,
+
+    U = ( √(max(0, ⟨G_a, G_b⟩) + γ(tr G_a ‖G_b‖ + tr G_b ‖G_a‖ + ‖G_a‖ ‖G_b‖)) + κ ‖folded‖_F ‖G_other‖^½ )²
+
+which bounds the squared norm of that layer's rounded contribution divided by c_i. The tolerance leaves room for the
+rounding of the factor itself and for the float32 accumulation of a few thousand contributions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import KW_ONLY, dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Mode = Literal["flat", "per-layer", "automatic"]
+
+#: AUTO-S of Bu et al. (2022): g_i / (‖g_i‖ + 0.01), times ζ. Any positive constant keeps the norm below ζ.
+AUTOMATIC_STABILITY = 0.01
+
+_LOW = (torch.bfloat16, torch.float16)
+_PIECE = 1 << 10
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums over values of ``dtype`` are kept: float64 stays, everything else is float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _float32_precision() -> str:
+    """ "highest", "high" (TF32) or "medium" (float32 products may run in bfloat16)."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # old and new switches mixed: torch refuses to say
+        return "medium"
+
+
+def tf32_in_use(device: torch.device) -> bool:
+    """Whether a float32 product on ``device`` may round its operands."""
+    if _float32_precision() != "highest":
+        return True
+    return device.type == "cuda" and bool(torch.backends.cuda.matmul.allow_tf32)
+
+
+@contextlib.contextmanager
+def full_float32() -> Iterator[None]:
+    """No TF32 (nor bfloat16 in its place) in float32 products, where terms of different products may cancel."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def folding_unit(dtype: torch.dtype, device: torch.device) -> float:
+    """κ: the relative change of a folded operand between the norm's product and the sum's product."""
+    if dtype == torch.float64:
+        return 2.0**-52
+    if dtype == torch.bfloat16:
+        return 2.0**-8 * (1 + 2.0**-6)
+    if tf32_in_use(device):
+        return 2.0**-6 if _float32_precision() == "medium" else 2.0**-8
+    return 2.0**-22
+
+
+def accumulation_unit(length: int, dtype: torch.dtype) -> float:
+    """γ(n): the error of an inner product of ``length`` terms, relative to the sum of their absolute values."""
+    ulp = 2.0**-52 if dtype == torch.float64 else 2.0**-23
+    return max(8 * math.sqrt(max(length, 1)), length / 8) * ulp
+
+
+# --- norms and factors ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Norm:
+    """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error.
+
+    Fields are [B], or [parameters, B] for several parameters of equal shape.
+    """
+
+    square: Tensor  # may come out slightly negative
+    trace_a: Tensor | None = None  # ‖a_i‖_F², ‖b_i‖_F²
+    trace_b: Tensor | None = None
+    gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
+    gram_b: Tensor | None = None
+    _: KW_ONLY
+    gamma: float = 0.0
+    kappa: float = 0.0
+    fold_a: bool = False
+
+    def rows(self) -> list[Norm]:
+        """One norm for each parameter."""
+        if self.square.dim() == 1:
+            return [self]
+        fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
+        rows = zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
+        return [Norm(*row, gamma=self.gamma, kappa=self.kappa, fold_a=self.fold_a) for row in rows]
+
+
+def sensitivity_tolerance(dtype: torch.dtype) -> float:
+    """``tol``: noise must cover sensitivity ζ(1 + tol) when sums are kept in ``dtype`` (float32 or float64)."""
+    return 2.0**-30 if dtype == torch.float64 else 2.0**-10
+
+
+def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Constants on the device, copied there once."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # no copies from the host in a CUDA graph
+        return torch.cat([torch.full((1, 1), v, dtype=dtype, device=device) for v in values])
+    return _copied_column(values, dtype, device)
+
+
+@lru_cache(maxsize=64)
+def _copied_column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+
+def upper_squares(norms: list[Norm]) -> Tensor:
+    """[parameters, B]: upper bounds on the squared norms, the norms' own errors included."""
+    exact = [n.square for n in norms if n.trace_a is None]
+    bounded = [n for n in norms if n.trace_a is not None]
+    if not bounded:
+        return _joined(exact)
+    square = _joined([n.square for n in bounded]).clamp_min(0)
+    trace_a, trace_b, gram_a, gram_b = (
+        _joined([getattr(n, field) for n in bounded]) for field in ("trace_a", "trace_b", "gram_a", "gram_b")
+    )
+    many = [1 if n.square.dim() == 1 else n.square.shape[0] for n in bounded]
+    units = [(n.gamma, n.kappa if n.fold_a else 0.0, 0.0 if n.fold_a else n.kappa) for n in bounded]
+    gamma, kappa_a, kappa_b = (
+        _column(tuple(u[k] for u, m in zip(units, many, strict=True) for _ in range(m)), square.dtype, square.device)
+        for k in range(3)
+    )
+    error = gamma * (trace_a * gram_b + trace_b * gram_a + gram_a * gram_b)
+    # Squares too small for the type are lost from one Gram matrix, whatever the other holds: T·n of them, below 2²⁶.
+    error = error + torch.finfo(square.dtype).tiny * 2.0**26 * (trace_a + trace_b)
+    fold = kappa_a * (trace_a * gram_b).sqrt() + kappa_b * (trace_b * gram_a).sqrt()
+    bound = ((square + error).sqrt() + fold).square()
+    return torch.cat([bound, _joined(exact)]) if exact else bound
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[B] and [parameters, B] as rows of one; as few operations as possible, for models bound by the host."""
+    if all(x.dim() == 1 for x in parts):
+        return torch.stack(parts)
+    return torch.cat([x.unsqueeze(0) if x.dim() == 1 else x for x in parts])
+
+
+@dataclass
+class Factors:
+    """What the sum pass needs: ``weight`` [groups, B] (loss scale folded in), ``keep`` [B], ``norms`` [B]."""
+
+    weight: Tensor
+    keep: Tensor
+    norms: Tensor
+    finite: Tensor
+
+
+def clip_factors(
+    groups: list[list[Norm]],
+    *,
+    max_grad_norm: float,
+    mode: Mode,
+    scale: float | Tensor,
+    weights: Tensor | None,
+    layers: int = 1,
+) -> Factors:
+    """Factors for examples whose recorded gradients are ``1/scale`` times their own (the batch mean, a loss scale)."""
+    squares = torch.stack([upper_squares(g).sum(0) for g in groups])
+    slack = 1 + (2.0**-45 if squares.dtype == torch.float64 else 2.0**-18)
+    upper = squares.sqrt() * (scale * slack)
+    if weights is not None:
+        weights = weights.to(upper).clamp(0, 1)  # whatever was written into them since
+    total = torch.linalg.vector_norm(upper, dim=0)
+    finite = torch.isfinite(total)
+    if mode == "automatic":  # flat
+        weight = max_grad_norm / (upper + AUTOMATIC_STABILITY)
+    else:
+        share = max_grad_norm / layers**0.5 if mode == "per-layer" else max_grad_norm
+        weight = (share / upper).clamp_max(1.0)  # a zero gradient gives inf, so 1
+    if weights is not None:
+        weight = weight * weights
+    keep = finite if weights is None else finite & (weights != 0)
+    weight = torch.where(keep, weight * scale, torch.zeros((), dtype=weight.dtype, device=weight.device))
+    return Factors(weight, keep, total, finite)
+
+
+# --- products in float32 ----------------------------------------------------------------------------------------------
+
+
+def uncast(x: Tensor) -> torch.autocast:
+    """No autocast, also where backward() was called inside it: norms and sums choose their own precision."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
+    """Entering autocast contexts costs microseconds a layer, so only where backward() was called inside one."""
+    if not torch.is_autocast_enabled(args[0].device.type):
+        return function(*args)
+    with uncast(args[0]):
+        return function(*args)
+
+
+# CUDA products of 16-bit operands can write float32 directly since torch 2.8. (Comparing versions takes microseconds.)
+_WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
+
+
+def _native_float32_out(x: Tensor) -> bool:
+    return _WIDE_PRODUCTS and x.is_cuda
+
+
+def squared_norms(x: Tensor) -> Tensor:
+    """Σ_j x_ij² of each row, in pieces: on the CPU a norm adds one by one, and over 2²⁴ numbers loses percents."""
+    rows, length = x.shape
+    if x.is_cuda or length <= _PIECE:
+        return torch.linalg.vector_norm(x, dim=1).square()
+    whole = length // _PIECE * _PIECE
+    pieces = torch.linalg.vector_norm(x[:, :whole].reshape(rows, -1, _PIECE), dim=2).square().sum(1)
+    return pieces + torch.linalg.vector_norm(x[:, whole:], dim=1).square()
+
+
+def bmm(x: Tensor, y: Tensor) -> Tensor:
+    """Batched product, accumulated and returned in float32 (float64 for float64)."""
+    if x.dtype in _LOW:
+        if _native_float32_out(x):
+            return torch.bmm(x, y, out_dtype=torch.float32)
+        return torch.bmm(x.float(), y.float())
+    return torch.bmm(x, y)
+
+
+def bmm_into(out: Tensor, x: Tensor, y: Tensor) -> None:
+    """``out = x @ y`` for batches, accumulated in ``out``'s float32 or float64."""
+    if x.dtype in _LOW:
+        out.copy_(bmm(x, y))
+    else:
+        torch.bmm(x, y, out=out)
+
+
+def sum_of_products_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
+    """``total += Σ_i x_i @ y_i`` (``fresh``: ``=``) over a batch, in ``total``'s float32 or float64."""
+    x, y = x.to(total.dtype), y.to(total.dtype)
+    if total.is_cuda:  # addbmm would launch a kernel for every example there
+        part = torch.bmm(x, y).sum(0)
+        total.copy_(part) if fresh else total.add_(part)
+    else:
+        torch.addbmm(total, x, y, beta=0 if fresh else 1, out=total)
+
+
+def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
+    """``total += x @ y`` (``fresh``: ``total = x @ y``), accumulated in ``total``'s float32 or float64."""
+    if x.dtype in _LOW and not _native_float32_out(x):
+        x, y = x.float(), y.float()
+    if x.dtype in _LOW:
+        if fresh:
+            torch.mm(x, y, out_dtype=torch.float32, out=total)
+        else:
+            torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
+    elif fresh:
+        torch.mm(x, y, out=total)
+    else:
+        total.addmm_(x, y)

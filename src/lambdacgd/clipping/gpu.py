@@ -1,0 +1,214 @@
+"""Launches of the Triton kernels on CUDA. Every function has a slow twin, which its caller uses where it does not fit.
+
+Two families. *Tables*: norms and sums of many layers in one launch, their tensors in a table of addresses, because in
+bfloat16 a transformer's step is bound by launches, not arithmetic; eight launches a layer for its norm would double it.
+Twins: `records.Outer.norm` and ``Tensor.sum``. *Kept gradients*: a convolution's without its patches, and their
+weighted sum in one reading; these hold no addresses, so that CUDA graphs may replay them. Twins:
+`records.Outer.materialise` and `records.Stored`.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lambdacgd.clipping import bounds
+from lambdacgd.clipping.bounds import Norm
+
+_TILE, _DEPTH = 64, 64
+
+
+@lru_cache(maxsize=1)
+def kernels() -> Any:
+    """The Triton kernels, or None where they cannot run."""
+    if not torch.cuda.is_available():
+        return None
+    try:
+        from lambdacgd.clipping import kernels as module
+    except ImportError:
+        return None
+    return module
+
+
+def _usable(x: Tensor) -> bool:
+    return x.device.type == "cuda" and kernels() is not None
+
+
+# --- many layers in one launch ----------------------------------------------------------------------------------------
+
+
+def may_use_tables(device: torch.device) -> bool:
+    """On CUDA, outside a graph capture, whose replays would read a stale table of addresses."""
+    return device.type == "cuda" and kernels() is not None and not torch.cuda.is_current_stream_capturing()
+
+
+def _fits(a: Tensor, b: Tensor) -> bool:
+    if a.shape[1] < 2 or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    if a.dtype == torch.float32 and not bounds.tf32_in_use(a.device):
+        return False
+    if a.stride(2) != 1 or b.stride(2) != 1 or a.data_ptr() % 16 or b.data_ptr() % 16:
+        return False
+    return a.shape[1] * max(a.stride(1), b.stride(1)) < 1 << 31  # the limit of an index, where time comes first
+
+
+def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Norm]]:
+    """Norms of Σ_t b_t a_tᵀ for those pairs (a [B, T, in], b [B, T, out]) that fit a launch.
+
+    Returns:
+        For every launch, positions in the list, and their norms as rows.
+    """
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for k, (a, b) in enumerate(pairs):
+        if _fits(a, b):
+            groups.setdefault((a.dtype, a.shape, b.shape[2], a.stride(), b.stride()), []).append(k)
+    if not groups:
+        return []
+    device = pairs[0][0].device
+    table = _table(tuple(x.data_ptr() for members in groups.values() for k in members for x in pairs[k]), device)
+    norms, start = [], 0
+    for (dtype, shape, outer, a_stride, b_stride), members in groups.items():
+        examples, tokens, inner = shape
+        tiles = -(-tokens // _TILE)
+        tile_pairs = tiles * (tiles + 1) // 2
+        out = torch.empty(len(members), examples, tile_pairs, 5, dtype=torch.float32, device=device)
+        kernels().gram_kernel[(tile_pairs, examples, len(members))](
+            table[2 * start :], out, examples, tokens, inner, outer,
+            a_stride[0], a_stride[1], b_stride[0], b_stride[1], tile_pairs,
+            LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
+            EXACT=False, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        square, trace_a, trace_b, gram_a, gram_b = out.sum(2).unbind(2)  # each [layers, B]
+        gamma = bounds.accumulation_unit(max(inner, outer), dtype)
+        kappa = bounds.folding_unit(dtype, device)
+        parts = (square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt())
+        norms.append((members, Norm(*parts, gamma=gamma, kappa=kappa, fold_a=inner < outer)))
+        start += len(members)
+    return norms
+
+
+@lru_cache(maxsize=64)
+def _table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Addresses on the device; the caching allocator often gives the same ones step after step.
+
+    Sent from pinned memory: a copy from pageable memory may wait for the device.
+    """
+    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+
+
+def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
+    """Σ_t of each [B, T, d_l], as views of one buffer [B, Σ d_l]; None where they do not fit one launch."""
+    first = gradients[0]
+    if any(g.dtype != first.dtype or g.stride(2) != 1 or g.shape[0] != first.shape[0] for g in gradients):
+        return None
+    if first.dtype not in (torch.float32, torch.bfloat16):
+        return None
+    sizes = [g.shape[2] for g in gradients]
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    width, examples, block = sum(sizes), first.shape[0], 128
+    rows = tuple(
+        v for g, start in zip(gradients, starts, strict=True)
+        for v in (g.data_ptr(), g.stride(0), g.stride(1), g.shape[1], g.shape[2], start)
+    )  # fmt: skip
+    out = torch.empty(examples, width, dtype=torch.float32, device=first.device)
+    kernels().column_sum_kernel[(-(-max(sizes) // block), examples, len(gradients))](
+        _table(rows, first.device), out, width, LOW=first.dtype == torch.bfloat16, BLOCK=block, ROWS=16, num_warps=4
+    )
+    return list(out.split(sizes, 1))
+
+
+def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
+    """Per-example Σ_t b∘x̂ and Σ_t b [B, size] in one launch; None where the kernel does not fit."""
+    if not may_use_tables(x.device) or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
+        return None
+    gradient = gradient.contiguous()
+    examples = x.shape[0]
+    tokens = x.numel() // (examples * size)
+    scale, shift = torch.empty(2, examples, size, dtype=torch.float32, device=x.device).unbind(0)
+    kernels().layer_norm_kernel[(-(-size // 128), examples)](
+        x, gradient, mean, rstd, scale, shift, tokens, size, BLOCK=128, ROWS=16, num_warps=4
+    )
+    return scale, shift
+
+
+# --- per-example gradients that are kept ------------------------------------------------------------------------------
+
+
+def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms [B];
+    None where the kernel does not fit.
+
+    ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
+    up in float32.
+    """
+    if not _usable(image) or image.dim() != 4 or image.dtype == torch.float64:
+        return None
+    if image.dtype == torch.float32 and not bounds.tf32_in_use(image.device):
+        return None
+    examples, outer = response.shape[:2]
+    if not 0 < examples <= 65535:  # the limit of a grid's second side
+        return None
+    kernel: tuple[int, int] = geometry["kernel"]
+    columns = image.shape[1] * kernel[0] * kernel[1]
+    positions, width = math.prod(response.shape[2:]), response.shape[3]
+    # Not its strides: those of a side of length one are anything (a grey channels_last image has 1 for its channel).
+    height, across = image.shape[2:]
+    if max(image.shape[1] * height * across, outer * positions, outer * columns) >= 1 << 31:  # the limit of an index
+        return None
+    image, response = image.contiguous(), response.contiguous()
+    rows, inner = _tile(outer, 128), _tile(columns, 64)
+    tiles = -(-outer // rows) * -(-columns // inner)
+    out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
+    squares = torch.empty(examples, tiles, dtype=torch.float32, device=image.device)
+    kernels().patch_gradient_kernel[(tiles, examples)](
+        image, response, out, squares, outer, positions, width, columns, height * across, across,
+        *geometry["stride"], *geometry["dilation"],
+        KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
+        DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out, squares.sum(1)
+
+
+def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> bool:
+    """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
+    [B, *shape] once; False where the kernel does not fit.
+    """
+    if not _usable(gradients) or not gradients.is_contiguous():
+        return False
+    if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
+        return False
+    examples, size = gradients.shape[0], total.numel()
+    if size == 0:  # a grid of no programs cannot be launched
+        return True
+    kernels().weighted_sum_kernel[(-(-size // 128),)](
+        gradients, factor.contiguous(), factor if keep is None else keep.view(torch.uint8), total, examples, size,
+        ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
+    )  # fmt: skip
+    return True
+
+
+def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Per-example Σ b∘x̂ and Σ b [B, C] over the positions of contiguous x and b [B, C, *space]; None where the kernel
+    does not fit.
+    """
+    if not _usable(x) or x.dtype != torch.float32 or gradient.dtype != torch.float32:
+        return None
+    examples, channels = x.shape[:2]
+    positions = math.prod(x.shape[2:])
+    if x.numel() == 0 or positions >= 1 << 31 or examples * channels >= 1 << 31:
+        return None
+    scale, shift = torch.empty(2, examples, channels, dtype=torch.float32, device=x.device).unbind(0)
+    kernels().group_norm_kernel[(examples * channels,)](
+        x, gradient, mean, rstd, scale, shift, positions, channels // mean.shape[1],
+        BLOCK=min(1024, max(32, 1 << (positions - 1).bit_length())), num_warps=4,
+    )  # fmt: skip
+    return scale, shift
+
+
+def _tile(size: int, most: int) -> int:
+    """A power of two from 16, the smallest side of a product, that holds ``size`` or is the most."""
+    return max(16, min(most, 1 << (size - 1).bit_length()))

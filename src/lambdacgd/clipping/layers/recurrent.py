@@ -1,0 +1,620 @@
+"""LSTM, GRU and RNN that can be seen into: the same parameters and outputs, and a gradient for every step.
+
+The input projection of all steps is one product; its gradient b [B, T, gates] is also that of the hidden projection
+(for GRU times the reset gate where that multiplies it). Hence the weights' gradients are Σ_t b_t x_tᵀ and
+Σ_t b_t h_{t−1}ᵀ: two Linear records per layer and direction, whatever the length.
+
+A recurrence leads from the input projections ``px`` [T, B, gates], W_ih x_t + b_ih, of all steps to the states of all
+steps: it adds W_hh h_{t−1} + b_hh and bends. Its gradient with respect to ``px`` is b. There are two fast ways to it,
+where the weights need no gradient from autograd, and `plain`, their twin in ordinary operations, some forty a step:
+
+* `by_hand`: one node for all steps with a backward pass of its own. What the gates contribute is computed for all
+  steps at once, which leaves two to five operations a step.
+* `fused` (CUDA): PyTorch's own kernel, cuDNN's where it can be. It gives no gradients of the gates, but those of its
+  input; so it is fed ``px``, with the identity in place of W_ih.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.backends.cudnn.rnn
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from lambdacgd.clipping.bounds import accumulator, uncast
+from lambdacgd.clipping.layers.linear import apply_linear
+from lambdacgd.clipping.records import Record, Stored, outer
+from lambdacgd.clipping.rules import Call, Layer, Recorder, apply_tap, register
+from lambdacgd.torch_private import (
+    functorch_is_active,
+    fused_recurrence,
+    own_parameters,
+    pack_recurrent_weights,
+    packs_recurrent_weights,
+    quick_apply,
+    recurrent_weight_names,
+    recurrent_weights_have_changed,
+)
+
+#: What the clipping rule does in one layer and direction: (suffix, x, W_ih, bias, span) -> the input projection, and
+#: where to put what `Keep` sees.
+Project = Callable[[str, Tensor, Tensor, Tensor | None, "Span"], tuple[Tensor, list[Any] | None]]
+#: h of all steps [T, B, H], the last h and (LSTM) the last c, [B, H], and GRU's reset gates, where they are at hand.
+States = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+_sigmoid_backward = torch.ops.aten.sigmoid_backward
+_tanh_backward = torch.ops.aten.tanh_backward
+
+
+# --- drop-ins ---------------------------------------------------------------------------------------------------------
+
+
+class _Open:
+    """Where nobody looks, the original's own forward; else one that shows every projection."""
+
+    def forward(self: Any, input: Any, hx: Any = None) -> Any:
+        if _is_original(self, input, hx):
+            return super().forward(input, hx)  # type: ignore[misc]
+        return layered(self, input, hx, _projection)
+
+
+class OpenLSTM(_Open, nn.LSTM):
+    """Drop-in for ``nn.LSTM`` (see `convert`)."""
+
+
+class OpenGRU(_Open, nn.GRU):
+    """Drop-in for ``nn.GRU`` (see `convert`)."""
+
+
+class OpenRNN(_Open, nn.RNN):
+    """Drop-in for ``nn.RNN`` (see `convert`)."""
+
+
+def _projection(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, None]:
+    px = F.linear(x.transpose(0, 1), w_ih, b_ih).transpose(0, 1)  # stand-ins want the batch first
+    return px.clone(memory_format=torch.contiguous_format), None
+
+
+def _is_original(m: Any, input: Any, hx: Any) -> bool:
+    """Whether the original's forward does: not for stand-ins (`batch_free`), nor for weights put in place of the
+    module's own, which it would lay out anew in memory (on CUDA only, where they may be FSDP2's; elsewhere parameters
+    that came by ``load_state_dict(assign=True)`` are its own), nor for gradients that cuDNN does not give in eval mode.
+    """
+    given = [input.data if isinstance(input, PackedSequence) else input, *(hx if isinstance(hx, tuple) else (hx,))]
+    weights = [getattr(m, name) for name in recurrent_weight_names(m)]
+    own = not given[0].is_cuda and all(type(w) is nn.Parameter for w in weights)
+    if functorch_is_active() or (recurrent_weights_have_changed(m) and not own):
+        return False
+    if given[0].is_cuda and not m.training and torch.is_grad_enabled():
+        return False
+    return all(x is None or _is_plain(x) for x in given + weights)
+
+
+def _is_plain(x: Any) -> bool:
+    return type(x) in (Tensor, nn.Parameter)
+
+
+def layered(m: Any, input: Any, hx: Any, project: Project) -> Any:
+    """All layers and directions of ``m`` on a padded or packed batch, with results shaped like the original's."""
+    packed = isinstance(input, PackedSequence)
+    x: Any = pad_packed_sequence(input)[0] if packed else input
+    if x.dim() not in (2, 3):
+        raise ValueError(f"{type(m).__name__}: expected input with 2 or 3 dimensions, got {x.dim()}.")
+    single = x.dim() == 2
+    if single:
+        x = x.unsqueeze(1)
+    elif not packed and m.batch_first:
+        x = x.transpose(0, 1)
+    if x.shape[0] == 0:
+        raise RuntimeError(f"{type(m).__name__}: expected sequences of at least one step.")
+    span = Span.of(input) if packed else Span([x.shape[1]] * x.shape[0])
+    directions = 2 if m.bidirectional else 1
+    hidden, cell = _start(m, x, hx, directions, single)
+    ends: list[tuple[Tensor, Tensor | None]] = []
+    for layer in range(m.num_layers):
+        outputs = []
+        for d in range(directions):
+            k = layer * directions + d
+            first = (hidden[k], None if cell is None else cell[k])
+            y, end = _layer(m, x, *first, f"_l{layer}" + ("_reverse" if d else ""), span, project)
+            outputs.append(y)
+            ends.append(end)
+        x = torch.cat(outputs, 2)  # a copy even of one: y itself is needed as it is
+        if m.dropout and m.training and layer + 1 < m.num_layers:
+            x = F.dropout(x, m.dropout)
+    h = torch.stack([e[0] for e in ends])
+    c = torch.stack([e[1] for e in ends]) if cell is not None else h  # type: ignore[misc]
+    if single:
+        x, h, c = x.squeeze(1), h.squeeze(1), c.squeeze(1)
+    elif packed:
+        data = pack_padded_sequence(span.sort(x, 1), span.lengths).data  # type: ignore[arg-type]
+        x = PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
+    elif m.batch_first:
+        x = x.transpose(0, 1)
+    return x, (h, c) if m.mode == "LSTM" else h
+
+
+def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[Tensor, Tensor | None]:
+    """The first states of all layers and directions, [layers · directions, B, H]; c for LSTM only."""
+    shape = (m.num_layers * directions, x.shape[1], m.hidden_size)
+    if hx is None:
+        zero = torch.zeros(shape, dtype=x.dtype, device=x.device)
+        return zero, zero if m.mode == "LSTM" else None
+    states = tuple(hx) if m.mode == "LSTM" else (hx,)
+    if single:
+        states = tuple(s.unsqueeze(1) for s in states)
+    for s in states:
+        m.check_hidden_size(s, shape)
+    return states[0], states[1] if m.mode == "LSTM" else None
+
+
+def _layer(
+    m: Any, x: Tensor, h: Tensor, c: Tensor | None, suffix: str, span: Span, project: Project
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """One layer in one direction: outputs [T, B, H] and the last states."""
+    w_ih, w_hh = getattr(m, f"weight_ih{suffix}"), getattr(m, f"weight_hh{suffix}")
+    b_ih = getattr(m, f"bias_ih{suffix}", None) if m.bias else None
+    b_hh = getattr(m, f"bias_hh{suffix}", None) if m.bias else None
+    backwards = suffix.endswith("_reverse")
+    if m.mode != "GRU" and b_ih is not None and _is_plain(b_ih) and _is_plain(b_hh):
+        b_ih, b_hh = b_ih + b_hh, None
+    px, seen = project(suffix, x, w_ih, b_ih, span)
+    px, h, c = span.arrange(px, backwards), span.sort(h), None if c is None else span.sort(c)
+    y, last_h, last_c, reset = recurrence(m.mode, px, h, c, w_hh, b_hh, span)
+    if seen is not None:
+        if m.mode == "GRU" and reset is None:
+            with torch.no_grad(), uncast(px):
+                values: list[Any] = [None if w is None else w.as_subclass(Tensor) for w in (w_hh, b_hh)]
+                reset = reset_gates(px.detach(), h.detach(), y.detach(), *values)
+        y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), reset)
+    return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
+
+
+class OpenLSTMCell(nn.LSTMCell):
+    """Drop-in for ``nn.LSTMCell`` (see `convert`)."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        zero = input.new_zeros(*input.shape[:-1], self.hidden_size)
+        h, c = (zero, zero) if hx is None else hx
+        return _cell("LSTM", *_projections(self, input, h), h, c)
+
+
+class OpenGRUCell(nn.GRUCell):
+    """Drop-in for ``nn.GRUCell`` (see `convert`)."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
+        return _cell("GRU", *_projections(self, input, h), h, None)[0]
+
+
+class OpenRNNCell(nn.RNNCell):
+    """Drop-in for ``nn.RNNCell`` (see `convert`)."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
+        return _cell(f"RNN_{self.nonlinearity.upper()}", *_projections(self, input, h), h, None)[0]
+
+
+def _projections(m: Any, input: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+    return F.linear(input, m.weight_ih, m.bias_ih), F.linear(h, m.weight_hh, m.bias_hh)
+
+
+# --- when sequences end -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """When the sequences of a batch end. Recurrences see them longest first and from their first step on."""
+
+    sizes: list[int]  # how many sequences are not over at each step
+    lengths: Tensor | None = None  # longest first, on the CPU; None: all are equally long
+    order: Tensor | None = None  # that of the batch, where it is not theirs
+    inverse: Tensor | None = None
+
+    @classmethod
+    def of(cls, packed: PackedSequence) -> Span:
+        sizes = packed.batch_sizes
+        lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device=sizes.device)).sum(0)
+        return cls(sizes.tolist(), lengths, packed.sorted_indices, packed.unsorted_indices)
+
+    def sort(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.order is None else x.index_select(dim, self.order)
+
+    def unsort(self, x: Tensor, dim: int = 0) -> Tensor:
+        return x if self.inverse is None else x.index_select(dim, self.inverse)
+
+    def arrange(self, x: Tensor, backwards: bool) -> Tensor:
+        """[T, B, …] as a recurrence wants it; ``backwards``: every sequence from its last step on."""
+        x = self.sort(x, 1)
+        return self._flip(x) if backwards else x
+
+    def restore(self, x: Tensor, backwards: bool) -> Tensor:
+        """The inverse of `arrange`."""
+        return self.unsort(self._flip(x) if backwards else x, 1)
+
+    def _flip(self, x: Tensor) -> Tensor:
+        if self.lengths is None:
+            return x.flip(0)
+        ends = self.lengths
+        step = torch.arange(len(self.sizes), device=ends.device).unsqueeze(1)
+        source = torch.where(step < ends, ends - 1 - step, step).to(x.device)
+        return x.gather(0, source.unsqueeze(2).expand_as(x))
+
+    def last(self, x: Tensor) -> Tensor:
+        """[B, …] from [T, B, …]: what every sequence ends with."""
+        if self.lengths is None:
+            return x[-1]
+        ends = self.lengths.to(x.device)
+        return x[ends - 1, torch.arange(len(ends), device=x.device)]
+
+    def clear(self, x: Tensor) -> Tensor:
+        """Zeros where sequences are over."""
+        if self.lengths is None:
+            return x
+        over = torch.arange(len(self.sizes), device=self.lengths.device).unsqueeze(1) >= self.lengths
+        return x.masked_fill_(over.to(x.device).unsqueeze(2), 0)
+
+    def steps(self, views: Iterable[Tensor]) -> list[tuple[Tensor, ...]]:
+        """At each step, the part of each [T or T + 1, B, …] for the sequences that are not over."""
+        rows = zip(*(x.unbind(0)[: len(self.sizes)] for x in views), strict=True)
+        if self.lengths is None:
+            return list(rows)
+        return [tuple(x[:n] for x in row) for row, n in zip(rows, self.sizes, strict=True)]
+
+
+# --- the clipping rule ------------------------------------------------------------------------------------------------
+
+
+class Keep(torch.autograd.Function):
+    """The identity on a layer's results. Every gradient that reaches the projection comes by here first, so what its
+    recorder needs, known only after the recurrence, is saved here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, seen: list[Any], y: Tensor, h: Tensor, c: Tensor | None, first: Tensor, reset: Tensor | None
+    ) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.seen = seen
+        ctx.save_for_backward(y, first, reset)
+        return y, h, c
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        ctx.seen[:] = [None if x is None else x.detach() for x in ctx.saved_tensors]
+        return None, *gradients, None, None
+
+
+class TimeFirst(Call):
+    """A call whose input and output are [T, B, …]. What `Keep` has ``seen`` goes with the rest of the graph's tensors:
+    the graph itself lives as long as the loss.
+    """
+
+    def __init__(self, layer: Layer, recorder: Recorder, seen: list[Any]) -> None:
+        super().__init__(layer, recorder)
+        self.seen = seen
+
+    def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        try:
+            super().deliver(gradient.transpose(0, 1), *(x.transpose(0, 1) for x in saved))
+        finally:
+            self.seen.clear()
+
+
+@register(OpenLSTM, OpenGRU, OpenRNN, finds_batch=True)
+def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
+    m: Any = layer.module
+    own: dict[str, Any] = own_parameters(m)
+    shapes = {name: p.shape for name, p in own.items()}
+
+    def project(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, list[Any]]:
+        if not layer.is_batched(x.transpose(0, 1)):
+            raise layer.refuse(
+                f"{x.shape[1]} sequences for {layer.forward_pass.batch} examples. Put the batch first in the model's "
+                "input, or pass batch_of= to privatize or attach."
+            )
+        seen: list[Any] = []
+        backwards = suffix.endswith("_reverse")
+
+        def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
+            total = _over_time(gradient)
+            for part in ("ih", "hh"):
+                weight, bias = layer.names.get(f"weight_{part}{suffix}"), layer.names.get(f"bias_{part}{suffix}")
+                if part == "hh":
+                    y, h, reset = seen
+                    x = span.restore(before(h, y), backwards).transpose(0, 1)
+                    if reset is not None:
+                        gradient = _behind_reset(gradient, span.restore(reset, backwards).transpose(0, 1))
+                        total = _over_time(gradient)
+                if weight is not None:
+                    yield outer(weight, x, gradient, shapes[f"weight_{part}{suffix}"]).resolve()
+                if bias is not None:
+                    yield Stored(bias, total)
+
+        anchor, call = layer.anchor, TimeFirst(layer, recorder, seen)
+        if w_ih.requires_grad or (b_ih is not None and b_ih.requires_grad):  # computed: autograd has to see them
+            return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
+        return apply_linear(anchor, x, w_ih, b_ih, call), seen
+
+    kept = {name: own[name] for name in layer.names}
+    own.update({name: p.detach() for name, p in kept.items()})
+    try:
+        return layered(m, input, hx, project)
+    finally:
+        own.update(kept)
+
+
+def _over_time(gradient: Tensor) -> Tensor:
+    return gradient.sum(1, dtype=accumulator(gradient.dtype))
+
+
+def _behind_reset(gradient: Tensor, r: Tensor) -> Tensor:
+    """The gradient of GRU's hidden projection, whose last part r multiplies, from that of the input projection."""
+    rest, last = gradient.split((2 * r.shape[2], r.shape[2]), 2)
+    return torch.cat([rest, last * r], 2)
+
+
+# --- the recurrence ---------------------------------------------------------------------------------------------------
+
+
+def recurrence(
+    mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> States:
+    """The states of all steps from ``px`` [T, B, gates] and the first states [B, H]."""
+    given = [x for x in (px, h, c, w_hh, b_hh) if x is not None]
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in (w_hh, b_hh) if x is not None)
+    if followed or functorch_is_active() or not all(_is_plain(x) for x in given):
+        # A stand-in records row i as example i's: the batch in its own order.
+        own = span.unsort(px, 1), span.unsort(h), None if c is None else span.unsort(c)
+        y, h, c, _ = plain(mode, *own, w_hh, b_hh, span)
+        return span.sort(y, 1), span.sort(h), None if c is None else span.sort(c), None
+    if torch.is_autocast_enabled(px.device.type):
+        h, w_hh = h.to(px.dtype), w_hh.to(px.dtype)
+        c, b_hh = None if c is None else c.to(px.dtype), None if b_hh is None else b_hh.to(px.dtype)
+    elif any(x.dtype != px.dtype for x in given):
+        raise RuntimeError(f"the states given to {mode} are {h.dtype}, its input is {px.dtype}: give both one type.")
+    with uncast(px):
+        return (fused if px.is_cuda else by_hand)(mode, px, h, c, w_hh, b_hh, span)
+
+
+def plain(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
+    """In ordinary operations, for weights that autograd or a stand-in follows: the twin of the fast ones, but for the
+    order of the sequences, which is the batch's.
+    """
+    outputs: list[Tensor] = []
+    lengths = None if span.lengths is None else span.unsort(span.lengths.to(px.device))
+    for t, step in enumerate(px.unbind(0)):
+        new_h, new_c = _cell(mode, step, F.linear(h, w_hh, b_hh), h, c)
+        if lengths is not None:
+            inside = (t < lengths).unsqueeze(1)
+            outputs.append(torch.where(inside, new_h, torch.zeros_like(new_h)))
+            new_h = torch.where(inside, new_h, h)
+            new_c = None if c is None or new_c is None else torch.where(inside, new_c, c)
+        else:
+            outputs.append(new_h)
+        h, c = new_h, new_c
+    return torch.stack(outputs), h, c, None
+
+
+def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Any) -> tuple[Tensor, Any]:
+    """One step, from both projections and the states before."""
+    if mode == "LSTM":
+        i, f, g, o = (px + ph).chunk(4, -1)
+        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        return torch.sigmoid(o) * torch.tanh(c), c
+    if mode == "GRU":
+        xr, xz, xn = px.chunk(3, -1)
+        hr, hz, hn = ph.chunk(3, -1)
+        z = torch.sigmoid(xz + hz)
+        return (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h, None
+    return (torch.relu(px + ph) if mode == "RNN_RELU" else torch.tanh(px + ph)), None
+
+
+# --- the recurrence by PyTorch's kernels ------------------------------------------------------------------------------
+
+
+def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
+    """``px`` is the input, so that the gradient of the input is b. In TF32 (``torch.backends.cudnn.allow_tf32``) the
+    product with the identity rounds ``px`` and b as that with W_ih would round x and b.
+    """
+    gates, hidden = w_hh.shape
+    weights = [torch.eye(gates, dtype=px.dtype, device=px.device), w_hh.detach().clone()]
+    if b_hh is not None:
+        weights += [torch.zeros_like(b_hh), b_hh.detach().clone()]
+    if _flattens(px):  # as nn.LSTM does
+        with torch.no_grad(), torch.cuda.device_of(px):
+            number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
+            pack_recurrent_weights(weights, inputs=gates, mode=number, hidden=hidden)
+    states: Any = h.unsqueeze(0).contiguous()
+    if c is not None:
+        states = (states, c.unsqueeze(0).contiguous())
+    how = (weights, b_hh is not None, 1, 0.0, True, False)  # one layer, no dropout, training, one direction
+    if span.lengths is None:
+        y, *ends = fused_recurrence(mode)(px, states, *how, False)
+    else:
+        packed = pack_padded_sequence(px, span.lengths)
+        data, *ends = fused_recurrence(mode)(packed.data, packed.batch_sizes, states, *how)
+        y = pad_packed_sequence(PackedSequence(data, packed.batch_sizes))[0]
+    return y, ends[0].squeeze(0), ends[1].squeeze(0) if c is not None else None, None
+
+
+def _flattens(px: Tensor) -> bool:
+    """Whether cuDNN will want the weights in one piece. PyTorch's own question does not know that it takes bfloat16."""
+    asked = px.new_empty(0, dtype=torch.float16) if px.dtype == torch.bfloat16 else px
+    return torch.backends.cudnn.is_acceptable(asked) and packs_recurrent_weights()
+
+
+def reset_gates(px: Tensor, h: Tensor, y: Tensor, w_hh: Tensor, b_hh: Tensor | None) -> Tensor:
+    """GRU's r at all steps, from the states of all steps."""
+    part, kind = slice(w_hh.shape[1]), px.dtype
+    bias = None if b_hh is None else b_hh[part].to(kind)
+    return torch.sigmoid(px[..., part] + F.linear(before(h.to(kind), y.to(kind)), w_hh[part].to(kind), bias))
+
+
+def before(first: Tensor, states: Tensor) -> Tensor:
+    """The states before each step."""
+    return torch.cat([first.unsqueeze(0), states[:-1]])
+
+
+# --- the recurrence by hand -------------------------------------------------------------------------------------------
+
+
+class ThroughTime(torch.autograd.Function):
+    """h of every step, for LSTM c of every step too, and the gates, which are written over ``px`` (for RNN they are h).
+    The weights get no gradient here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, mode: str, span: Span
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.mark_dirty(px)
+        ctx.mode, ctx.span = mode, span
+        if mode == "LSTM":
+            y, *saved = _lstm(px, h, c, w_hh, b_hh, span)
+        elif mode == "GRU":
+            y, *saved = _gru(px, h, w_hh, b_hh, span)
+        else:
+            y, *saved = _rnn(mode, px, h, w_hh, b_hh, span)
+        ctx.save_for_backward(w_hh, px, *saved)
+        return span.clear(y), None if c is None else saved[0][1:], None if y is px else px
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor | None, dc: Tensor | None, _: None) -> tuple[Any, ...]:
+        w_hh, gates, *saved = ctx.saved_tensors
+        shape, span = (*gates.shape[:2], w_hh.shape[1]), ctx.span
+        with uncast(gates):
+            dh = _below(dy, gates, shape)
+            if ctx.mode == "LSTM":
+                dc = _below(dc, gates, shape)
+                b = _lstm_backward(span, dh, dc, w_hh, gates, *saved)
+            elif ctx.mode == "GRU":
+                b = _gru_backward(span, dh, w_hh, gates, *saved)
+            else:
+                b = _rnn_backward(span, dh, w_hh, gates, ctx.mode)
+            return span.clear(b), dh[0], None if dc is None else dc[0], None, None, None, None
+
+
+_apply = quick_apply(ThroughTime)
+
+
+def by_hand(
+    mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> States:
+    """One node for all steps. ``px`` is written over."""
+    y, cells, gates = _apply(px, h, c, w_hh, b_hh, mode, span)
+    reset = gates.detach()[:, :, : w_hh.shape[1]] if mode == "GRU" else None
+    return y, span.last(y), None if c is None else span.last(cells), reset
+
+
+def _after(first: Tensor, steps: int) -> Tensor:
+    """Room for the states before each step and after the last one."""
+    states = first.new_empty(steps + 1, *first.shape)
+    states[0] = first
+    return states
+
+
+def _below(gradient: Tensor | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The gradients of the states after each step, as far as they come from outside, behind room for the first's."""
+    whole = like.new_zeros(shape[0] + 1, *shape[1:])
+    if gradient is not None:
+        whole[1:] = gradient
+    return whole
+
+
+def _lstm(gates: Tensor, h: Tensor, c: Any, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> list[Tensor]:
+    hidden, w = w_hh.shape[1], w_hh.t()
+    if b_hh is not None:
+        gates += b_hh
+    y, bent = gates.new_empty(2, *gates.shape[:2], hidden).unbind(0)  # bent = tanh c
+    cells = _after(c, len(gates))
+    views = (gates, *gates.split(hidden, 2), gates[:, :, : 2 * hidden], y, bent, cells, cells[1:])
+    for whole, i, f, g, o, i_f, y_t, bent_t, c_t, new in span.steps(views):
+        whole.addmm_(h[: len(whole)], w)
+        i_f.sigmoid_()
+        g.tanh_()
+        o.sigmoid_()
+        torch.mul(f, c_t, out=new).addcmul_(i, g)
+        h = torch.mul(o, torch.tanh(new, out=bent_t), out=y_t)
+    return [y, cells, bent]
+
+
+def _lstm_backward(
+    span: Span, dh: Tensor, dc: Tensor, w_hh: Tensor, gates: Tensor, cells: Tensor, bent: Tensor
+) -> Tensor:
+    """``b`` first holds what the gradients of h and c are multiplied by."""
+    hidden = w_hh.shape[1]
+    i, f, g, o = gates.split(hidden, 2)
+    b = torch.empty_like(gates)
+    b_i, b_f, b_g, b_o = b.split(hidden, 2)
+    _sigmoid_backward(g, i, grad_input=b_i)
+    _sigmoid_backward(cells[:-1], f, grad_input=b_f)
+    _tanh_backward(i, g, grad_input=b_g)
+    _sigmoid_backward(bent, o, grad_input=b_o)
+    views = (b, b.view(*b.shape[:2], 4, hidden)[:, :, :3], b_o, _tanh_backward(o, bent), f, dh[1:], dh, dc[1:], dc)
+    for whole, by_c, by_h, bend, f_t, dh_t, dh_below, dc_t, dc_below in reversed(span.steps(views)):
+        dc_t.addcmul_(dh_t, bend)
+        by_c.mul_(dc_t.unsqueeze(1))
+        by_h.mul_(dh_t)
+        dh_below.addmm_(whole, w_hh)
+        dc_below.addcmul_(dc_t, f_t)
+    return b
+
+
+def _gru(gates: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> list[Tensor]:
+    hidden = w_hh.shape[1]
+    w_rz, w_n = w_hh[: 2 * hidden].t(), w_hh[2 * hidden :].t()
+    inner = gates.new_zeros(*gates.shape[:2], hidden)  # W_hn h + b_hn
+    if b_hh is not None:
+        gates[:, :, : 2 * hidden] += b_hh[: 2 * hidden]
+        inner += b_hh[2 * hidden :]
+    states = _after(h, len(gates))
+    views = (gates[:, :, : 2 * hidden], *gates.split(hidden, 2), inner, states, states[1:])
+    for r_z, r, z, n, inner_t, h_t, new in span.steps(views):
+        r_z.addmm_(h_t, w_rz).sigmoid_()
+        n.addcmul_(r, inner_t.addmm_(h_t, w_n)).tanh_()
+        torch.lerp(n, h_t, z, out=new)
+    return [states[1:], states, inner]
+
+
+def _gru_backward(span: Span, dh: Tensor, w_hh: Tensor, gates: Tensor, states: Tensor, inner: Tensor) -> Tensor:
+    """The hidden projection's gradient is that of the input projection, times r in the part that r multiplies; ``b`` is
+    the first in the loop and the second behind it.
+    """
+    hidden = w_hh.shape[1]
+    r, z, n = gates.split(hidden, 2)
+    b = torch.empty_like(gates)
+    b_r, b_z, b_n = b.split(hidden, 2)
+    bend = _tanh_backward(1 - z, n)
+    _sigmoid_backward(inner, r, grad_input=b_r).mul_(bend)
+    _sigmoid_backward(states[:-1] - n, z, grad_input=b_z)
+    torch.mul(bend, r, out=b_n)
+    views = (b, b.view(*b.shape[:2], 3, hidden), z, dh[1:], dh)
+    for whole, three, z_t, dh_t, dh_below in reversed(span.steps(views)):
+        three.mul_(dh_t.unsqueeze(1))
+        dh_below.addmm_(whole, w_hh).addcmul_(dh_t, z_t)
+    torch.mul(dh[1:], bend, out=b_n)
+    return b
+
+
+def _rnn(mode: str, y: Tensor, h: Tensor, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> list[Tensor]:
+    bend = Tensor.relu_ if mode == "RNN_RELU" else Tensor.tanh_
+    if b_hh is not None:
+        y += b_hh
+    for (y_t,) in span.steps((y,)):
+        h = bend(y_t.addmm_(h[: len(y_t)], w_hh.t()))
+    return [y]
+
+
+def _rnn_backward(span: Span, dh: Tensor, w_hh: Tensor, y: Tensor, mode: str) -> Tensor:
+    b = (y > 0).to(y.dtype) if mode == "RNN_RELU" else _tanh_backward(torch.ones_like(y), y)
+    for b_t, dh_t, dh_below in reversed(span.steps((b, dh[1:], dh))):
+        dh_below.addmm_(b_t.mul_(dh_t), w_hh)
+    return b

@@ -1,0 +1,314 @@
+"""What a layer's rule is made of: seeing inputs and output gradients without weight gradients being computed.
+
+While a model is attached, ``module.forward`` of each module that owns trainable parameters is replaced on the instance
+(and given back on detach). A *rule* is called in its place as ``rule(layer, *args, **kwargs)``. It runs the original
+with its parameters hidden from autograd (``layer.hidden(...)``), so that the backward pass computes input gradients
+only, and returns the output through a `tap`: when the output's gradient arrives, the rule's recorder turns it and the
+saved input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them
+like any other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see
+`clipper`).
+
+`register` adds a rule for a class of layers. It applies to that class and to those subclasses that keep the class's
+``forward`` and what it calls (``_conv_forward``, say). One file under `layers` holds the rules of a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.clipping.backward import BackwardPass
+from lambdacgd.clipping.bounds import without_autocast
+from lambdacgd.clipping.records import Record
+from lambdacgd.errors import ClippingError
+from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
+
+Rule = Callable[..., Any]
+Recorder = Callable[..., Iterable[Record]]
+
+# --- which rule for which layer ---------------------------------------------------------------------------------------
+
+_RULES: dict[type[nn.Module], Rule] = {}
+_NAMED: dict[str, Rule] = {}
+_BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its forward does not call
+
+
+def register(*kinds: type[nn.Module] | str, finds_batch: bool = False) -> Callable[[Rule], Rule]:
+    """Use the decorated rule for these classes of layers.
+
+    Args:
+        kinds: Classes, or names of classes ("package.module.Class") that need not be importable.
+        finds_batch: Whether the rule looks for the batch dimension itself. Otherwise it is called only if its first
+            argument has the batch first.
+
+    Returns:
+        A decorator that keeps the rule and returns it.
+    """
+
+    def keep(rule: Rule) -> Rule:
+        rule.finds_batch = finds_batch  # type: ignore[attr-defined]
+        for kind in kinds:
+            (_NAMED if isinstance(kind, str) else _RULES)[kind] = rule  # type: ignore[index]
+        return rule
+
+    return keep
+
+
+def rule_for(module: nn.Module) -> Rule | None:
+    """The rule for a module, or None: then its parameters are followed one by one (`batch_free`)."""
+    kind = type(module)
+    if nn.utils.parametrize.is_parametrized(module) or any(
+        name not in own_parameters(module) and isinstance(getattr(module, name, None), Tensor)
+        for name in ("weight", "bias")
+    ):
+        return None  # what is computed from parameters is no parameter
+    for base in kind.__mro__:
+        rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        if rule is not None:
+            return rule if _computes_as(base, module) else None
+    return None
+
+
+def _computes_as(base: type[nn.Module], module: nn.Module) -> bool:
+    """Whether no subclass, nor the module itself, has a ``forward`` of its own, or a method that ``forward`` calls."""
+    line = type(module).__mro__
+    changed = set(vars(module)).union(*(vars(c) for c in line[: line.index(base)]))
+    family = set().union(*(vars(c) for c in base.__mro__ if c not in (nn.Module, object)))
+    return not any(n for n in changed & family if not n.startswith("__") and n not in _BESIDES)
+
+
+# --- the forward pass -------------------------------------------------------------------------------------------------
+
+
+class BatchSizes:
+    """Which tensors have the batch first: learnt from batches of different sizes, never from one size alone.
+
+    A position table of 64 rows looks like a batch of 64 examples, and a [time, batch] tensor like a [batch, time] one,
+    whenever the numbers agree. So each place in a model where the question arises (a module, an operation on a
+    parameter; told apart by how often it was asked in this forward pass) keeps what it saw: a first dimension that once
+    differed from the batch size is not the batch, however often it agrees later. The probe gives it two sizes to begin
+    with.
+    """
+
+    def __init__(self) -> None:
+        self.batch = 0
+        self._uses: dict[Hashable, int] = {}
+        self._agreed: dict[tuple[Hashable, int], int] = {}  # the first size that agreed; -1: two different ones did
+        self._differed: set[tuple[Hashable, int]] = set()
+        self._ever_differed: set[Hashable] = set()
+
+    def start(self, batch: int) -> None:
+        """A forward pass over ``batch`` examples begins."""
+        self.batch = batch
+        self._uses.clear()
+
+    def batch_first(self, place: Hashable, x: Tensor) -> bool:
+        """Whether the first dimension of ``x`` is the batch. For one example every answer gives the same gradient."""
+        agrees = x.dim() > 0 and x.shape[0] == self.batch
+        if self.batch == 1 or backward_task() != -1:  # or a recomputation, which delivers nothing
+            return agrees
+        use = self._uses.get(place, 0)
+        self._uses[place] = use + 1
+        key = (place, use)
+        if not agrees:
+            if self._agreed.get(key) == -1:
+                raise ClippingError(
+                    f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
+                    f"for {self.batch} examples. Keep the batch first in every batch."
+                )
+            self._differed.add(key)
+            self._ever_differed.add(place)
+            return False
+        if key in self._differed:
+            return False
+        known = self._agreed.setdefault(key, self.batch)
+        if known not in (-1, self.batch):
+            self._agreed[key] = -1
+        elif known == self.batch and place in self._ever_differed:
+            raise ClippingError(
+                f"{place}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
+                "uses of it do not. Run a batch of another size first."
+            )
+        return True
+
+
+class ForwardPass:
+    """The model's forward pass under way: what the rules of all layers ask about it.
+
+    Attributes:
+        batch: The number of examples.
+        generation: The number of this forward pass; no two have the same.
+        running: Whether the model's own forward runs now.
+        sharded: Whether parameters are gathered only while their layer runs (FSDP2).
+        expected_rows: While the probe differentiates the first rows of the output, how many; else 0.
+    """
+
+    def __init__(self) -> None:
+        self.batch = self.generation = self.expected_rows = 0
+        self.running = self.sharded = False
+        self.sizes = BatchSizes()
+        self.cast_weights: dict[Layer, tuple[Tensor, Tensor | None]] = {}
+        self._last_cast: tuple[Tensor, int, Tensor] | None = None
+
+    def begin(self) -> None:
+        self.generation, self.running = self.generation + 1, True
+
+    def look_at(self, batch: int) -> None:
+        """Layers now see ``batch`` examples."""
+        self.batch = batch
+        self.sizes.start(batch)
+
+    def leave(self) -> None:
+        """Also where the forward pass raised: what layers do afterwards is outside it."""
+        self.cast_weights, self._last_cast = {}, None
+        if backward_task() == -1:
+            self.running = False
+
+    def cast_input(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """``x`` in autocast's type; query, key and value layers, which share their input, share the copy too."""
+        last = self._last_cast
+        if last is not None and last[0] is x and last[1] == version(x) and last[2].dtype == dtype:
+            return last[2]
+        copy = x.to(dtype)
+        if copy is not x:
+            self._last_cast = (x, version(x), copy)
+        return copy
+
+
+@dataclass(eq=False)
+class Layer:
+    """A module that owns trainable parameters: ``names`` maps its own names to the model's."""
+
+    module: nn.Module
+    path: str
+    names: dict[str, str]
+    original: Callable[..., Any]
+    forward_pass: ForwardPass
+    backward_pass: BackwardPass
+    recorder: Any = None  # kept by rules whose recorder never changes
+    slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
+
+    def __str__(self) -> str:
+        return f"module '{self.path}'" if self.path else "the model itself"
+
+    @property
+    def anchor(self) -> Tensor:
+        """The leaf that every tap hangs on."""
+        return self.backward_pass.anchor
+
+    def is_batched(self, x: Tensor) -> bool:
+        """Whether ``x``, an input of this module, has the batch first."""
+        return self.forward_pass.sizes.batch_first(self, x)
+
+    def hidden(self, *args: Any, **kwargs: Any) -> Any:
+        """The original forward with this module's own parameters hidden from autograd."""
+        own = own_parameters(self.module)
+        kept = {name: own[name] for name in self.names if name in own}
+        for name, parameter in kept.items():
+            own[name] = parameter.detach()  # type: ignore[union-attr, assignment]
+        try:
+            return self.original(*args, **kwargs)
+        finally:
+            own.update(kept)
+
+    def refuse(self, why: str) -> ClippingError:
+        return ClippingError(f"{self} ({type(self.module).__name__}): {why}")
+
+
+# --- taps -------------------------------------------------------------------------------------------------------------
+
+
+class Call:
+    """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
+
+    __slots__ = ("batch", "delivered", "generation", "layer", "recorder", "within_backward")
+
+    def __init__(self, layer: Layer, recorder: Recorder) -> None:
+        self.layer, self.recorder = layer, recorder
+        self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
+        self.within_backward = backward_task() != -1
+        self.delivered = False
+
+    def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        if self.layer.forward_pass.expected_rows:
+            self._check_rows(gradient)
+            return
+        if torch.is_grad_enabled():
+            raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
+        if not self.layer.backward_pass.gathers():
+            return
+        if self.delivered:
+            raise self.layer.refuse(
+                "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
+                "added once; add the losses up and call backward() once, or run the model again."
+            )
+        if self.within_backward:
+            raise self.layer.refuse(
+                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
+                "checkpointing splits an example's gradient into parts that would be clipped one by one. Use "
+                "torch.utils.checkpoint(..., use_reentrant=False)."
+            )
+        self.delivered = True
+        without_autocast(self._deliver, gradient, *saved)
+
+    def _check_rows(self, gradient: Tensor) -> None:
+        """Only the first rows of the output are differentiated (`probe`): theirs are the first rows here."""
+        if gradient[self.layer.forward_pass.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
+            raise self.layer.refuse(
+                "the model mixes the examples of a batch, or changes their order (sorts them by length, say): row i of "
+                "every layer's input must be example i's alone. Sort when the batch is put together instead. If the "
+                "first dimension of its input is not the batch and has its size by chance, start with another size."
+            )
+
+    def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
+        layer, records = self.layer, self.recorder(gradient, *saved)
+        layer.backward_pass.receive(records, batch=self.batch, generation=self.generation, refuse=layer.refuse)
+
+
+class Tap(torch.autograd.Function):
+    """The identity on a layer's output; its backward delivers. ``mark_dirty`` avoids a view, so in-place ReLUs work."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, call: Call, *saved: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*saved)
+        ctx.mark_dirty(output)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
+        ctx.call.deliver(gradient, *saved)
+        return (gradient, None, None, *([None] * len(saved)))
+
+
+def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
+    """Deliver ``recorder(gradient of output, *saved)`` when the backward pass reaches ``output``."""
+    if not isinstance(output, Tensor):
+        raise layer.refuse(f"its forward returned {type(output).__name__}; a tensor is needed to follow its gradient.")
+    if any(output is s for s in saved):
+        output = output.clone()
+    saved = tuple(s.detach() for s in saved)
+    return apply_tap(output, layer.anchor, Call(layer, recorder), *saved)
+
+
+def computed(m: nn.Module) -> bool:
+    """Whether a layer's weight or bias is no parameter of its own but made from others (pruning, weight drop): autograd
+    has to see it then.
+    """
+    return "weight" not in own_parameters(m) or "bias" not in own_parameters(m)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type that autocast runs products in on ``x``'s device; None without autocast."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+apply_tap = quick_apply(Tap)

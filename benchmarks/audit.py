@@ -38,9 +38,7 @@ def measure(bins: Any, epsilon: float, steps: int, epochs: int, delta: float) ->
         sampling=lc.BallsInBins(bins),
     )
     report = lc.audit(plan, runs=RUNS, max_grad_norm=0.7)
-    row = report.to_dict()
     assert report.bound is not None
-    row["share_of_the_claim"] = report.bound.epsilon / epsilon
     settings = {
         "bins": bins,
         "epsilon": epsilon,
@@ -49,8 +47,19 @@ def measure(bins: Any, epsilon: float, steps: int, epochs: int, delta: float) ->
         "delta": delta,
         "lam": 0.9,
     }
-    del row["trade_off"]
-    return {"settings": settings} | row
+    return settings | {
+        "sigma": plan.sigma,
+        "lower_bound": report.bound.epsilon,
+        "confidence": report.bound.confidence,
+        "share_of_the_claim": report.bound.epsilon / epsilon,
+        "share_of_an_ideal_run": report.ideal / epsilon,
+        "passed": report.passed,
+        "smallest_p_value": min(check.p_value for check in report.checks),
+        "floating_point": {
+            name: attack["tpr"] - attack["fpr"] for name, attack in report.floating_point["attacks"].items()
+        },
+        "seconds": report.seconds,
+    }
 
 
 def main() -> None:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from lambdacgd import cache
-from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting import Calibration, accountant_for
 from lambdacgd.errors import InvalidInput, number
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
 from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
@@ -22,39 +20,15 @@ SEARCHED = 1.01  # a plan that was asked for σ has an ε that was searched for,
 SAMPLING = 0.02  # how far two certificates by Monte Carlo may lie apart: each has its own random margin
 
 
-@dataclass(frozen=True)
-class Verification:
-    """A claim that holds: (ε, δ) needs ``needed_sigma`` and has ``sigma``."""
-
-    source: str
-    epsilon: float
-    delta: float
-    sigma: float
-    needed_sigma: float
-    method: str
-    confidence: float
-    note: str
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        sure = "deterministic" if self.confidence == 1 else f"fails with probability {1 - self.confidence:.2g}"
-        return (
-            f"certified anew: ε = {self.epsilon:g} at δ = {self.delta:g} needs σ = {self.needed_sigma:.6g} and has "
-            f"{self.sigma:.6g} ({self.method}, {sure}). {self.note}"
-        ).rstrip()
-
-
-def verify(source: Plan | str | os.PathLike[str]) -> Verification:
+def verify(source: Plan | str | os.PathLike[str]) -> Calibration:
     """Certify σ again, without the cache.
 
     Args:
-        source: A plan, a plan file, a privacy card, or the folder of a release that holds one.
+        source: A plan, a plan file, a privacy card, or the folder of a release that holds one. Earlier runs that a card
+            adds up are taken as it states them.
 
     Returns:
-        What was claimed, and the smallest σ that is certified for it now.
+        The smallest σ that is certified for the claim now, and its certificate.
 
     Raises:
         InvalidInput: The file holds neither, it claims nothing, or its σ is too small for what it claims.
@@ -85,24 +59,17 @@ def verify(source: Plan | str | os.PathLike[str]) -> Verification:
         claim = float(data["this_run"]["epsilon"]), float(data["this_run"]["delta"])
         total, sigma = float(data["epsilon"]), float(data["sigma"])
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
-        bound, earlier = data["certificate"]["kind"] == "bound", len(data["earlier_runs"])
+        bound = data["certificate"]["kind"] == "bound"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidInput("source", str(path), f"it is not a whole privacy card: {error}") from None
     if not total >= claim[0]:
         raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {claim[0]:g}")
-    note = f"Its {earlier} earlier runs are as the card states them: verify their own releases." if earlier else ""
-    return _certify("card", mechanism, sampling, claim, sigma, bound, note)
+    return _certify("card", mechanism, sampling, claim, sigma, bound)
 
 
 def _certify(
-    source: str,
-    mechanism: Mechanism,
-    sampling: Sampling,
-    claim: tuple[float, float],
-    sigma: float,
-    bound: bool,
-    note: str = "",
-) -> Verification:
+    source: str, mechanism: Mechanism, sampling: Sampling, claim: tuple[float, float], sigma: float, bound: bool
+) -> Calibration:
     epsilon, delta = claim
     if not bound or not math.isfinite(epsilon):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
@@ -111,13 +78,11 @@ def _certify(
     with cache.disabled():
         accountant = accountant_for(mechanism, sampling)
         needed = accountant.sigma(epsilon, delta)
-        certificate = needed.certificate
-        margin = 1 + (ROUNDING if certificate.confidence == 1 else SAMPLING)
+        margin = 1 + (ROUNDING if needed.certificate.confidence == 1 else SAMPLING)
         holds = needed.sigma <= sigma * margin
         if not holds and needed.sigma <= sigma * SEARCHED:
-            certificate = accountant.epsilon(sigma, delta)
-            holds = certificate.epsilon <= epsilon * margin
+            holds = accountant.epsilon(sigma, delta).epsilon <= epsilon * margin
     if not holds:
         least = f"needs σ = {needed.sigma:.6g}, and it has {sigma:.6g}"
         raise InvalidInput("source", f"This {source} is false: ε = {epsilon:g} at δ = {delta:g} {least}.")
-    return Verification(source, epsilon, delta, sigma, needed.sigma, certificate.method, certificate.confidence, note)
+    return needed

@@ -41,14 +41,8 @@ def in_blocks(plan: Plan, matrix: Array, values: Array) -> Array:
 def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | None = None) -> Array:
     """log P(W | canary in) / P(W | zeroed out) for each canary, the most powerful score by Neyman and Pearson.
 
-    Args:
-        plan: Tells C, σ and the sampling.
-        whitened: W = CY/(ζσ), a row per step and a column per canary.
-        places: Each canary's step in an epoch, from 0, where the sampling does not hide it (``Cyclic``); −1 where it
-            never takes part.
-
-    Returns:
-        A number per canary. Its law is that of the dominating pair if C has no negative entry.
+    W = CY/(ζσ) has a row per step and a column per canary. ``places`` tells each canary's step in an epoch, from 0,
+    where the sampling does not hide it (``Cyclic``); −1 where it never takes part.
     """
     sigma, b = plan.sigma, plan.steps_per_epoch
     if isinstance(plan.sampling, Poisson):
@@ -74,37 +68,22 @@ def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | N
 
 
 def ideal_scores(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[Array, Array]:
-    """Scores of simulated canaries, half of them in: what a mechanism that does exactly what the plan says would show.
-
-    Args:
-        plan: The plan.
-        canaries: How many are simulated.
-        rng: Draws noise, bins and presence.
-
-    Returns:
-        The scores of canaries that are in, and of those that are zeroed out.
-    """
+    """Scores of simulated canaries, in and zeroed out: what a mechanism that does exactly what the plan says shows."""
     n, b, k = plan.steps, plan.steps_per_epoch, plan.epochs
-    matrix, scores, inside = strategy_matrix(plan), [], []
-    width = max(1, CHUNK // n)
-    for first in range(0, canaries, width):
-        size = min(width, canaries - first)
-        present = rng.random(size) < 0.5
-        x, columns, places = np.zeros((n, size)), np.arange(size), None
+    matrix, scores, coins = strategy_matrix(plan), [], rng.random(canaries) < 0.5
+    for present in np.array_split(coins, math.ceil(canaries * n / CHUNK)):
+        size, places = len(present), None
         if isinstance(plan.sampling, Poisson):
-            x[rng.random((n, size)) < 1 / b] = 1
+            x = (rng.random((n, size)) < 1 / b).astype(np.float64)
         else:
-            fresh = isinstance(plan.sampling, BallsInBins) and plan.sampling.bins == "fresh"
-            bins = rng.integers(0, b, (k if fresh else 1, size))
-            for epoch in range(k):
-                x[epoch * b + bins[epoch if fresh else 0], columns] = 1
+            bins = rng.integers(0, b, (k, size)) if plan.restart_every else np.tile(rng.integers(0, b, size), (k, 1))
+            x = (bins[:, None, :] == np.arange(b)[None, :, None]).reshape(n, size).astype(np.float64)
             places = None if isinstance(plan.sampling, BallsInBins) else bins[0]
         x[:, ~present] = 0
         whitened = in_blocks(plan, matrix, x) / plan.sigma + rng.standard_normal((n, size))
         scores.append(likelihood_ratios(plan, whitened, places))
-        inside.append(present)
-    score, present = np.concatenate(scores), np.concatenate(inside)
-    return score[present], score[~present]
+    score = np.concatenate(scores)
+    return score[coins], score[~coins]
 
 
 @dataclass(frozen=True)
@@ -234,7 +213,9 @@ def one_run_bound(
     m = len(inside) + len(outside)
     if inside.ndim != 1 or outside.ndim != 1 or m < 8 or not (np.isfinite(inside).all() and np.isfinite(outside).all()):
         raise InvalidInput("included", f"{m} scores", "give finite scores of eight or more canaries in two lists")
-    pairs = [guesses] if guesses is not None else _guess_numbers(m)
+    sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
+    pairs = [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
+    pairs = pairs if guesses is None else [guesses]
     if any(min(pair) < 0 or not 0 < sum(pair) <= m for pair in pairs):
         raise InvalidInput("guesses", guesses, f"it must be two numbers from 0, together at most {m} canaries")
     error = (1 - confidence) / len(pairs)
@@ -248,37 +229,27 @@ def one_run_bound(
     return LowerBound(best, delta, confidence, m, details)
 
 
-def _guess_numbers(m: int) -> list[tuple[int, int]]:
-    sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
-    return [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
-
-
 def _best_guesses(
     inside: Array, outside: Array, pairs: list[tuple[int, int]], delta: float, error: float
 ) -> tuple[float, tuple[int, int]]:
     m = len(inside) + len(outside)
-    scores = np.concatenate([inside, outside])
     # Ties are broken at random: the order of the two lists must not help.
-    order = np.lexsort([np.random.default_rng(m).random(m), scores])
+    order = np.lexsort([np.random.default_rng(m).random(m), np.concatenate([inside, outside])])
     truth = order < len(inside)
-    results = []
-    for ups, downs in pairs:
-        right = int(truth[m - ups :].sum()) + int((~truth[:downs]).sum())
-        results.append((_one_run_epsilon(m, ups + downs, right, delta, error), (ups, downs)))
-    return max(results)
+    right = [int(truth[m - ups :].sum()) + int((~truth[:downs]).sum()) for ups, downs in pairs]
+    bounds = [_one_run_epsilon(m, sum(pair), count, delta, error) for pair, count in zip(pairs, right, strict=True)]
+    return max(zip(bounds, pairs, strict=True))
 
 
 def _one_run_epsilon(m: int, guesses: int, right: int, delta: float, error: float) -> float:
     """The largest ε that so many right guesses refute at this error; 0 if none."""
-    low, high = 0.0, 64.0
-    if _one_run_p_value(m, guesses, right, low, delta) >= error:
+    if _one_run_p_value(m, guesses, right, 0.0, delta) >= error:
         return 0.0
+    low, high = 0.0, 64.0
     for _ in range(40):
         middle = (low + high) / 2
-        if _one_run_p_value(m, guesses, right, middle, delta) < error:
-            low = middle
-        else:
-            high = middle
+        refuted = _one_run_p_value(m, guesses, right, middle, delta) < error
+        low, high = (middle, high) if refuted else (low, middle)
     return low
 
 

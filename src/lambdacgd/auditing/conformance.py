@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import stats
+from scipy import linalg, stats
 
 from lambdacgd.auditing.bounds import Array, in_blocks, likelihood_ratios, strategy_matrix
 from lambdacgd.auditing.canaries import LINEAR, Recording
@@ -212,7 +212,7 @@ def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 
 
 def _division(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
-    inverse = np.linalg.inv(strategy_matrix(plan))
+    inverse = linalg.inv(strategy_matrix(plan))
     covariance, size = inverse @ inverse.T, len(inverse)
     variances = np.diag(covariance)
     correlations = covariance / np.sqrt(variances[:, None] * variances[None, :])

@@ -1,7 +1,7 @@
 """What the last bits of released numbers tell: two attacks on floating point, which no accountant of real numbers sees.
 
 Both know two candidates for a sum, g and 0, and ask which of them, taken off the release, leaves something that the
-noise generator can have made. They need neither the key nor the noise to be small.
+noise generator can have made. They need neither the key nor little noise.
 """
 
 from __future__ import annotations
@@ -19,65 +19,52 @@ from lambdacgd.training.card import NOT_COVERED
 from lambdacgd.training.noiser import Noiser
 
 ELEMENTS = 1 << 17
-TRIALS = 100  # half with g, half with 0
+HALF = 50  # trials with g, and as many with 0
 PAIR = 256  # Box–Muller made elements i and i + PAIR of one angle of 32 bits
 
 
 def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
     """Guess from first releases whether a gradient g of norm ζ = 1 was in the sum, by the grids that floats lie on.
 
-    Args:
-        plan: The plan.
-        rng: Draws g and the coins.
-
     Returns:
         For each attack its true and false positive rates, a lower bound on ε at 95%, and the p-value of Fisher's exact
         test that its guesses have nothing to do with the truth; and whether the claim covers floating point at all.
     """
-    attacks = {"granularity": _granularity, "angles": _angles}
-    scores: dict[str, list[float]] = {name: [] for name in attacks}
-    truth = rng.permutation(np.arange(TRIALS) % 2 == 0)
+    truth = rng.permutation(np.arange(2 * HALF) % 2 == 0)
+    guesses: dict[str, list[bool]] = {"granularity": [], "angles": []}
     for present in truth:
         g = rng.standard_normal(ELEMENTS)
         g = (g / np.linalg.norm(g)).astype(np.float32)
-        noiser = Noiser(plan, max_grad_norm=1.0)
         total = torch.from_numpy(g.copy() if present else np.zeros_like(g))
-        released = noiser.add({"sum": total})["sum"].numpy().astype(np.float64)
-        for name, attack in attacks.items():
-            scores[name].append(attack(released, g.astype(np.float64), plan.sigma))
-    answers = {name: _judge(np.array(values), truth, plan.delta) for name, values in scores.items()}
+        released = Noiser(plan, max_grad_norm=1.0).add({"sum": total})["sum"].numpy().astype(np.float64)
+        guesses["granularity"].append(_granularity(released, g.astype(np.float64)) > 0)
+        guesses["angles"].append(_angles(released, g.astype(np.float64), plan.sigma) > 0)
+    attacks = {}
+    for name, guess in guesses.items():
+        right, wrong = int((np.array(guess) & truth).sum()), int((np.array(guess) & ~truth).sum())
+        attacks[name] = {
+            "tpr": right / HALF,
+            "fpr": wrong / HALF,
+            "epsilon_at_least": bound_of_counts(right, HALF, wrong, HALF, delta=plan.delta, error=0.05),
+            "p_value": float(stats.fisher_exact([[right, wrong], [HALF - right, HALF - wrong]]).pvalue),
+        }
     covered = not any("floating point" in sentence for sentence in NOT_COVERED)
-    return {"covered": covered, "trials": TRIALS, "elements": ELEMENTS, "attacks": answers}
+    return {"covered": covered, "trials": 2 * HALF, "elements": ELEMENTS, "attacks": attacks}
 
 
-def _judge(scores: Array, truth: np.ndarray, delta: float) -> dict[str, float]:
-    guess = scores > 0
-    half = len(truth) // 2
-    right, wrong = int((guess & truth).sum()), int((guess & ~truth).sum())
-    return {
-        "tpr": right / half,
-        "fpr": wrong / half,
-        "epsilon_at_least": bound_of_counts(right, half, wrong, half, delta=delta, error=0.05),
-        "p_value": float(stats.fisher_exact([[right, wrong], [half - right, half - wrong]]).pvalue),
-    }
-
-
-def _granularity(released: Array, g: Array, sigma: float) -> float:
+def _granularity(released: Array, g: Array) -> float:
     """float32(g + noise) is a multiple of the finer of two units in the last place; float32(0 + noise) need not be."""
     rest = released - g
     unit = np.minimum.reduce([_unit(g), _unit(rest), _unit(rest * (1 + 2**-22)), _unit(rest * (1 - 2**-22))])
     gain = np.log2(unit / _unit(released))
     informative = (gain > 0) & (released != 0)
-    if not informative.any():
-        return 0.0
     if (np.mod(released[informative] / unit[informative], 1) != 0).any():
         return -math.inf
     return float(gain[informative].sum())
 
 
 def _unit(values: Array) -> Array:
-    magnitude = np.maximum(np.abs(values), 2.0**-120).astype(np.float32)
-    return np.spacing(magnitude).astype(np.float64)
+    return np.spacing(np.maximum(np.abs(values), 2.0**-120).astype(np.float32)).astype(np.float64)
 
 
 def _angles(released: Array, g: Array, sigma: float) -> float:

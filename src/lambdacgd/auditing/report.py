@@ -206,32 +206,30 @@ def audit(
     runs = integer("runs", runs, minimum=1)
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
-    included: list[Array] = []
-    excluded: list[Array] = []
+    scores: tuple[list[Array], list[Array]] = ([], [])
     for _ in range(runs):
         recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
-        if len(recording.released) != plan.steps:
-            wrong = Check("steps", 0.0, f"{len(recording.released)} releases, the plan has {plan.steps}")
-            none: dict[str, Any] = {"covered": False, "trials": 0, "attacks": {}}
+        releases = len(recording.released)
+        if releases != plan.steps:
+            wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
+            none = {"covered": False, "trials": 0, "attacks": {}}
             return Report(plan, [wrong], FALSE_ALARM, None, 0.0, {}, none, runs, size, time.monotonic() - begun)
         measured.append(Measured(plan, recording, max_grad_norm))
-        included.append(measured[-1].scores[recording.present])
-        excluded.append(measured[-1].scores[~recording.present])
-    inside, outside = np.concatenate(included), np.concatenate(excluded)
+        scores[0].append(measured[-1].scores[recording.present])
+        scores[1].append(measured[-1].scores[~recording.present])
+    included, excluded = np.concatenate(scores[0]), np.concatenate(scores[1])
     answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
     attacks = floating_point(plan, rng)
     if attacks["covered"]:
-        answers += [
-            Check(f"floating point, {name}", attack["p_value"], f"rates {attack['tpr']:.2f} and {attack['fpr']:.2f}")
-            for name, attack in attacks["attacks"].items()
-        ]
+        for name, attack in attacks["attacks"].items():
+            rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
+            answers.append(Check(f"floating point, {name}", attack["p_value"], rates))
     level = FALSE_ALARM / (len(answers) + 1)
-    sure = lower_bound(inside, outside, delta=plan.delta, confidence=1 - level)
-    holds = float(sure.epsilon <= plan.epsilon)
-    answers.append(Check("ε", holds, f"ε ≥ {sure.epsilon:.3f} but for {level:.1g}; claimed {plan.epsilon:g}"))
-    bound = lower_bound(inside, outside, delta=plan.delta, confidence=confidence)
+    sure = lower_bound(included, excluded, delta=plan.delta, confidence=1 - level).epsilon
+    answers.append(Check("ε", float(sure <= plan.epsilon), f"ε ≥ {sure:.3f} but for {level:.1g}"))
+    bound = lower_bound(included, excluded, delta=plan.delta, confidence=confidence)
     ideal = ideal_scores(plan, min(runs * size, 10 * LARGEST // plan.steps), rng)
     expected = lower_bound(*ideal, delta=plan.delta, confidence=confidence).epsilon
-    trade_off = {"released": curve(inside, outside), "ideal": curve(*ideal)}
+    trade_off = {"released": curve(included, excluded), "ideal": curve(*ideal)}
     seconds = time.monotonic() - begun
     return Report(plan, answers, level, bound, expected, trade_off, attacks, runs, size, seconds)

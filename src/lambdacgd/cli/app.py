@@ -220,8 +220,16 @@ def verify(
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
     from lambdacgd.verifying import verify
 
-    claim = verify(source)
-    print(json.dumps(claim.to_dict(), indent=2) if as_json else claim)
+    needed = verify(source)
+    claim = needed.certificate
+    if as_json:
+        print(json.dumps({"needed_sigma": needed.sigma, "certificate": claim.to_dict()}, indent=2))
+        return
+    sure = "deterministic" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
+    print(
+        f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} needs σ = {needed.sigma:.6g}, and it has as much "
+        f"({claim.method}, {sure})"
+    )
 
 
 def demo(

@@ -111,7 +111,7 @@ def test_ideal_canaries_come_near_the_claim_and_not_above(bins: str) -> None:
 
 
 def test_the_p_value_is_that_of_the_paper() -> None:
-    """Theorem 5.2 written out as a loop, as in the paper's appendix."""
+    """The main theorem for (ε, δ), written out as a loop."""
     for m, guesses, right, epsilon, delta in (
         (100, 50, 40, 0.7, 1e-3),
         (200, 200, 120, 0.1, 1e-5),

@@ -227,7 +227,7 @@ def verify(
         return
     sure = "deterministic" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
     print(
-        f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} needs σ = {needed.sigma:.6g}, and it has as much "
+        f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} needs σ = {needed.sigma:.6g}, and it has it "
         f"({claim.method}, {sure})"
     )
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from lambdacgd import cache
-from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.errors import InvalidInput, number
+from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.errors import AccountingError, InvalidInput, number
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
 from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
 from lambdacgd.sampling import Sampling, sampling_from_dict
 
 CARD = "privacy-card.json"
-ROUNDING = 1e-9  # relative, of σ and ε: the same search on another machine
-SEARCHED = 1.01  # a plan that was asked for σ has an ε that was searched for, so up to here it is searched for again
-SAMPLING = 0.02  # how far two certificates by Monte Carlo may lie apart: each has its own random margin
+ROUNDING = 1e-9  # relative, of δ: the same sums on another machine
+SAMPLING = 0.02  # relative, of σ: how far two certificates by Monte Carlo may lie apart, each with its random margin
 
 
-def verify(source: Plan | str | os.PathLike[str]) -> Calibration:
+def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     """Certify σ again, without the cache.
 
     Args:
@@ -28,18 +28,17 @@ def verify(source: Plan | str | os.PathLike[str]) -> Calibration:
             adds up are taken as it states them.
 
     Returns:
-        The smallest σ that is certified for the claim now, and its certificate.
+        The certificate of what is claimed, made now.
 
     Raises:
         InvalidInput: The file holds neither, it claims nothing, or its σ is too small for what it claims.
-        AccountingError: No accountant can answer.
         OSError: The file cannot be read.
 
     Guarantee
     ---------
     If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ:
-    surely where the confidence is 1, else with that probability (and to 2% in σ or ε, by which two random certificates
-    may differ). It says nothing about whether the weights were trained that way.
+    surely where the confidence is 1, else with that probability (and to 2% in σ, by which two random certificates may
+    differ). It says nothing about whether the weights were trained that way.
     """
     if isinstance(source, Plan):
         source.check()
@@ -69,20 +68,29 @@ def verify(source: Plan | str | os.PathLike[str]) -> Calibration:
 
 def _certify(
     source: str, mechanism: Mechanism, sampling: Sampling, claim: tuple[float, float], sigma: float, bound: bool
-) -> Calibration:
+) -> Certificate:
     epsilon, delta = claim
     if not bound or not math.isfinite(epsilon):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
     number("delta", delta, above=0, below=1)
     number("sigma", sigma, above=0)
-    with cache.disabled():
-        accountant = accountant_for(mechanism, sampling)
-        needed = accountant.sigma(epsilon, delta)
-        margin = 1 + (ROUNDING if needed.certificate.confidence == 1 else SAMPLING)
-        holds = needed.sigma <= sigma * margin
-        if not holds and needed.sigma <= sigma * SEARCHED:
-            holds = accountant.epsilon(sigma, delta).epsilon <= epsilon * margin
+    try:
+        with cache.disabled():
+            accountant = accountant_for(mechanism, sampling)
+            certificate = accountant.delta(sigma, epsilon)
+            least = f"δ = {certificate.delta:.4g} is what its σ = {sigma:.6g} is certified for"
+            holds = certificate.delta <= delta * (1 + ROUNDING)
+            if not holds and certificate.confidence < 1:
+                calibration = accountant.sigma(epsilon, delta)
+                certificate, least = (
+                    calibration.certificate,
+                    f"it needs σ = {calibration.sigma:.6g} and has {sigma:.6g}",
+                )
+                holds = calibration.sigma <= sigma * (1 + SAMPLING)
+    except AccountingError as error:
+        holds, least = False, str(error)
     if not holds:
-        least = f"needs σ = {needed.sigma:.6g}, and it has {sigma:.6g}"
-        raise InvalidInput("source", f"This {source} is false: ε = {epsilon:g} at δ = {delta:g} {least}.")
-    return needed
+        raise InvalidInput(
+            "source", f"This {source} is false: it claims ε = {epsilon:g} at δ = {delta:g}, but {least}."
+        )
+    return replace(certificate, delta=delta)

@@ -39,8 +39,8 @@ def test_a_plan_is_certified_again(bins: str, tmp_path: Path) -> None:
     plan = plan_of(bins)
     plan.save(tmp_path / "plan.json")
     result = verify(tmp_path / "plan.json")
-    assert (result.certificate.epsilon, result.certificate.delta) == (plan.epsilon, plan.delta)
-    assert result.sigma == pytest.approx(plan.sigma, rel=1e-9)
+    assert (result.epsilon, result.delta) == (plan.epsilon, plan.delta)
+    assert (result.kind, result.method, result.confidence) == ("bound", plan.certificate.method, 1.0)
 
 
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
@@ -57,14 +57,24 @@ def test_a_smaller_epsilon_than_was_certified_is_refused(tmp_path: Path) -> None
     plan = plan_of()
     certificate = plan.certificate.to_dict() | {"epsilon": 1.0}
     path = edited(tmp_path, plan, epsilon=1.0, certificate=certificate)
-    with pytest.raises(lc.InvalidInput, match="This plan is false: ε = 1 at"):
+    with pytest.raises(lc.InvalidInput, match="This plan is false: it claims ε = 1 at"):
         verify(path)
 
 
 def test_a_plan_that_was_asked_for_sigma_is_certified_again() -> None:
     settings = {"mechanism": lc.LambdaCGD(0.9), "sampling": lc.BallsInBins("fixed")}
     plan = lc.plan(400, 200, epochs=2, noise_multiplier=7.0, delta=1e-4, **settings)
-    assert verify(plan).sigma == pytest.approx(7.0, rel=1e-2)
+    assert verify(plan).epsilon == plan.epsilon
+
+
+def test_a_certificate_by_monte_carlo_is_sampled_again(tmp_path: Path) -> None:
+    settings = {"mechanism": lc.BISR(3), "sampling": lc.BallsInBins("fixed")}
+    plan = lc.plan(400, 100, epochs=2, epsilon=2.0, delta=1e-3, **settings)
+    assert 0 < 1 - verify(plan).confidence < 1e-6
+    share = 0.9
+    path = edited(tmp_path, plan, sigma=plan.sigma * share, rmse=plan.rmse * share, maxse=plan.maxse * share)
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        verify(path)
 
 
 def test_the_cache_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +114,7 @@ def edit_card(release: Path, **changes: Any) -> None:
 
 
 def test_a_release_is_certified_by_its_card(release: Path) -> None:
-    assert verify(release).certificate.epsilon == plan_of().epsilon
-    assert verify(release / "privacy-card.json").sigma == pytest.approx(plan_of().sigma, rel=1e-9)
+    assert verify(release).epsilon == verify(release / "privacy-card.json").epsilon == plan_of().epsilon
 
 
 def test_an_edited_card_is_refused(release: Path) -> None:

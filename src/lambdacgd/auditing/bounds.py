@@ -179,9 +179,9 @@ def one_run_bound(
     """Bound ε from below by one training run of any model, from scores of many canaries.
 
     The method is that of Steinke, Nasr and Jagielski, *Privacy Auditing with One (1) Training Run* (NeurIPS 2023,
-    arXiv 2305.08846), its main theorem for (ε, δ): of m canaries, each put into the training data by a fair coin of its own, an
-    attacker guesses "in" for the highest scores, "out" for the lowest, and abstains in between. Under (ε, δ)-DP the
-    number of right guesses is hardly larger than Binomial(r, e^ε/(1 + e^ε)), whatever the model does.
+    arXiv 2305.08846): of m canaries, each put into the training data by a fair coin of its own, an attacker guesses
+    "in" for the highest scores, "out" for the lowest, and abstains in between. Under (ε, δ)-DP the number of right
+    guesses is hardly larger than Binomial(r, e^ε/(1 + e^ε)), whatever the model does.
 
     Args:
         included: Scores of canaries that were trained on, such as minus their loss after training.

@@ -79,13 +79,7 @@ def main() -> None:
         row = measure(*settings)
         result["rows"].append(row)
         out.write_text(json.dumps(result, indent=1) + "\n")
-        print(
-            row["settings"],
-            f"{row['share_of_the_claim']:.3f} of the claim",
-            row["verdict"],
-            f"{row['seconds']} s",
-            flush=True,
-        )
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ No torch, and nothing of the library but what a plan says: the attacker's own ar
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -95,10 +95,6 @@ class LowerBound:
     confidence: float
     canaries: int
     details: dict[str, Any]
-
-    def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
-        return asdict(self)
 
 
 def lower_bound(included: Array, excluded: Array, *, delta: float, confidence: float = 0.95) -> LowerBound:

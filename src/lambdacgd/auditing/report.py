@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """One sentence."""
-        if self.passed:
-            betrayed = any(attack["p_value"] < self.level for attack in self.floating_point["attacks"].values())
-            beside = "; but the bits of the floats betray who took part, which the claim does not cover"
-            return (
-                f"nothing was caught: {len(self.checks)} tests agree with the plan (false alarms: {FALSE_ALARM:g})"
-                f"{beside if betrayed else ''}"
-            )
-        return f"CAUGHT: what was released is not what the plan says ({', '.join(c.name for c in self.failed)})"
+        if not self.passed:
+            return f"CAUGHT: what was released is not what the plan says ({', '.join(c.name for c in self.failed)})"
+        agree = f"nothing was caught: {len(self.checks)} tests agree with the plan (false alarms: {FALSE_ALARM:g})"
+        betrayed = any(attack["p_value"] < self.level for attack in self.floating_point["attacks"].values())
+        return agree + ("; but the floats' bits betray who took part, which is not covered by the claim" * betrayed)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON can hold it. It holds no key, no bin and no score of an example."""
@@ -87,7 +84,7 @@ class Report:
             "plan": str(self.plan),
             "plan_digest": self.plan.digest,
             "claimed": {"epsilon": self.plan.epsilon, "delta": self.plan.delta, "sigma": self.plan.sigma},
-            "lower_bound": None if self.bound is None else self.bound.to_dict(),
+            "lower_bound": None if self.bound is None else asdict(self.bound),
             "ideal_lower_bound": self.ideal,
             "false_alarm_rate": FALSE_ALARM,
             "level_of_a_test": self.level,

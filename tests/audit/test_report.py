@@ -136,7 +136,7 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     [
         ({"epsilon": float("inf")}, "no noise"),
         ({"examples": 20, "batch_size": 5}, "at least 33"),
-        ({"examples": 30_000, "batch_size": 2, "estimate": True, "sampling": lc.Cyclic()}, "at most 10000"),
+        ({"examples": 30_000, "batch_size": 2, "estimate": True, "sampling": lc.Cyclic()}, "at most 5000"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str) -> None:

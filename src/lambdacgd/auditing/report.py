@@ -24,7 +24,8 @@ FALSE_ALARM = 1e-4
 """α: of so many audits of a correct run one fails."""
 LARGEST = 15_000_000
 """Released numbers of a run: steps times canaries."""
-MOST_STEPS = 10_000
+MOST_STEPS = 5_000
+"""Matrices have a row and a column per step, and several of them are in memory at once."""
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput
+from lambdacgd.files import read_json
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
@@ -174,8 +175,8 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         path = Path(given)
         path = path / CARD_JSON if path.is_dir() else path
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            facts = read_json(path)
+        except (OSError, ValueError) as error:
             raise InvalidInput("earlier", str(given), f"there is no privacy card to be read ({error})") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
         raise InvalidInput(

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import re
@@ -34,9 +33,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lambdacgd.errors import CheckpointError
+from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
 from lambdacgd.training.card import History
-from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
+from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
 from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
 from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
@@ -137,7 +137,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.check_usable()
         with _damage(source):
             saved = _Saved(source, facts)
-            who = decode(facts["identity"], saved.whole)
+            who = _read_identity(facts)
         check_belongs(private, who)
         if not facts["resumable"]:
             raise CheckpointError(
@@ -541,15 +541,31 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[st
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+    facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
             "version that wrote it"
         )
-    if not isinstance(facts["run"], str) or type(facts["step"]) is not int:
-        raise ValueError("run or step")
+    kinds = {"run": str, "step": int, "resumable": bool, "identity": dict, "state": dict, "sharded": dict}
+    if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
+        raise ValueError("run.json")
     return facts
+
+
+def _read_identity(facts: dict[str, Any]) -> dict[str, Any]:
+    """What `identity` returned, and of the kinds that it is made of."""
+
+    def refuse(name: str) -> None:
+        raise ValueError("a tensor in the identity")
+
+    who: dict[str, Any] = decode(facts["identity"], refuse)
+    History.from_dict(who["history"])
+    if who["sample"] is not None:
+        salt, sealed = who["sample"]
+        if not (isinstance(salt, str) and isinstance(sealed, str) and (salt + sealed).isascii()):
+            raise ValueError("sample")
+    return who
 
 
 def _view(folder: Path) -> str:

@@ -19,7 +19,8 @@ EXAMPLES = int(os.environ.get("LAMBDACGD_FUZZ", "40"))
 #: Files that have brought down readers of JSON: depth, digits, constants, keys, encodings.
 NASTY = (
     b"", b"\0", b"\xff\xfe{}", b"\xef\xbb\xbf{}", b"null", b"[]", b"{}", b'""', b"NaN", b"[Infinity]", b"1e999",
-    b"9" * 5000, b"[" * 200_000, b'{"a":' * 200_000, b'{"a":1,"a":2}', b'{"format":["\\ud800"]}', b"\x80\x04cos\nsystem\n",
+    b"9" * 5000, b"[" * 200_000, b'{"a":' * 200_000, b'{"a":1,"a":2}', b'{"format":["\\ud800"]}',
+    b"\x80\x04cos\nsystem\n",
     b'{"format":' + b"9" * 4000 + b"}", b" " * 100_000, b"[" * 900 + b"]" * 900,
 )  # fmt: skip
 

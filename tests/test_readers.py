@@ -242,7 +242,8 @@ def test_noiser_states(tmp_path_factory, data):
 
 @pytest.fixture(scope="module")
 def parquet(tmp_path_factory):
-    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow")
+    import pyarrow
     import pyarrow.parquet
 
     sampling = BallsInBins("fixed", examples=40, steps_per_epoch=4, epochs=2)

@@ -161,11 +161,9 @@ class BinSortedParquet:
         for name in names:
             if name not in present.names:
                 raise InvalidInput("path", f"{self.path} has no column {name}, but {', '.join(present.names)[:200]}.")
-            if str(present.field(name).type).removeprefix("u") not in ("int8", "int16", "int32", "int64"):
-                raise InvalidInput(
-                    "path",
-                    f"The column {name} of {self.path} holds integers, not {str(present.field(name).type)[:80]}.",
-                )
+            kind = str(present.field(name).type)
+            if kind.removeprefix("u") not in ("int8", "int16", "int32", "int64"):
+                raise InvalidInput("path", f"The column {name} of {self.path} must hold integers, not {kind[:80]}.")
         with self._reading():
             for batch in self._file.iter_batches(columns=list(names)):
                 if any(column.null_count for column in batch.columns):

@@ -97,7 +97,7 @@ app.command()(train)
 app.command()(numbers)
 
 
-bench = typer.Typer(no_args_is_help=True, help="Measure the noise stage or a whole training step on this machine.")
+bench = typer.Typer(no_args_is_help=True, help="Measure the noise, or a whole training step, on this machine.")
 
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write JSON here, after every measurement.")]
@@ -136,7 +136,7 @@ def noise(
     ] = None,
     device: Device = None,
     bands: Annotated[list[int] | None, typer.Option("--bands", help="Default: 2, 4 and 16.")] = None,
-    seconds: Annotated[float, typer.Option("--seconds", help="Time spent on each contender.")] = 0.5,
+    seconds: Annotated[float, typer.Option("--seconds", help="Seconds for each contender.")] = 0.5,
     buffer_gib: Annotated[float, typer.Option("--buffer-gib", help="Skip noise buffers larger than this.")] = 8.0,
     out: Out = None,
 ) -> None:

@@ -19,6 +19,7 @@ import torch
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
+from lambdacgd.torch_private import foreach_copy_
 from reproduce.framework import measured_on
 
 Shapes = dict[str, tuple[int, ...]]
@@ -120,7 +121,7 @@ def contenders(
 
     def copy() -> Step:
         target = [torch.empty_like(value) for value in sums.values()]
-        return lambda: torch._foreach_copy_(target, list(sums.values()))
+        return lambda: foreach_copy_(target, list(sums.values()))
 
     def randn() -> Step:
         def step() -> None:
@@ -172,18 +173,18 @@ def contenders(
         noise = BufferedNoise(field, recurrence, sigma=1e-3, clip=1.0, horizon=HORIZON, buffers=where)
         return _counting(lambda step: noise.add_(sums, step, check=False))
 
-    found: dict[str, Callable[[], Step]] = {"copy": copy, "torch.randn + add": randn, "opacus DP-SGD": opacus}
+    makers: dict[str, Callable[[], Step]] = {"copy": copy, "torch.randn + add": randn, "opacus DP-SGD": opacus}
     for count in bands:
-        found[f"rewinding generator, {count} bands"] = lambda count=count: rewinding(count)  # type: ignore[misc]
-    found["regenerated, DP-SGD"] = lambda: regenerated(1)
+        makers[f"rewinding generator, {count} bands"] = lambda count=count: rewinding(count)  # type: ignore[misc]
+    makers["regenerated, DP-SGD"] = lambda: regenerated(1)
     for count in bands:
-        found[f"regenerated, {count} bands"] = lambda count=count: regenerated(count)  # type: ignore[misc]
+        makers[f"regenerated, {count} bands"] = lambda count=count: regenerated(count)  # type: ignore[misc]
     places = ["device", "cpu"] if device.type == "cuda" else ["device"]
     for where in places:
         for count in bands:
             if (count - 1) * total <= buffer_gib:
-                found[f"buffers on {where}, {count} bands"] = lambda c=count, w=where: buffered(c, w)  # type: ignore[misc]
-    return found
+                makers[f"buffers on {where}, {count} bands"] = lambda c=count, w=where: buffered(c, w)  # type: ignore[misc]
+    return makers
 
 
 def _counting(add: Callable[[int], None]) -> Step:
@@ -216,14 +217,14 @@ def measure(make: Callable[[], Step], device: torch.device, *, seconds: float) -
     once = time.perf_counter() - started
     calls = max(1, min(50, math.ceil(seconds / 8 / max(once, 1e-6))))
     rounds: list[float] = []
-    spent = 0.0
-    while len(rounds) < 3 or (spent < seconds and len(rounds) < 15):
+    elapsed = 0.0
+    while len(rounds) < 3 or (elapsed < seconds and len(rounds) < 15):
         started = time.perf_counter()
         for _ in range(calls):
             step()
         wait()
         rounds.append((time.perf_counter() - started) / calls)
-        spent += rounds[-1] * calls
+        elapsed += rounds[-1] * calls
     extra = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if cuda else None
     return {"ms": 1e3 * statistics.median(rounds), "best_ms": 1e3 * min(rounds), "extra_mib": extra}
 

@@ -32,6 +32,7 @@ import lambdacgd as lc
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.convert import convert
 from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.torch_private import foreach_mul_
 from reproduce.bench_models import CASES, Case, LSTMClassifier
 from reproduce.framework import measured_on
 from reproduce.problems import problem
@@ -79,7 +80,7 @@ class OurStep:
         self._loss().backward()
         sums = self._clipper.take()
         self._noises[self.kind](sums, self._steps)
-        torch._foreach_mul_(list(sums.values()), 1 / self._batch)
+        foreach_mul_(list(sums.values()), 1 / self._batch)
         for name, p in self._clipper.parameters.items():
             p.grad = sums[name]
         self._optimizer.step()
@@ -175,8 +176,8 @@ def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dic
         for mode, step in steps.items():
             times[mode].append(turn(step, device))
     return {
-        mode: {"median_ms": statistics.median(found), "least_ms": min(found), "repeats": rounds * _TURN}
-        for mode, found in times.items()
+        mode: {"median_ms": statistics.median(measured), "least_ms": min(measured), "repeats": rounds * _TURN}
+        for mode, measured in times.items()
     }
 
 
@@ -196,9 +197,9 @@ def set_precision(precision: str) -> Iterator[None]:
 def check_names(**given: tuple[Sequence[str], Sequence[str]]) -> None:
     """Each kind of name with those given and those allowed."""
     for kind, (names, allowed) in given.items():
-        for one in names:
-            if one not in allowed:
-                raise ValueError(f"unknown {kind} {one!r}; allowed: {', '.join(allowed)}")
+        for name in names:
+            if name not in allowed:
+                raise ValueError(f"unknown {kind} {name!r}; allowed: {', '.join(allowed)}")
 
 
 def run(
@@ -212,7 +213,16 @@ def run(
     batch: int | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Measure every combination; one that fails is recorded as an error and the rest goes on."""
+    """Measure every combination of model, precision and mode, and print a line for each.
+
+    A combination that fails is recorded as an error, and the rest goes on. JSON goes to ``out`` after every model.
+
+    Returns:
+        The machine and a cell for every combination.
+
+    Raises:
+        ValueError: A name is not known.
+    """
     check_names(model=(models, tuple(CASES)), mode=(modes, MODES), precision=(precisions, PRECISIONS))
     place = torch.device(device)
     result: dict[str, Any] = {"machine": measured_on(), "cells": []}
@@ -243,11 +253,11 @@ def _cells(
             step = make_step(mode, case, device, precision, batch or case.batch)
             cells[mode] |= prepare(step, device, resident=resident, warm_up=warm_up)
             steps[mode] = step
-        except Exception as error:
+        except Exception as error:  # whatever a peer raises must not lose the other modes
             cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
         free(device)
-    for mode, found in measure(steps, device, rounds=-(-repeats // _TURN)).items():
-        cells[mode] |= found
+    for mode, measured in measure(steps, device, rounds=-(-repeats // _TURN)).items():
+        cells[mode] |= measured
     steps.clear()
     step = None
     free(device)
@@ -301,12 +311,12 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def ratios(turn: Callable[[str], float], rounds: int) -> tuple[list[float], list[float]]:
     """Per round, in turns A B B A: B's time over A's, and A's time. ``turn`` runs one of ``PAIR`` and times it."""
     a, b = PAIR
-    found, base = [], []
+    over_base, base = [], []
     for _ in range(rounds):
         first, second, third, fourth = (turn(kind) for kind in (a, b, b, a))
-        found.append((second + third) / (first + fourth))
+        over_base.append((second + third) / (first + fourth))
         base.append((first + fourth) / 2)
-    return found, base
+    return over_base, base
 
 
 def compare_pair(
@@ -321,8 +331,8 @@ def compare_pair(
         return turn(step, device)
 
     ratios(time_of, warm_up)
-    found, base = ratios(time_of, rounds)
-    ratio, low, high = median_interval(found)
+    over_base, base = ratios(time_of, rounds)
+    ratio, low, high = median_interval(over_base)
     return {
         "model": model, "precision": precision, "batch": batch, "ratio": ratio, "low": low, "high": high,
         "dp_sgd_ms": statistics.median(base), "rounds": rounds,
@@ -339,7 +349,17 @@ def run_pair(
     batch: int | None = None,
     out: Path | None = None,
 ) -> dict[str, Any]:
-    """Compare for every model and precision; one that fails is recorded as an error and the rest goes on."""
+    """Compare λCGD's step with DP-SGD's for every model and precision, and print a line for each.
+
+    A comparison that fails is recorded as an error, and the rest goes on. JSON goes to ``out`` after every model.
+
+    Returns:
+        The machine and a cell for every comparison: the ratio with its interval.
+
+    Raises:
+        ValueError: A name is not known.
+        InvalidInput: There are fewer than 6 rounds.
+    """
     check_names(model=(models, tuple(CASES)), precision=(precisions, PRECISIONS))
     integer("rounds", rounds, minimum=6)
     place = torch.device(device)
@@ -351,7 +371,7 @@ def run_pair(
                 with set_precision(precision):
                     cell = compare_pair(model, precision, place, batch=size, warm_up=warm_up, rounds=rounds)
                 text = f"{cell['ratio']:.4f} ({cell['low']:.4f} to {cell['high']:.4f}) of {cell['dp_sgd_ms']:.2f} ms"
-            except Exception as error:
+            except Exception as error:  # one model that fails must not lose the rest
                 cell = {"model": model, "precision": precision, "batch": size, "error": f"{error}"[:500]}
                 text = cell["error"][:120]
             free(place)

@@ -42,13 +42,14 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        return self._numbers(self.inputs[index]), self.labels[index]
+        return self.numbers(self.inputs[index]), self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor]]:
         chosen = torch.as_tensor(indices)
-        return list(zip(self._numbers(self.inputs[chosen]).unbind(0), self.labels[chosen].unbind(0), strict=True))
+        return list(zip(self.numbers(self.inputs[chosen]).unbind(0), self.labels[chosen].unbind(0), strict=True))
 
-    def _numbers(self, x: Tensor) -> Tensor:
+    def numbers(self, x: Tensor) -> Tensor:
+        """Stored inputs as the model takes them: bytes become float32."""
         return x.float().sub_(self.shift).mul_(self.scale) if x.dtype == torch.uint8 else x
 
     def part(self, indices: Tensor | slice) -> Examples:

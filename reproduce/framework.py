@@ -57,9 +57,11 @@ DEFAULT = Settings()
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure. What changes the result of a cell belongs into the cell; bump ``revision`` for the rest.
+    """A table or figure.
 
-    ``compute`` may return ``{"error": "…"}``: shown, but computed again next time. ``columns`` are the CSV's, in order.
+    Everything that changes the result of a cell belongs into the cell; after any other change of how it is computed,
+    raise ``revision``. ``compute`` may return ``{"error": "…"}``, which is shown, and computed again next time.
+    ``columns`` are those of the CSV, in order.
     """
 
     name: str
@@ -81,12 +83,16 @@ class Experiment:
 
 
 def load(name: str | None) -> Experiment:
-    """The experiment of that name."""
+    """The experiment of that name.
+
+    Raises:
+        InvalidInput: There is none.
+    """
     if name not in EXPERIMENTS:
         raise InvalidInput("name", name, f"it must be one of {', '.join(EXPERIMENTS)} (see python -m reproduce --list)")
     module, attribute = EXPERIMENTS[name][0].split(":")
-    found: Experiment = getattr(importlib.import_module(module), attribute)
-    return found
+    experiment: Experiment = getattr(importlib.import_module(module), attribute)
+    return experiment
 
 
 def reproduce(
@@ -97,17 +103,27 @@ def reproduce(
     stop_after: float | None = None,
     collect: bool = False,
 ) -> list[Row]:
-    """Compute what is missing in ``folder`` and write everything; returns the rows.
+    """Compute the cells that are missing in ``folder``, then write CSV, JSON, plots and a page there.
 
-    ``stop_after`` seconds no new cell is begun; ``collect`` begins none at all. What is written then says how many
-    cells are missing.
+    Args:
+        experiment: What to compute.
+        folder: Where cells are kept and results are written; it is made if it is not there.
+        settings: What the command line says.
+        stop_after: Begin no new cell after this many seconds. The page then says how many cells are missing.
+        collect: Begin no cell at all.
+
+    Returns:
+        The rows of all finished cells, in the order of the experiment's cells.
+
+    Raises:
+        InvalidInput: ``collect`` was asked for, and no cell of these settings is finished.
     """
     cells = list(experiment.cells(settings))
     folder.mkdir(parents=True, exist_ok=True)
-    found = stored(folder)
+    known = stored(folder)
     if not collect:
-        _compute(experiment, cells, folder, found, replace(settings, folder=folder), stop_after)
-    finished = [found[key] for key in map(experiment.key, cells) if key in found]
+        _compute(experiment, cells, folder, known, replace(settings, folder=folder), stop_after)
+    finished = [known[key] for key in map(experiment.key, cells) if key in known]
     if not finished and not collect:
         return []  # no time for a single one
     if not finished:
@@ -123,22 +139,22 @@ def reproduce(
 
 def stored(folder: Path) -> dict[str, dict[str, Any]]:
     """Finished cells by key; a line cut off by an interruption is passed over."""
-    found: dict[str, dict[str, Any]] = {}
+    finished: dict[str, dict[str, Any]] = {}
     for path in sorted(folder.glob("cells*.jsonl")):
         for record in records(path):
             try:
-                if record["key"] not in found or "error" not in record["result"]:
-                    found[record["key"]] = record
+                if record["key"] not in finished or "error" not in record["result"]:
+                    finished[record["key"]] = record
             except (KeyError, TypeError):
                 continue
-    return found
+    return finished
 
 
 def _compute(
     experiment: Experiment,
     cells: list[Cell],
     folder: Path,
-    found: dict[str, dict[str, Any]],
+    known: dict[str, dict[str, Any]],
     settings: Settings,
     stop_after: float | None,
 ) -> None:
@@ -146,7 +162,7 @@ def _compute(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     began = time.monotonic()
-    todo = [cell for cell in cells if (old := found.get(experiment.key(cell))) is None or "error" in old["result"]]
+    todo = [cell for cell in cells if (old := known.get(experiment.key(cell))) is None or "error" in old["result"]]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(experiment.name, total=len(cells), completed=len(cells) - len(todo))
@@ -160,7 +176,7 @@ def _compute(
             record: dict[str, Any] = {"key": key, "cell": cell, "result": result}
             record |= {"seconds": round(time.monotonic() - started, 2), "machine": machine(), "date": _now()}
             append(folder / "cells.jsonl", record)
-            found[key] = record
+            known[key] = record
             bar.advance(task)
             if not bar.console.is_terminal:  # a log wants lines, not a bar
                 print(f"{experiment.title(cell)}: {record['seconds']} s", flush=True, file=sys.stderr)
@@ -219,9 +235,11 @@ def _page(
         lines += [f"![{experiment.what}]({name}.svg)", ""]
     command = f"python -m reproduce {name}" + (" --quick" if quick else "")
     lines += [f"Written by `{command}`, lambdacgd {__version__}, revision {experiment.revision}. Computed on:", ""]
-    for one in machines:
-        versions = ", ".join(f"{package} {version}" for package, version in one["versions"].items())
-        lines.append(f"- {one['device']}, {one['system']}; {versions}; {' to '.join(dict.fromkeys(one['dates']))}")
+    for machine in machines:
+        versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
+        lines.append(
+            f"- {machine['device']}, {machine['system']}; {versions}; {' to '.join(dict.fromkeys(machine['dates']))}"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -256,7 +274,7 @@ PACKAGES = ("lambdacgd", "torch", "numpy", "scipy", "dp-accounting", "triton", "
 
 @cache
 def machine() -> dict[str, Any]:
-    """Device, system and versions; says CUDA's name only where torch is in use, since asking takes seconds."""
+    """Device, system and versions; a CUDA device is named only where torch is in use, since asking takes seconds."""
     versions: dict[str, str] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -309,7 +327,7 @@ def append(path: Path, record: dict[str, Any]) -> None:
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     """A Markdown table; None becomes a dash."""
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    lines += ["| " + " | ".join("—" if one is None else str(one) for one in row) + " |" for row in rows]
+    lines += ["| " + " | ".join("—" if value is None else str(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)
 
 

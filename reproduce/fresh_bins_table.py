@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins import fresh_bins
+from lambdacgd import choose_gamma, choose_lambda
+from lambdacgd.accounting import AccountingError, accountant_for
 from lambdacgd.mechanisms import Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms
-from lambdacgd.tuning import choose_gamma, choose_lambda
+from lambdacgd.sampling import BallsInBins
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 from reproduce.paper import COLUMNS, DELTA, HORIZON, ROWS
 
 EPSILONS = tuple(column.epsilon for column in COLUMNS if column.amplified)
 _BLOCK = Horizon(HORIZON.steps_per_epoch, 1)
+_SAMPLING = BallsInBins("fresh", examples=50_000, steps_per_epoch=HORIZON.steps_per_epoch, epochs=HORIZON.epochs)
 _QUICK_ROWS = ("DP-SGD", "DP-λCGD (λ=0.8)", "BISR (p=4)")
 _QUICK_EPSILONS = (8.0, 2.0)
 _ORDER = (8.0, 4.0, 2.0, 0.5, 1.0, 0.25)
@@ -52,16 +53,16 @@ def compute(cell: Cell, settings: Settings) -> Row:
     title, epsilon = cell["row"], cell["epsilon"]
     mechanism = _mechanism(title, epsilon)
     printed = _BY_TITLE[title].values[1 + EPSILONS.index(epsilon)] if title in _BY_TITLE else None
-    found: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
+    row: Row = {"mechanism": mechanism.to_dict(), "paper": printed}
     try:
-        calibrated = fresh_bins(mechanism, HORIZON, epsilon=epsilon, delta=DELTA, estimate=True)
+        calibrated = accountant_for(mechanism, _SAMPLING).sigma(epsilon, DELTA, estimate=True)
     except AccountingError as refusal:
-        return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
+        return row | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
     certificate = calibrated.certificate
     error = certificate.details.get("sigma_standard_error", 0.0) / calibrated.sigma
     value = error_norms(mechanism, HORIZON.steps, restart_every=_BLOCK.steps)[0] * calibrated.sigma
-    found |= {"sigma": calibrated.sigma, "rmse": value, "ratio": value / printed if printed else None}
-    return found | {"method": certificate.method, "kind": certificate.kind, "relative_standard_error": error}
+    row |= {"sigma": calibrated.sigma, "rmse": value, "ratio": value / printed if printed else None}
+    return row | {"method": certificate.method, "kind": certificate.kind, "relative_standard_error": error}
 
 
 def _mechanism(title: str, epsilon: float) -> Mechanism:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lambdacgd import cache
+from lambdacgd import cache, choose_lambda
 from lambdacgd.mechanisms import Diagonal, Horizon, Identity, rmse
-from lambdacgd.tuning import choose_lambda
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 from reproduce.paper import FULL_BATCH, FULL_BATCH_GAPS, RMSE_OPTIMAL, SMALLER_BY, TRAINED
 
@@ -30,11 +29,11 @@ def cells(settings: Settings) -> list[Cell]:
         wanted = [(batch, 10, epsilon) for batch in BATCHES for epsilon in SWEPT]
         wanted += [(LARGE, k, epsilon) for k in EPOCHS for epsilon in SWEPT]
         wanted += [(128, 10, epsilon) for epsilon in EPSILONS]
-    found: list[Cell] = [
+    settings_wanted: list[Cell] = [
         {"part": "lambda", "batch_size": batch, "epochs": k, "epsilon": epsilon, "delta": DELTA, "examples": EXAMPLES}
         for batch, k, epsilon in dict.fromkeys(wanted)
     ]
-    return [*found, *({"part": "full batch", "epochs": n} for n in FULL)]
+    return [*settings_wanted, *({"part": "full batch", "epochs": n} for n in FULL)]
 
 
 def compute(cell: Cell, settings: Settings) -> Row:
@@ -44,13 +43,13 @@ def compute(cell: Cell, settings: Settings) -> Row:
 def _chosen(cell: Cell) -> Row:
     b = cell["examples"] // cell["batch_size"]
     with cache.disabled():  # from scratch
-        choice = choose_lambda(
+        chosen = choose_lambda(
             Horizon(b, cell["epochs"]), objective="guideline", epsilon=cell["epsilon"], delta=cell["delta"]
         )
-    found: Row = {"steps_per_epoch": b}
-    for one in choice.candidates:
-        found |= {one.objective: one.value, f"{one.objective} error": one.rmse}
-    return found
+    row: Row = {"steps_per_epoch": b}
+    for candidate in chosen.candidates:
+        row |= {candidate.objective: candidate.value, f"{candidate.objective} error": candidate.rmse}
+    return row
 
 
 def _full(n: int) -> Row:
@@ -146,11 +145,11 @@ def _full_page(rows: list[Row]) -> str:
         for ours, (name, paper) in zip(gaps, FULL_BATCH_GAPS.items(), strict=True)
     )
     worst = max(abs(row["computed"][name] / row["closed"][name] - 1) for row in rows for name in row["computed"])
-    found = max(max(row["best_lambda_rmse"], row["best_lambda_maxse"]) for row in rows)
+    largest = max(max(row["best_lambda_rmse"], row["best_lambda_maxse"]) for row in rows)
     return (
         f"Full batches (b = 1, k = n), RMSE/n:\n\n{table(['', *names], lines)}\n\n{said}. Computed from the matrices, "
         f"our values meet the closed forms within {worst:.0e}. The best λ is 0 for RMSE and MaxSE by the paper's "
-        f"corollary; searched for, it was at most {found:.0e} at every n, where the error is flat to rounding."
+        f"corollary; searched for, it was at most {largest:.0e} at every n, where the error is flat to rounding."
     )
 
 

@@ -77,14 +77,14 @@ def percent(row: Row) -> str:
 def comparison(rows: list[Row]) -> str:
     """Methods down, ε across."""
     epsilons = sorted({row["epsilon"] for row in rows}, reverse=True)
-    found = {(row["method"], row["epsilon"]): row for row in rows}
+    by = {(row["method"], row["epsilon"]): row for row in rows}
     names = [name for name in METHODS if any(row["method"] == name for row in rows)]
     tops = {e: max((r for r in rows if r["epsilon"] == e), key=lambda r: r["test"])["method"] for e in epsilons}
     lines = []
     for name in names:
         texts: list[str | None] = []
         for e in epsilons:
-            text = percent(found[name, e]) if (name, e) in found else None
+            text = percent(by[name, e]) if (name, e) in by else None
             texts.append(f"**{text}**" if text is not None and tops[e] == name else text)
         lines.append([method(name).title + (" (ours)" if method(name).ours else ""), *texts])
     return table(["method", *(f"ε = {e:g}" for e in epsilons)], lines)
@@ -114,17 +114,17 @@ def at_the_edge(rows: list[Row]) -> str:
 
     Those that only try two rates, between the ends of other searches, are left out.
     """
-    found = []
+    outermost = []
     for row in rows:
         if len(row["tried"]) < 3:
             continue
         reach = [run["learning_rate"] * run["max_grad_norm"] for run in row["tried"]]
         best = row["learning_rate"] * row["max_grad_norm"]
         if best <= min(reach) or best >= max(reach):
-            found.append(f"{method(row['method']).title} at ε = {row['epsilon']:g}")
-    if not found:
+            outermost.append(f"{method(row['method']).title} at ε = {row['epsilon']:g}")
+    if not outermost:
         return "Every search of three rates and more ended between the smallest and the largest it tried."
-    return f"At the edge of what was tried, so possibly short of their best: {', '.join(found)}."
+    return f"At the edge of what was tried, so possibly short of their best: {', '.join(outermost)}."
 
 
 # (method, the one it is set beside, what the paper says of the two, if anything): for CIFAR-10 and for IMDb.
@@ -142,20 +142,20 @@ IMDB_PAIRS = (
 
 def differences(rows: list[Row], pairs: tuple[tuple[str, str, str], ...]) -> str:
     """Pairs of methods: points of test accuracy between them at each ε, with the standard error of the difference."""
-    found = {(row["method"], row["epsilon"]): row for row in rows}
+    by = {(row["method"], row["epsilon"]): row for row in rows}
     epsilons = sorted({row["epsilon"] for row in rows}, reverse=True)
     lines = []
-    for one, other, observed in pairs:
+    for name, other, observed in pairs:
         texts = []
         for e in epsilons:
-            a, b = found.get((one, e)), found.get((other, e))
+            a, b = by.get((name, e)), by.get((other, e))
             if a is not None and b is not None:
                 errors = [row["standard_error"] for row in (a, b)]
                 error = "" if None in errors else f" ± {100 * math.hypot(*errors):.1f}"
                 texts.append(f"{100 * (a['test'] - b['test']):+.1f}{error} at ε = {e:g}")
         if texts:
             said = f" (the paper: {observed})" if observed else ""
-            lines.append(f"- **{method(one).title} against {method(other).title}**{said}: {', '.join(texts)}.")
+            lines.append(f"- **{method(name).title} against {method(other).title}**{said}: {', '.join(texts)}.")
     return "\n".join(["What comes out, in points:", "", *lines]) if lines else ""
 
 

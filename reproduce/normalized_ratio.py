@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lambdacgd import choose_lambda
 from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-from lambdacgd.tuning import choose_lambda
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 
 EPOCHS = (1, 2, 4, 8, 16, 32)
@@ -26,8 +26,8 @@ def compute(cell: Cell, settings: Settings) -> Row:
     plain = rmse(LambdaCGD(lam), horizon)
     ours = rmse(LambdaCGD(normalized, normalized=True), horizon)
     same = rmse(LambdaCGD(lam, normalized=True), horizon)
-    found = {"lambda_plain": lam, "lambda_normalized": normalized, "rmse_plain": plain, "rmse_normalized": ours}
-    return found | {"ratio": ours / plain, "ratio_same_lambda": same / plain}
+    row = {"lambda_plain": lam, "lambda_normalized": normalized, "rmse_plain": plain, "rmse_normalized": ours}
+    return row | {"ratio": ours / plain, "ratio_same_lambda": same / plain}
 
 
 def page(rows: list[Row]) -> str:

@@ -37,15 +37,15 @@ def result(path: str) -> dict[str, Any] | None:
 
 def experiment(name: str) -> dict[str, Any] | None:
     """What ``python -m reproduce NAME`` wrote, unless it is a quick version."""
-    found = result(f"{name}/{name}.json")
-    return None if found is None or found["quick"] else found
+    written = result(f"{name}/{name}.json")
+    return None if written is None or written["quick"] else written
 
 
 def _measured(name: str) -> dict[str, Any]:
-    found = result(name)
-    if found is None:
+    content = result(name)
+    if content is None:
         raise SystemExit(f"results/{name} is missing")
-    return found
+    return content
 
 
 def _noise() -> dict[str, dict[str, Any]]:
@@ -76,10 +76,10 @@ def noise_table() -> str:
     for name, model in _noise().items():
         c = model["contenders"]
         cells = [TITLES[name], f"{model['parameters'] / 1e6:.1f}M"]
-        cells += [ms(c[one]["ms"]) for one in ("copy", "opacus DP-SGD", "rewinding generator, 2 bands")]
+        cells += [ms(c[name]["ms"]) for name in ("copy", "opacus DP-SGD", "rewinding generator, 2 bands")]
         cells += [f"**{ms(c[LAMBDA_CGD]['ms'])}**", f"{c[LAMBDA_CGD]['over opacus DP-SGD']:.2f}"]
         others = ("regenerated, 4 bands", "regenerated, 16 bands", "buffers on cpu, 2 bands")
-        cells += [ms(c[one]["ms"]) for one in others]
+        cells += [ms(c[name]["ms"]) for name in others]
         lines.append("| " + " | ".join(cells) + " |")
     return _block("\n".join(lines))
 
@@ -98,10 +98,10 @@ def captured_epochs() -> str:
 
 def rmse_ratios() -> str:
     """Ours over the printed value, least and most, in groups."""
-    found = experiment("rmse-table")
-    if found is None:
+    computed = experiment("rmse-table")
+    if computed is None:
         return _block("Not computed yet.")
-    rows = [row for row in found["rows"] if row["ratio"] is not None and not row["known_slip"]]
+    rows = [row for row in computed["rows"] if row["ratio"] is not None and not row["known_slip"]]
 
     def extent(chosen: list[dict[str, Any]]) -> str:
         ratios = [row["ratio"] for row in chosen]
@@ -121,15 +121,15 @@ def rmse_ratios() -> str:
 
 
 def _rmse(title: str, epsilon: float) -> float | None:
-    found = experiment("rmse-table")
-    rows = found["rows"] if found else []
+    computed = experiment("rmse-table")
+    rows = computed["rows"] if computed else []
     return next((r["rmse"] for r in rows if r["row"] == title and r["epsilon"] == epsilon and r["amplified"]), None)
 
 
 def _runtime(part: str = "variants") -> dict[str, dict[str, Any]]:
     """Model -> variants (or another part of the rows), of both tables."""
     tables = (experiment(name) for name in ("runtime-cifar", "runtime-imdb"))
-    return {row["model"]: row[part] for found in tables if found for row in found["rows"] if part in row}
+    return {row["model"]: row[part] for computed in tables if computed for row in computed["rows"] if part in row}
 
 
 def _range(values: list[float], form: str) -> str:
@@ -177,12 +177,12 @@ def readme_results() -> str:
 
 def _tested(rows: list[dict[str, Any]]) -> dict[tuple[str, float], str]:
     """(method, ε) -> test accuracy in percent, with its standard error."""
-    found = {}
+    texts = {}
     for row in rows:
         if "test" in row:
             error = "" if row["standard_error"] is None else f" ± {100 * row['standard_error']:.1f}"
-            found[row["method"], row["epsilon"]] = f"{100 * row['test']:.1f}{error}"
-    return found
+            texts[row["method"], row["epsilon"]] = f"{100 * row['test']:.1f}{error}"
+    return texts
 
 
 _OURS = {
@@ -192,12 +192,12 @@ _OURS = {
 
 
 def _accuracy(rows: list[dict[str, Any]]) -> list[str]:
-    found = {place: f"{text}%" for place, text in _tested(rows).items()}
+    texts = {place: f"{text}%" for place, text in _tested(rows).items()}
     said = []
     for epsilon in (8.0, 2.0, 0.5):
-        ours = [f"{found[name, epsilon]} ({what})" for name, what in _OURS.items() if (name, epsilon) in found]
-        if ours and ("dp-sgd", epsilon) in found:
-            said.append(f"ε = {epsilon:g}: {', '.join(ours)}; DP-SGD {found['dp-sgd', epsilon]}")
+        ours = [f"{texts[name, epsilon]} ({what})" for name, what in _OURS.items() if (name, epsilon) in texts]
+        if ours and ("dp-sgd", epsilon) in texts:
+            said.append(f"ε = {epsilon:g}: {', '.join(ours)}; DP-SGD {texts['dp-sgd', epsilon]}")
     about = (
         "CIFAR-10, a CNN of 0.3M parameters, each method's settings chosen by five runs on validation data; mean ± "
         "standard error of three tests"
@@ -221,17 +221,17 @@ def training_summary() -> str:
         if said:
             lines.append(f"- {task}, test accuracy: {', '.join(said)}.")
     for name in ("lambda-sweep", "amplified-sweep", "epochs-sweep"):
-        found = _finding(name, "Against the λ")
-        if found:
-            lines.append(f"- `{name}`, best λ a{found[1:]}")
+        finding = _finding(name, "Against the λ")
+        if finding:
+            lines.append(f"- `{name}`, best λ a{finding[1:]}")
     return _block("\n".join(lines) if lines else "Nothing computed yet.")
 
 
 def _finding(name: str, begins: str) -> str | None:
     """A line of "What comes out" on a sweep's page: theory's λ take minutes to compute, the pages have them."""
     page = RESULTS / name / f"{name}.md"
-    found = re.search(rf"^- \*\*({begins}.*)$", page.read_text() if page.exists() else "", re.M)
-    return found[1].replace("**", "") if found else None
+    line = re.search(rf"^- \*\*({begins}.*)$", page.read_text() if page.exists() else "", re.M)
+    return line[1].replace("**", "") if line else None
 
 
 def without_a_search() -> str:
@@ -241,13 +241,13 @@ def without_a_search() -> str:
 
 def fresh_accuracy() -> str:
     """Fresh beside fixed bins on CIFAR-10, with and without correlation."""
-    found = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
+    texts = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
     names = {
         "lambda-cgd-fresh-normalized": "normalised λCGD, fresh bins", "lambda-cgd-fresh": "λCGD, fresh bins",
         "lambda-cgd": "λCGD, fixed bins", "dp-sgd-fresh": "DP-SGD, fresh bins", "dp-sgd": "DP-SGD, Poisson",
     }  # fmt: skip
-    epsilons = sorted({epsilon for _, epsilon in found}, reverse=True)
-    lines = [[title, *(found.get((name, e), "") for e in epsilons)] for name, title in names.items()]
+    epsilons = sorted({epsilon for _, epsilon in texts}, reverse=True)
+    lines = [[title, *(texts.get((name, e), "") for e in epsilons)] for name, title in names.items()]
     return _table(["", *(f"ε = {e:g}" for e in epsilons)], lines)
 
 
@@ -258,9 +258,9 @@ def step_table() -> str:
         for cell in _measured(run)["cells"]:
             modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
     lines = []
-    for (model, precision, batch), found in sorted(modes.items(), key=lambda item: _place(*item[0])):
-        plain, ours = found["non-private"], found["lambda-cgd"]
-        peers = [found[name]["median_ms"] for name in ("opacus-hooks", "opacus-ghost")]
+    for (model, precision, batch), by_mode in sorted(modes.items(), key=lambda item: _place(*item[0])):
+        plain, ours = by_mode["non-private"], by_mode["lambda-cgd"]
+        peers = [by_mode[name]["median_ms"] for name in ("opacus-hooks", "opacus-ghost")]
         times = [f"{t:.1f}" for t in (plain["median_ms"], ours["median_ms"])]
         ratios = [f"{ours[field] / plain[field]:.2f}" for field in ("median_ms", "peak_mib")]
         faster = f"{min(peers) / ours['median_ms']:.2f}"
@@ -347,16 +347,16 @@ def written(text: str) -> str:
 
 def changes() -> dict[Path, bytes]:
     """Every file that is not what ``results/`` says, with what it should be."""
-    found: dict[Path, bytes] = {}
+    stale: dict[Path, bytes] = {}
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         new = written(page.read_text()).encode()
         if new != page.read_bytes():
-            found[page] = new
+            stale[page] = new
     for name in EXPERIMENTS:
         plot, copy = RESULTS / name / f"{name}.svg", FIGURES / f"{name}.svg"
         if plot.exists() and (not copy.exists() or copy.read_bytes() != plot.read_bytes()):
-            found[copy] = plot.read_bytes()
-    return found
+            stale[copy] = plot.read_bytes()
+    return stale
 
 
 def numbers(

@@ -65,9 +65,19 @@ def solve(
     allow: Callable[[TrainingRun], bool] = lambda run: True,
     say: Say = print,
 ) -> dict[str, Row]:
-    """Rows of the searches that end before ``until`` (``time.monotonic()``), the most important first.
+    """Drive searches with worker processes. A run that fails ends its search; the others go on.
 
-    Only runs that ``allow`` accepts are trained. A run that fails ends its search; the others go on.
+    Args:
+        searches: Searches by name, the most important first.
+        store: Where results are looked up and kept.
+        worker: What each worker process needs.
+        parallel: How many workers.
+        until: When to stop, on the clock of ``time.monotonic()``.
+        allow: Which runs may be trained.
+        say: Is told of every run that ends.
+
+    Returns:
+        Rows, by name, of the searches that ended in time.
     """
     asked = [Asked(name, search) for name, search in searches]
     for search in asked:
@@ -174,7 +184,7 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
             result = outcome(run, held[run.task], plans, until=until)
         except TooLate:
             return
-        except Exception as error:
+        except Exception as error:  # the parent is told, ends that search, and goes on with the others
             result = {"failed": f"{type(error).__name__}: {error}"}
         done.put((run.digest, result, machine()))
 

@@ -244,7 +244,7 @@ class Problem:
 
 
 def _images(examples: Examples) -> Tensor:
-    return examples._numbers(examples.inputs)
+    return examples.numbers(examples.inputs)
 
 
 def _pieces(examples: Examples) -> Tensor:
@@ -346,8 +346,8 @@ class Data:
 def packed(splits: Splits) -> dict[str, Any]:
     """Splits as plain tensors, for ``torch.save``: worker processes read them back without decoding again."""
     return {
-        part: {"inputs": one.inputs, "labels": one.labels, "shift": one.shift, "scale": one.scale}
-        for part, one in (("train", splits.train), ("test", splits.test))
+        part: {"inputs": examples.inputs, "labels": examples.labels, "shift": examples.shift, "scale": examples.scale}
+        for part, examples in (("train", splits.train), ("test", splits.test))
     } | {"classes": splits.classes}
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.calibration import calibrate_noise
+from lambdacgd.accounting import AccountingError, accountant_for
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism, error_norms
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
@@ -46,13 +45,13 @@ def compute(cell: Cell, settings: Settings) -> Row:
     row, column = _BY_TITLE[cell["row"]], Column(cell["epsilon"], cell["amplified"])
     mechanism = row.mechanism.resolve(HORIZON)
     printed = row.values[COLUMNS.index(column)]
-    found: Row = {"mechanism": mechanism.to_dict(), "paper": printed, "known_slip": known_slip(row, column)}
+    result: Row = {"mechanism": mechanism.to_dict(), "paper": printed, "known_slip": known_slip(row, column)}
     try:
-        found |= _sigma(mechanism, column, cell["relative_error"])
+        result |= _sigma(mechanism, column, cell["relative_error"])
     except AccountingError as refusal:
-        return found | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
-    found["rmse"] = error_norms(mechanism, HORIZON.steps)[0] * found["sigma"]
-    return found | {"ratio": found["rmse"] / printed}
+        return result | {"sigma": None, "rmse": None, "ratio": None, "method": "refused", "because": str(refusal)}
+    result["rmse"] = error_norms(mechanism, HORIZON.steps)[0] * result["sigma"]
+    return result | {"ratio": result["rmse"] / printed}
 
 
 def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
@@ -69,8 +68,8 @@ def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
         estimate = MonteCarlo(mechanism, HORIZON).estimate_sigma(column.epsilon, DELTA, relative_error=relative_error)
         relative = estimate.standard_error / estimate.sigma
         return {"sigma": estimate.sigma, "method": "monte-carlo estimate", "relative_standard_error": relative}
-    found = calibrate_noise(mechanism, sampling, epsilon=column.epsilon, delta=DELTA)
-    return {"sigma": found.sigma, "method": found.certificate.method, "relative_standard_error": 0.0}
+    calibrated = accountant_for(mechanism, sampling).sigma(column.epsilon, DELTA)
+    return {"sigma": calibrated.sigma, "method": calibrated.certificate.method, "relative_standard_error": 0.0}
 
 
 def page(rows: list[Row]) -> str:

@@ -258,34 +258,34 @@ class PlanBook:
 
     def get(self, request: dict[str, Any]) -> Plan:
         """The plan of a request."""
-        found = self._plans.get(_key(request))
-        if found is None:
+        known = self._plans.get(_key(request))
+        if known is None:
             if not self.make:
                 raise MissingPlan("plan", _key(request), f"it is not in {self.path}; make it where the accountants are")
-            found = plan(**plan_arguments(request))
-            self._plans[_key(request)] = found
+            known = plan(**plan_arguments(request))
+            self._plans[_key(request)] = known
             if self.path is not None:
-                append(self.path, {"request": request, "plan": found.to_dict()})
-        _check(request, found)
-        return found
+                append(self.path, {"request": request, "plan": known.to_dict()})
+        _check(request, known)
+        return known
 
     def for_run(self, run: TrainingRun, training_examples: int) -> Plan:
         """The plan that ``run`` trains under."""
         return self.get(run.plan_request(training_examples))
 
 
-def _check(request: dict[str, Any], found: Plan) -> None:
-    held = {name: getattr(found, name) for name in ("examples", "epochs", "epsilon", "delta")}
-    for name, value in (held | {"batch_size": found.requested_batch_size}).items():
+def _check(request: dict[str, Any], made: Plan) -> None:
+    held = {name: getattr(made, name) for name in ("examples", "epochs", "epsilon", "delta")}
+    for name, value in (held | {"batch_size": made.requested_batch_size}).items():
         if value != request[name]:
             raise InvalidInput(name, value, f"the plan was asked for {request[name]}; make it anew")
-    sampling = found.sampling.to_dict()
-    same = found.mechanism.name == request["mechanism"] and sampling["name"] == request["sampling"]
+    sampling = made.sampling.to_dict()
+    same = made.mechanism.name == request["mechanism"] and sampling["name"] == request["sampling"]
     same &= sampling.get("bins") == request.get("bins")
     if "lam" in request:
-        same &= found.mechanism.to_dict().get("lam") == request["lam"]
+        same &= made.mechanism.to_dict().get("lam") == request["lam"]
     if not same:
-        raise InvalidInput("plan", found.digest[:12], "it is not what was asked for; make it anew")
+        raise InvalidInput("plan", made.digest[:12], "it is not what was asked for; make it anew")
 
 
 def _key(request: dict[str, Any]) -> str:

@@ -63,7 +63,7 @@ class Variant:
     on_cpu: bool
     plan: Plan
     key: SecretKey = field(default_factory=SecretKey.generate)
-    stage: BufferedNoise | None = None
+    buffered: BufferedNoise | None = None
     done: int = 0
     times: Times = field(default_factory=Times)
 
@@ -75,7 +75,7 @@ def mechanism(bands: int) -> Mechanism:
 
 def variants(bands: list[int], physical: int) -> list[Variant]:
     def made(title: str, count: int, on_cpu: bool) -> Variant:
-        found = plan(
+        cyclic = plan(
             2 * physical * _STEPS_PER_EPOCH,
             2 * physical,
             epochs=_EPOCHS,
@@ -84,7 +84,7 @@ def variants(bands: list[int], physical: int) -> list[Variant]:
             mechanism=mechanism(count),
             sampling=Cyclic(),
         )
-        return Variant(title, count, on_cpu, found, done=0 if on_cpu else _FAR)
+        return Variant(title, count, on_cpu, cyclic, done=0 if on_cpu else _FAR)
 
     return [
         made("DP-SGD", 1, False),
@@ -100,15 +100,15 @@ def summary(todo: list[Variant], m: int, b: int, parameters: int) -> dict[str, d
         return {variant.title: {"error": variant.times.error} for variant in todo}
     first = _median([part for variant in good for part in variant.times.first])
     later = _median([part for variant in good for part in variant.times.later])
-    found: dict[str, dict[str, Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for variant in todo:
         if variant.times.error is not None:
-            found[variant.title] = {"error": variant.times.error}
+            rows[variant.title] = {"error": variant.times.error}
             continue
         own_first, own_later, act = variant.times.medians()
         each = zip(variant.times.first, variant.times.later, variant.times.act, strict=True)
         own = [b * (_median([f]) + (m - 1) * _median([l]) + _median([a])) for f, l, a in each]
-        found[variant.title] = {
+        rows[variant.title] = {
             "epoch_s": b * (first + (m - 1) * later + act),
             "own_epoch_s": b * (own_first + (m - 1) * own_later + act),
             "own_epoch_s_sd": statistics.stdev(own) if len(own) > 1 else None,
@@ -121,12 +121,12 @@ def summary(todo: list[Variant], m: int, b: int, parameters: int) -> dict[str, d
             "steps": sum(map(len, variant.times.act)),
             "host_buffer_mib": (variant.bands - 1) * 4 * parameters / 2**20 if variant.on_cpu else 0.0,
         }
-    base = found["DP-SGD"]
-    for row in found.values():
+    base = rows["DP-SGD"]
+    for row in rows.values():
         if "error" not in row and "error" not in base:
             row["over_dp_sgd"] = row["epoch_s"] / base["epoch_s"]
             row["own_over_dp_sgd"] = row["own_epoch_s"] / base["own_epoch_s"]
-    return found
+    return rows
 
 
 def _median(parts: list[list[float]]) -> float:
@@ -188,11 +188,11 @@ def measure_model(
                 return {"error": "out of memory with a physical batch of one example"}
             size //= 2
     _free(place)
-    found: dict[str, Any] = {"parameters": parameters, "physical_used": size, "steps_per_epoch": steps_per_epoch}
-    found["variants"] = summary(ours, batch // size, steps_per_epoch, parameters)
-    found["variants"]["Opacus"] = _opacus_row(case, place, size, batch, steps_per_epoch, steps)
+    measured: dict[str, Any] = {"parameters": parameters, "physical_used": size, "steps_per_epoch": steps_per_epoch}
+    measured["variants"] = summary(ours, batch // size, steps_per_epoch, parameters)
+    measured["variants"]["Opacus"] = _opacus_row(case, place, size, batch, steps_per_epoch, steps)
     _free(place)
-    return found
+    return measured
 
 
 def measure_memory(name: str, *, physical: int, device: str) -> dict[str, Any]:
@@ -249,13 +249,13 @@ def _round(
     private.stand_at(variant.done)
     try:
         if variant.on_cpu:  # the peer: what privatize would never choose for a banded C⁻¹
-            if variant.stage is None:
+            if variant.buffered is None:
                 noise = NoiseField(variant.key, private.layout, run_id="runtime")
-                variant.stage = BufferedNoise.of(
+                variant.buffered = BufferedNoise.of(
                     noise, variant.plan.mechanism, sigma=variant.plan.sigma, clip=_CLIP, horizon=variant.plan.steps,
                     buffers="cpu",
                 )  # fmt: skip
-            private._step._noise = variant.stage
+            private._step._noise = variant.buffered
         loader = iter(private.loader)
         _step(loader, model, optimizer, device)
         parts = [_step(loader, model, optimizer, device) for _ in range(steps)]
@@ -264,7 +264,7 @@ def _round(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # one failing variant must not lose the rest
-        variant.times, variant.stage = Times(error=_said(error)), None
+        variant.times, variant.buffered = Times(error=_said(error)), None
     finally:
         variant.done = private.steps_taken
         private.detach()
@@ -314,7 +314,7 @@ def _opacus_row(
             if size == 1:
                 return {"error": "out of memory with a physical batch of one example"}
             size //= 2
-        except Exception as error:
+        except Exception as error:  # the peer's failure is its own
             return {"error": _said(error)}
 
 
@@ -359,7 +359,7 @@ def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
-        getattr(torch._C, "_host_emptyCache", lambda: None)()  # pinned buffers of the model before
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # pinned buffers of the model before
 
 
 OPACUS = "Opacus"
@@ -394,7 +394,7 @@ def compute(paper: Table, cell: Cell, settings: Settings) -> Row:
             steps_per_epoch=paper.examples // cell["batch"], device=settings.torch_device, rounds=cell["rounds"],
             steps=cell["steps"], seconds=cell["seconds"],
         )  # fmt: skip
-    except Exception as error:
+    except Exception as error:  # an error of this model alone: it is shown, and measured again next time
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -406,13 +406,13 @@ def flat(paper: Table, rows: list[Row]) -> list[Row]:
     lines = []
     for row in timed(rows):
         model, peaks = _model(paper, row), _peaks(rows, row["model"])
-        for title, found in row.get("variants", {"": row}).items():
-            line = {"model": model.title, "variant": title, "parameters": row.get("parameters")} | found
+        for title, times in row.get("variants", {"": row}).items():
+            line = {"model": model.title, "variant": title, "parameters": row.get("parameters")} | times
             line |= {"peak_mib": peaks[title]} if title in peaks else {}
             printed, base = model.value(title), model.value(DP_SGD)
             if printed is not None and base is not None:
                 line |= {"paper_s": printed, "paper_over_dp_sgd": printed / base}
-            lines.append(line | {"physical_used": found.get("physical_used", row.get("physical_used"))})
+            lines.append(line | {"physical_used": times.get("physical_used", row.get("physical_used"))})
     return lines
 
 
@@ -467,18 +467,18 @@ def _steps(paper: Table, rows: list[Row]) -> int:
     return paper.examples // int(rows[0]["batch"])
 
 
-def _seconds(found: Row | None) -> str | None:
-    if found is None or "epoch_s" not in found:
+def _seconds(times: Row | None) -> str | None:
+    if times is None or "epoch_s" not in times:
         return None
-    return f"{found['epoch_s']:.3g}" if found["epoch_s"] < 100 else f"{found['epoch_s']:.0f}"
+    return f"{times['epoch_s']:.3g}" if times["epoch_s"] < 100 else f"{times['epoch_s']:.0f}"
 
 
 def _pair(paper: Table, row: Row) -> list[list[Any]]:
     model = _model(paper, row)
     if "error" in row:
         return [[model.title, row["error"]]]
-    found = row["variants"]
-    ours = [model.title, *(_seconds(found.get(name)) for name in (*VARIANTS, OPACUS))]
+    times = row["variants"]
+    ours = [model.title, *(_seconds(times.get(name)) for name in (*VARIANTS, OPACUS))]
     return [ours, ["the paper", *(model.text(name) for name in VARIANTS), ""]]
 
 
@@ -486,30 +486,30 @@ def _ratios(paper: Table, row: Row, peaks: dict[str, float]) -> list[Any]:
     model = _model(paper, row)
     if "error" in row:
         return [model.title]
-    found = row["variants"]
+    times = row["variants"]
     base = model.value(DP_SGD) or 1.0
     cells: list[Any] = [model.title]
     for name in VARIANTS[1:]:
-        ours = found.get(name, {}).get("over_dp_sgd")
+        ours = times.get(name, {}).get("over_dp_sgd")
         cells.append(f"{ours:.3f} ({(model.value(name) or 0) / base:.3f})" if ours else None)
     for name in (DP_SGD, "regenerated, 2 bands"):
         peak = peaks.get(name)
         cells.append(f"{peak:.0f} MiB" if peak else None)
-    return [*cells, f"{found['CPU buffer, 16 bands'].get('host_buffer_mib', 0) / 1024:.1f} GiB"]
+    return [*cells, f"{times['CPU buffer, 16 bands'].get('host_buffer_mib', 0) / 1024:.1f} GiB"]
 
 
 def _verdict(rows: list[Row], everything: list[Row]) -> str:
     """The largest overhead of λCGD, measured."""
     known = [row["variants"] for row in rows if "variants" in row]
-    ours = [found["regenerated, 2 bands"]["over_dp_sgd"] for found in known if "over_dp_sgd" in found.get(DP_SGD, {})]
+    ours = [times["regenerated, 2 bands"]["over_dp_sgd"] for times in known if "over_dp_sgd" in times.get(DP_SGD, {})]
     if not ours:
         return ""
     text = f"Regenerated λCGD takes {min(ours):.4f} to {max(ours):.4f} of DP-SGD's time an epoch"
-    own = [found["regenerated, 2 bands"].get("own_over_dp_sgd") for found in known]
+    own = [times["regenerated, 2 bands"].get("own_over_dp_sgd") for times in known]
     apart = [value for value in own if value is not None]
     text += f" ({min(apart):.2f} to {max(apart):.2f} with passes of its own: a noisy host)." if apart else "."
     peaks = [row["peaks_mib"] for row in everything if "peaks_mib" in row]
-    more = [found["regenerated, 2 bands"] - found[DP_SGD] for found in peaks]
+    more = [times["regenerated, 2 bands"] - times[DP_SGD] for times in peaks]
     return text + (f" Its peak memory is {min(more):+.2f} to {max(more):+.2f} MiB against DP-SGD's." if more else "")
 
 

@@ -67,7 +67,7 @@ def tune(cell: Cell, *, epsilon: float | None = None) -> Generator[list[Training
         if more is not None and len(runs) < tries:
             runs.append(more)
             results += yield [more]
-    return _found(runs, results)
+    return _tuned(runs, results)
 
 
 def _moved(move: str, top: TrainingRun, runs: Sequence[TrainingRun]) -> TrainingRun | None:
@@ -94,17 +94,17 @@ def tune_between(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[
     Between the two ε the rate is their geometric mean; beyond them it goes on falling as it did, at most by half.
     """
     near, far = NEIGHBOURS[cell["epsilon"]]
-    one = yield from tune(cell, epsilon=near)
-    two = yield from tune(cell, epsilon=far)
-    a, b = one["run"].learning_rate * one["run"].max_grad_norm, two["run"].learning_rate * two["run"].max_grad_norm
+    nearer = yield from tune(cell, epsilon=near)
+    further = yield from tune(cell, epsilon=far)
+    a, b = (tuned["run"].learning_rate * tuned["run"].max_grad_norm for tuned in (nearer, further))
     between = min(near, far) < cell["epsilon"] < max(near, far)
     reach = math.sqrt(a * b) if between else a * min(1.0, max(0.5, math.sqrt(a / b)))
-    middle = replace(one["run"], epsilon=cell["epsilon"], learning_rate=_round(reach / one["run"].max_grad_norm))
+    middle = replace(nearer["run"], epsilon=cell["epsilon"], learning_rate=_round(reach / nearer["run"].max_grad_norm))
     if middle.lam is not None:
         middle = replace(middle, lam=_known(cell, middle.lam))
     runs = [replace(middle, learning_rate=_round(middle.learning_rate * f)) for f in (0.7, 1.4)][: cell["tries"]]
     results = list((yield runs))
-    return _found(runs, results)
+    return _tuned(runs, results)
 
 
 def _known(cell: Cell, lam: float) -> float | None:
@@ -117,7 +117,7 @@ def _round(rate: float) -> float:
     return float(f"{rate:.3g}")
 
 
-def _found(runs: list[TrainingRun], results: list[Result]) -> dict[str, Any]:
+def _tuned(runs: list[TrainingRun], results: list[Result]) -> dict[str, Any]:
     top, which, score = best(runs, results)
     tried = [
         {
@@ -129,55 +129,55 @@ def _found(runs: list[TrainingRun], results: list[Result]) -> dict[str, Any]:
         }
         for run, result in zip(runs, results, strict=True)
     ]
-    spent = sum(result["seconds"] for result in results)
-    return {"run": top, "which": which, "validation": score, "tried": tried, "seconds": spent}
+    seconds = sum(result["seconds"] for result in results)
+    return {"run": top, "which": which, "validation": score, "tried": tried, "seconds": seconds}
 
 
 def method_search(cell: Cell) -> Search:
     """Tune a method on the validation split, then train it on everything with ``cell["seeds"]`` seeds, and test."""
-    found = yield from (tune_between(cell) if cell.get("between") else tune(cell))
-    chosen: TrainingRun = found["run"]
+    tuned = yield from (tune_between(cell) if cell.get("between") else tune(cell))
+    chosen: TrainingRun = tuned["run"]
     runs = [replace(chosen, split="test", seed=1 + i) for i in range(cell["seeds"])]
     results = yield runs
-    scores = [result["accuracy"][found["which"]] for result in results]
-    return _chosen(found) | {
+    scores = [result["accuracy"][tuned["which"]] for result in results]
+    return _chosen(tuned) | {
         "sigma": results[0]["sigma"],
         "certificate": results[0]["certificate"],
         "scores": scores,
         "test": statistics.mean(scores),
         "standard_error": standard_error(scores),
         "last": statistics.mean(result["accuracy"]["last"] for result in results),
-        "training_seconds": _seconds(found, results),
+        "training_seconds": _seconds(tuned, results),
     }
 
 
 def sweep_search(cell: Cell) -> Search:
     """A point of a sweep over λ: the learning rate tuned on the validation split, then the mean over seeds there."""
-    found = yield from tune(cell)
-    chosen: TrainingRun = found["run"]
+    tuned = yield from tune(cell)
+    chosen: TrainingRun = tuned["run"]
     runs = [replace(chosen, seed=seed) for seed in range(cell["seeds"])]  # the first of them is the search's own
     results = yield runs
-    scores = [result["accuracy"][found["which"]] for result in results]
-    row = _chosen(found) | {"sigma": results[0]["sigma"], "scores": scores}
-    row |= {"training_seconds": _seconds(found, results[1:])}
+    scores = [result["accuracy"][tuned["which"]] for result in results]
+    row = _chosen(tuned) | {"sigma": results[0]["sigma"], "scores": scores}
+    row |= {"training_seconds": _seconds(tuned, results[1:])}
     return row | {"accuracy": statistics.mean(scores), "standard_error": standard_error(scores)}
 
 
-def _chosen(found: dict[str, Any]) -> Row:
-    run: TrainingRun = found["run"]
+def _chosen(tuned: dict[str, Any]) -> Row:
+    run: TrainingRun = tuned["run"]
     return {
         "learning_rate": run.learning_rate,
         "max_grad_norm": run.max_grad_norm,
         "lambda": run.lam,
         "schedule": run.schedule,
-        "weights": found["which"],
-        "validation": found["validation"],
-        "tried": found["tried"],
+        "weights": tuned["which"],
+        "validation": tuned["validation"],
+        "tried": tuned["tried"],
     }
 
 
-def _seconds(found: dict[str, Any], more: Sequence[Result]) -> float:
-    return round(found["seconds"] + sum(float(result["seconds"]) for result in more), 2)
+def _seconds(tuned: dict[str, Any], more: Sequence[Result]) -> float:
+    return round(tuned["seconds"] + sum(float(result["seconds"]) for result in more), 2)
 
 
 def standard_error(scores: Sequence[float]) -> float | None:

@@ -10,8 +10,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from lambdacgd import choose_lambda
+from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
 from lambdacgd.tuning.choice import shrink
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
+from reproduce.problems import TRAINING_EXAMPLES
 from reproduce.runs import DELTA
 from reproduce.search import sweep_search
 from reproduce.trainer import compute_with
@@ -33,9 +37,13 @@ class Setting:
     theory: float
 
     @property
+    def title(self) -> str:
+        return TITLES.get(self.task, self.task)
+
+    @property
     def best(self) -> Row:
-        found: Row = max(self.points, key=lambda row: row["accuracy"])
-        return found
+        top: Row = max(self.points, key=lambda row: row["accuracy"])
+        return top
 
     @property
     def close(self) -> list[float]:
@@ -50,8 +58,8 @@ class Setting:
 
     def nearest(self, lam: float) -> Row:
         """The point of those tried whose λ is nearest, on the scale 1/(1−λ)."""
-        found: Row = min(self.points, key=lambda row: abs(_log(row["lam"]) - _log(lam)))
-        return found
+        point: Row = min(self.points, key=lambda row: abs(_log(row["lam"]) - _log(lam)))
+        return point
 
     def loss(self, lam: float) -> float:
         """What the point nearest to a λ loses to the best."""
@@ -86,8 +94,8 @@ def at_edge(row: Row) -> bool:
 
 def what_comes_out(settings: list[Setting], error: str) -> str:
     """Findings, each beside what the paper observed; ``error`` names the error behind ``Setting.theory``."""
-    lambdas = {row["lam"] for one in settings for row in one.points}
-    whole = [one for one in settings if len(one.points) == len(lambdas)]
+    lambdas = {row["lam"] for setting in settings for row in setting.points}
+    whole = [setting for setting in settings if len(setting.points) == len(lambdas)]
     if not whole or len(lambdas) < _FEWEST:
         return ""
     findings = [_against_theory(whole, error), _losses(whole, error), _gains(whole)]
@@ -100,23 +108,27 @@ def what_comes_out(settings: list[Setting], error: str) -> str:
 
 
 def _by_task(settings: Iterable[Setting]) -> dict[str, list[Setting]]:
-    found: dict[str, list[Setting]] = {}
-    for one in settings:
-        found.setdefault(TITLES.get(one.task, one.task), []).append(one)
-    return found
+    by_task: dict[str, list[Setting]] = {}
+    for setting in settings:
+        by_task.setdefault(setting.title, []).append(setting)
+    return by_task
 
 
 def _against_theory(settings: list[Setting], error: str) -> str:
     said = []
     for task, some in _by_task(settings).items():
-        below = [one for one in some if one.place == "below"]
-        by = f" ({_range([one.smaller_by for one in below], '.1f')} times smaller{_doubt(below)})" if below else ""
-        counts = {place: sum(one.place == place for one in some) for place in ("at", "above")}
+        below = [setting for setting in some if setting.place == "below"]
+        by = (
+            f" ({_range([setting.smaller_by for setting in below], '.1f')} times smaller{_doubt(below)})"
+            if below
+            else ""
+        )
+        counts = {place: sum(setting.place == place for setting in some) for place in ("at", "above")}
         text = (
             f"on {task} the best λ lies below it in {len(below)} of {len(some)} settings{by}, is the one nearest to it "
         )
         text += f"in {counts['at']} and lies above it in {counts['above']}"
-        last = sum(one.best["lam"] == one.points[-1]["lam"] for one in some)
+        last = sum(setting.best["lam"] == setting.points[-1]["lam"] for setting in some)
         said.append(text + (f" (in {last} it is the largest tried, so it may lie further out)" if last else ""))
     smaller = "is consistently smaller, typically 2 to 4 times"
     depends = "depends on the task, and on CIFAR-10 is much smaller"
@@ -125,18 +137,20 @@ def _against_theory(settings: list[Setting], error: str) -> str:
 
 
 def _doubt(settings: list[Setting]) -> str:
-    unsure = sum(one.unsure for one in settings)
+    unsure = sum(setting.unsure for setting in settings)
     return f"; in {unsure} of these a larger λ was left at the outermost rate it tried, so it may win" if unsure else ""
 
 
 def _losses(settings: list[Setting], error: str) -> str:
     """What those lose who take theory's λ, or under amplification the guideline's, rather than search."""
-    takes = {f"that of the {error}": lambda one: one.theory}
+    takes = {f"that of the {error}": lambda setting: setting.theory}
     if "amplified" in error:
-        takes["the guideline's, a third of it,"] = lambda one: shrink(one.theory)
+        takes["the guideline's, a third of it,"] = lambda setting: shrink(setting.theory)
     said = []
     for name, take in takes.items():
-        lost = {task: [100 * one.loss(take(one)) for one in some] for task, some in _by_task(settings).items()}
+        lost = {
+            task: [100 * setting.loss(take(setting)) for setting in some] for task, some in _by_task(settings).items()
+        }
         texts = [
             f"{sum(each) / len(each):.1f} points on {task} (at most {max(each):.1f})" for task, each in lost.items()
         ]
@@ -147,9 +161,9 @@ def _losses(settings: list[Setting], error: str) -> str:
 def _gains(settings: list[Setting]) -> str:
     said = []
     for task, some in _by_task(settings).items():
-        gains = [100 * one.gain for one in some if one.gain is not None]
+        gains = [100 * setting.gain for setting in some if setting.gain is not None]
         if gains:
-            zero = sum(one.best["lam"] == 0 for one in some)
+            zero = sum(setting.best["lam"] == 0 for setting in some)
             said.append(f"{_range(gains, '.1f')} points on {task} (λ = 0 is best in {zero} of {len(some)} settings)")
     return f"**Against DP-SGD**, λ = 0, the best λ gains {', '.join(said)}." if said else ""
 
@@ -170,14 +184,14 @@ def _over_epsilon(settings: list[Setting]) -> str:
     return f"**Over ε** (the paper: the best λ hardly depends on it): {'; '.join(said)}." if said else ""
 
 
-def _step(one: Setting) -> int:
-    return [row["lam"] for row in one.points].index(one.best["lam"])
+def _step(setting: Setting) -> int:
+    return [row["lam"] for row in setting.points].index(setting.best["lam"])
 
 
 def _over_batches(settings: list[Setting], error: str) -> str:
     rows = _rows("batch_size", settings)
     said = [
-        f"{TITLES.get(row[0].task, row[0].task)}, ε = {row[0].epsilon:g}, B = {_list(row, 'batch_size')}: "
+        f"{row[0].title}, ε = {row[0].epsilon:g}, B = {_list(row, 'batch_size')}: "
         f"{_lambdas(row)} ({error} {_list(row, 'theory', '.3g')})"
         for row in rows
     ]
@@ -194,10 +208,10 @@ def _over_epochs(settings: list[Setting], error: str) -> str:
     rows = _rows("epochs", settings)
     said = []
     for row in rows:
-        text = f"{TITLES.get(row[0].task, row[0].task)}, B = {row[0].batch_size}, k = {_list(row, 'epochs')}: "
+        text = f"{row[0].title}, B = {row[0].batch_size}, k = {_list(row, 'epochs')}: "
         text += f"{_lambdas(row)} ({error} {_list(row, 'theory', '.3g')}), accuracy "
-        text += ", ".join(f"{100 * one.best['accuracy']:.1f}" for one in row)
-        gains = [one.gain for one in row]
+        text += ", ".join(f"{100 * setting.best['accuracy']:.1f}" for setting in row)
+        gains = [setting.gain for setting in row]
         said.append(text + ", over λ = 0 " + ", ".join("—" if g is None else f"{100 * g:+.1f}" for g in gains))
     grows = sum(row[-1].best["lam"] > row[0].best["lam"] for row in rows)
     better = sum(row[-1].best["accuracy"] > row[0].best["accuracy"] for row in rows)
@@ -212,29 +226,29 @@ def _over_epochs(settings: list[Setting], error: str) -> str:
 def _rows(field: str, settings: list[Setting]) -> list[list[Setting]]:
     """Settings that differ in one field only, in its order; those that stand alone are left out."""
     others = [name for name in ("task", "batch_size", "epochs", "epsilon") if name != field]
-    found: dict[tuple[object, ...], list[Setting]] = {}
-    for one in sorted(settings, key=lambda one: (one.task, getattr(one, field))):
-        found.setdefault(tuple(getattr(one, name) for name in others), []).append(one)
-    return [row for row in found.values() if len(row) > 1]
+    series: dict[tuple[object, ...], list[Setting]] = {}
+    for setting in sorted(settings, key=lambda setting: (setting.task, getattr(setting, field))):
+        series.setdefault(tuple(getattr(setting, name) for name in others), []).append(setting)
+    return [row for row in series.values() if len(row) > 1]
 
 
 def _lambdas(row: list[Setting]) -> str:
-    return "λ = " + ", ".join(f"{one.best['lam']:g}" for one in row)
+    return "λ = " + ", ".join(f"{setting.best['lam']:g}" for setting in row)
 
 
 def _list(row: list[Setting], field: str, form: str = "g") -> str:
-    return ", ".join(format(getattr(one, field), form) for one in row)
+    return ", ".join(format(getattr(setting, field), form) for setting in row)
 
 
 def edges(settings: list[Setting]) -> str:
     """Which searches ended at the outermost rate they tried, and what that leaves open."""
     said = []
     for task, some in _by_task(settings).items():
-        points = [row for one in some for row in one.points]
-        found = [row["lam"] for row in points if at_edge(row)]
-        if found:
-            each = ", ".join(f"{found.count(lam)} at λ = {lam:g}" for lam in sorted(set(found)))
-            said.append(f"{len(found)} of {len(points)} points on {task} ({each})")
+        points = [row for setting in some for row in setting.points]
+        outermost = [row["lam"] for row in points if at_edge(row)]
+        if outermost:
+            each = ", ".join(f"{outermost.count(lam)} at λ = {lam:g}" for lam in sorted(set(outermost)))
+            said.append(f"{len(outermost)} of {len(points)} points on {task} ({each})")
     if not said:
         return "Every search ended between the smallest and the largest rate it tried."
     return (
@@ -285,10 +299,6 @@ def _points(
 
 def _rate(task: str, name: str, size: int, epochs: int, epsilon: float, lam: float) -> float:
     """Where a search begins: inversely to the error that noise leaves in sums of gradients."""
-    from lambdacgd.accounting.gaussian import gaussian_sigma
-    from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-    from reproduce.problems import TRAINING_EXAMPLES
-
     horizon = Horizon(TRAINING_EXAMPLES[task] * 4 // 5 // size, epochs)
     error = gaussian_sigma(epsilon, DELTA) * rmse(LambdaCGD(lam), horizon)
     error /= _GAIN[epsilon] if name == "lambda-cgd" else 1.0
@@ -331,50 +341,46 @@ def epochs_cells(settings: Settings) -> list[Cell]:
 
 def _groups(rows: list[Row]) -> dict[tuple[str, int, int, float], list[Row]]:
     """Points by setting, as the paper orders its panels: small batches and few epochs first."""
-    found: dict[tuple[str, int, int, float], list[Row]] = {}
+    groups: dict[tuple[str, int, int, float], list[Row]] = {}
     for row in sorted(rows, key=lambda r: (r["task"], r["batch_size"], r["epochs"], -r["epsilon"], r["lam"])):
-        found.setdefault((row["task"], row["batch_size"], row["epochs"], row["epsilon"]), []).append(row)
-    return found
+        groups.setdefault((row["task"], row["batch_size"], row["epochs"], row["epsilon"]), []).append(row)
+    return groups
 
 
 def theory(row: Row) -> dict[str, float]:
     """The λ that errors pick for a row's setting: amplified RMSE under Balls-in-Bins, else RMSE and MaxSE."""
-    from lambdacgd.mechanisms import Horizon
-    from lambdacgd.tuning import choose_lambda
-    from reproduce.problems import TRAINING_EXAMPLES
-
     kept = row.get("examples") or TRAINING_EXAMPLES[row["task"]]
     horizon = Horizon((kept - kept // 5) // row["batch_size"], row["epochs"])
     if row["method"] == "lambda-cgd":
-        found = choose_lambda(horizon, objective="amplified-rmse", epsilon=row["epsilon"], delta=DELTA)
-        return {"amplified RMSE": found.value}
-    rmse, maxse = choose_lambda(horizon, objective="rmse"), choose_lambda(horizon, objective="maxse")
-    return {"RMSE": rmse.value, "MaxSE": maxse.value}
+        chosen = choose_lambda(horizon, objective="amplified-rmse", epsilon=row["epsilon"], delta=DELTA)
+        return {"amplified RMSE": chosen.value}
+    by_rmse, by_maxse = choose_lambda(horizon, objective="rmse"), choose_lambda(horizon, objective="maxse")
+    return {"RMSE": by_rmse.value, "MaxSE": by_maxse.value}
 
 
 def settings_of(rows: list[Row]) -> list[tuple[Setting, dict[str, float]]]:
     """The settings behind rows, each with the λ that ``theory`` picks; the first of them is the one to compare with."""
-    found = []
+    settings = []
     for key, points in _groups(rows).items():
         chosen = theory(points[0])
-        found.append((Setting(*key, points, next(iter(chosen.values()))), chosen))
-    return found
+        settings.append((Setting(*key, points, next(iter(chosen.values()))), chosen))
+    return settings
 
 
 def _page(rows: list[Row]) -> str:
     lambdas = sorted({row["lam"] for row in rows})
     settings = settings_of(rows)
     lines = []
-    for one, chosen in settings:
-        texts = {row["lam"]: _percent(row) for row in one.points}
-        texts[one.best["lam"]] = f"**{texts[one.best['lam']]}**"
+    for setting, chosen in settings:
+        texts = {row["lam"]: _percent(row) for row in setting.points}
+        texts[setting.best["lam"]] = f"**{texts[setting.best['lam']]}**"
         named = ", ".join(f"{name} {lam:.3g}" for name, lam in chosen.items())
-        close = ", ".join(f"{lam:g}" for lam in one.close)
-        title = f"{TITLES.get(one.task, one.task)} B = {one.batch_size}, k = {one.epochs}, ε = {one.epsilon:g}"
+        close = ", ".join(f"{lam:g}" for lam in setting.close)
+        title = f"{setting.title} B = {setting.batch_size}, k = {setting.epochs}, ε = {setting.epsilon:g}"
         lines.append([title, *(texts.get(lam) for lam in lambdas), close, named])
     header = ["setting", *(f"λ = {lam:g}" for lam in lambdas), f"within {100 * CLOSE:g} point of the best"]
     error = next(iter(settings[0][1]))
-    said = what_comes_out([one for one, _ in settings], error)
+    said = what_comes_out([setting for setting, _ in settings], error)
     parts = [_about(rows), table([*header, "λ by theory"], lines), said]
     return "\n\n".join(part for part in parts if part)
 
@@ -408,11 +414,11 @@ def _plot(rows: list[Row]) -> Any:
     kinds = list(dict.fromkeys(key[:3] for key in groups))
     figure, axes = panels(min(3, len(kinds)), -(-len(kinds) // 3))
     named: dict[str, Any] = {}  # one legend: panels share colours
-    for one, kind in zip(axes, kinds, strict=False):
+    for pane, kind in zip(axes, kinds, strict=False):
         for key, points in groups.items():
             if key[:3] == kind:
                 errors = [100 * (row["standard_error"] or 0) for row in points]
-                drawn = one.errorbar(
+                drawn = pane.errorbar(
                     [-_scale(row["lam"]) for row in points],
                     [100 * row["accuracy"] for row in points],
                     None if any(row["standard_error"] is None for row in points) else errors,
@@ -421,12 +427,12 @@ def _plot(rows: list[Row]) -> Any:
                 named[f"ε = {key[3]:g}"] = drawn
                 for style, (name, lam) in zip(("--", ":"), theory(points[0]).items(), strict=False):
                     color = drawn[0].get_color() if name == "amplified RMSE" else "gray"  # the others know no ε
-                    line = one.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8)
+                    line = pane.axvline(-_scale(lam), color=color, linestyle=style, linewidth=0.8)
                     named.setdefault(f"λ by {name}", line)
         shown = sorted({row["lam"] for key, points in groups.items() if key[:3] == kind for row in points})
-        one.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown], fontsize=8)
+        pane.set_xticks([-_scale(lam) for lam in shown], [f"{lam:g}" for lam in shown], fontsize=8)
         title = f"{TITLES.get(kind[0], kind[0])}, B = {kind[1]}, k = {kind[2]}"
-        one.set(xlabel="λ (on the scale 1/(1−λ))", ylabel="validation accuracy (%)", title=title)
+        pane.set(xlabel="λ (on the scale 1/(1−λ))", ylabel="validation accuracy (%)", title=title)
     for unused in axes[len(kinds) :]:
         unused.set_axis_off()
     names = sorted(named, key=lambda name: name.startswith("λ"))

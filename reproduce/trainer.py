@@ -64,9 +64,20 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
-    """Train and evaluate ``run``: accuracy of the last weights and of their averages, by name.
+    """Train and evaluate a run.
 
-    ``until`` (``time.monotonic()``) is when to give up with ``TooLate``.
+    Args:
+        run: What to train.
+        data: The examples of the run's task.
+        plans: Where the run's plan is.
+        until: When to give up, on the clock of ``time.monotonic()``.
+
+    Returns:
+        The accuracy of the last weights and of their averages, by name; and what the plan and the clock say.
+
+    Raises:
+        TooLate: The time was over before the run was.
+        MissingPlan: ``plans`` does not hold the run's plan.
     """
     (x, y), held_out = data.cut(run)
     plan = plans.for_run(run, len(y))
@@ -95,8 +106,8 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
         with average.applied():
             scores[name] = accuracy(model, *held_out)
     private.detach()
-    found = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
-    return found | _facts(plan)
+    result = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
+    return result | _facts(plan)
 
 
 def outcome(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
@@ -193,8 +204,8 @@ def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
     for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
         run = replace(first, lam=lam)
         for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
-            one = replace(run, split=split)
-            yield one.plan_request(sizes(TRAINING_EXAMPLES[run.task], one)[0])
+            wanted = replace(run, split=split)
+            yield wanted.plan_request(sizes(TRAINING_EXAMPLES[run.task], wanted)[0])
 
 
 class _Watched:

@@ -158,7 +158,7 @@ def test_loss_scale_is_taken_out() -> None:
     clipper = attach(model, 0.1)
     step(model, x)
     wanted = {n: t.clone() for n, t in clipper.take().items()}
-    clipper.loss_scale = 1024.0
+    clipper.expect_loss_scale(1024.0)
     (1024.0 * model(x).square().flatten(1).sum(1).mean()).backward()
     for name, total in clipper.take().items():
         torch.testing.assert_close(total, wanted[name])

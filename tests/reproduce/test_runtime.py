@@ -67,7 +67,7 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
 
     def spied(variant: Variant, *rest: Any) -> None:
         once(variant, *rest)
-        stages.setdefault(variant.title, set()).add(id(variant.stage))
+        stages.setdefault(variant.title, set()).add(id(variant.buffered))
 
     monkeypatch.setattr(runtime, "_round", spied)
     measured("cnn")
@@ -76,8 +76,8 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
     for variant in seen:
         assert variant.done == (0 if variant.on_cpu else 20) + 2 * 3  # two rounds of one step off the clock and two on
         if variant.on_cpu:
-            assert isinstance(variant.stage, BufferedNoise)
-            assert variant.stage._next == variant.done + 1  # went on, was not rebuilt
+            assert isinstance(variant.buffered, BufferedNoise)
+            assert variant.buffered._next == variant.done + 1  # went on, was not rebuilt
             assert len(stages[variant.title]) == 1
 
 

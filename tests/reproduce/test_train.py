@@ -1,10 +1,11 @@
-"""``lambdacgd train``: start, stop, resume, release; and what is refused."""
+"""``python -m reproduce train``: settings, start, stop, resume, release; and what is refused."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,9 +16,36 @@ from typer.testing import CliRunner
 import lambdacgd as lc
 from lambdacgd.errors import InvalidInput
 from reproduce import session as sessions
-from reproduce import session as settings
+from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+
+def test_a_byte_order_mark_is_no_mistake(tmp_path):
+    (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding="utf-8-sig")
+    assert sessions.read_config(tmp_path / "c.toml") == {"data": "Köln"}
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16"])
+def test_other_encodings_are_refused(tmp_path, encoding):
+    (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding=encoding)
+    with pytest.raises(InvalidInput, match=r"c\.toml.*UTF-8"):
+        sessions.read_config(tmp_path / "c.toml")
+
+
+def test_written_settings_are_read_again(tmp_path):
+    resolved = sessions.resolve("digits", None, {"epsilon": 2.0, "data": "Köln/ζ"})
+    sessions.write_config(resolved, tmp_path / "c.toml")
+    assert sessions.resolve(None, tmp_path / "c.toml", {}) == resolved
+
+
+def test_the_defaults_of_digits_are_those_that_did_best():
+    best = json.loads((RESULTS / "demo_tuning.json").read_text())["best"]["lambda-cgd-fresh"]
+    task = TASKS["digits"]
+    assert (task.learning_rate, task.max_grad_norm) == (best["learning_rate"], best["max_grad_norm"])
+
 
 QUICK = ["digits", "--epsilon", "8", "--epochs", "1", "--batch-size", "240", "--sampling", "cyclic", "--lambda", "0.5"]
 
@@ -48,7 +76,7 @@ def test_a_whole_run(tmp_path):
     assert "λ" in report or "lam = 0.5" in report
     assert "loss" not in report.replace("training loss, per-example norms", "")
     assert (out / "report.png").read_bytes().startswith(b"\x89PNG")
-    again = settings.resolve(None, out / "config.toml", {})
+    again = sessions.resolve(None, out / "config.toml", {})
     assert (again.task, again.epsilon, again.batch_size, again.lam) == ("digits", 8.0, 240, 0.5)
     assert lc.Plan.load(out / "plan.json").steps == 5
 
@@ -69,7 +97,7 @@ def test_a_finished_run_resumes_to_its_end(tmp_path):
 
 def quick(folder, **changes):
     given = {"epsilon": 8.0, "epochs": 2, "batch_size": 240, "sampling": "cyclic", "lam": 0.5} | changes
-    return Session.start(folder, settings.resolve("digits", None, given))
+    return Session.start(folder, sessions.resolve("digits", None, given))
 
 
 BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise: no accountant is needed here
@@ -115,12 +143,12 @@ def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
 def test_bins_from_the_command_or_a_file(tmp_path, bins):
     common = ["digits", "--epsilon", "inf", "--epochs", "1", "--batch-size", "240", "--lambda", "0.5"]
     cli(*common, "--bins", bins, "--out", tmp_path / "one")
-    assert settings.resolve(None, tmp_path / "one" / "config.toml", {}).bins == bins
+    assert sessions.resolve(None, tmp_path / "one" / "config.toml", {}).bins == bins
     cli(*common, "--config", tmp_path / "one" / "config.toml", "--out", tmp_path / "two")
     for run in ("one", "two"):
         assert lc.Plan.load(tmp_path / run / "plan.json").sampling.bins == bins
     cli("digits", "--plan", tmp_path / "one" / "plan.json", "--out", tmp_path / "three")
-    assert settings.resolve(None, tmp_path / "three" / "config.toml", {}).bins == bins
+    assert sessions.resolve(None, tmp_path / "three" / "config.toml", {}).bins == bins
     with pytest.raises(InvalidInput, match="fixed by --plan"):
         cli("digits", "--plan", tmp_path / "one" / "plan.json", "--bins", bins, "--out", tmp_path / "four")
     with pytest.raises(InvalidInput, match="fixed for a run"):
@@ -131,7 +159,7 @@ def test_bins_from_the_command_or_a_file(tmp_path, bins):
 
 def test_bins_are_written_down_where_they_are_a_default(tmp_path):
     session = quick(tmp_path / "run", **BINNED)
-    assert settings.resolve(None, tmp_path / "run" / "config.toml", {}).bins == session.plan.sampling.bins
+    assert sessions.resolve(None, tmp_path / "run" / "config.toml", {}).bins == session.plan.sampling.bins
     assert quick(tmp_path / "cyclic").config.bins is None
 
 
@@ -161,7 +189,7 @@ def test_a_plan_file_and_a_config_file(tmp_path):
         tmp_path / "run",
     )
     assert lc.Plan.load(tmp_path / "run" / "plan.json") == p
-    resolved = settings.resolve(None, tmp_path / "run" / "config.toml", {})
+    resolved = sessions.resolve(None, tmp_path / "run" / "config.toml", {})
     assert (resolved.lr, resolved.clip, resolved.mechanism, resolved.epsilon) == (0.25, 0.5, "bisr", 3.0)
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from lambdacgd.errors import integer
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism
@@ -34,12 +32,8 @@ METHODS = (
 )
 
 
-def demo(
-    seeds: Annotated[
-        int, typer.Option("--seeds", help="Runs of each method, with other weights, batches and noise.")
-    ] = 5,
-) -> None:
-    """Train DP-SGD and DP-λCGD on handwritten digits at the same (ε, δ) and compare their test accuracy."""
+def demo(seeds: int) -> None:
+    """Train every method ``seeds`` times, with other weights, batches and noise, and print the test accuracies."""
     integer("seeds", seeds)
     import torch
     from rich.console import Console
@@ -69,17 +63,17 @@ def demo(
             f"({plan.certificate.method}, confidence {plan.certificate.confidence:g})",
             highlight=False,
         )
-    found: list[list[float]] = [[] for _ in METHODS]
+    accuracies: list[list[float]] = [[] for _ in METHODS]
     table = Table(title=f"Test accuracy on {len(test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left")
     for heading in ("seed", *(method.name for method in METHODS)):
         table.add_column(heading, justify="right")
     for seed in range(seeds):
         for i, (method, plan) in enumerate(zip(METHODS, plans, strict=True)):
             with console.status(f"seed {seed + 1} of {seeds}: {method.name}, {plan.steps} steps"):
-                found[i].append(train_once(train, test, plan, method, seed))
-        table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in found))
+                accuracies[i].append(train_once(train, test, plan, method, seed))
+        table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in accuracies))
     table.add_section()
-    table.add_row("mean", *(f"{_mean(values)}" for values in found), style="bold")
+    table.add_row("mean", *(f"{_mean(values)}" for values in accuracies), style="bold")
     console.print(table)
     console.print(
         f"{EPOCHS} epochs of {plans[0].steps_per_epoch} steps, expected batch size {BATCH_SIZE}, SGD; λ = 0.8. "

@@ -1,9 +1,28 @@
-"""Per-example clipped gradient sums in one backward pass."""
+"""Per-example clipped gradient sums in one backward pass. Other rooms of the package import from here."""
 
+from lambdacgd.clipping.backward import LossReduction, Totals
+from lambdacgd.clipping.bounds import Mode, accumulator
 from lambdacgd.clipping.check import Report, check_model
-from lambdacgd.clipping.clipper import Clipper, attach
+from lambdacgd.clipping.clipper import Clipper, Replaced, attach, batch_size, compute_device
 from lambdacgd.clipping.convert import convert
+from lambdacgd.clipping.records import Record
 from lambdacgd.clipping.rules import register
 from lambdacgd.errors import ClippingError
 
-__all__ = ["Clipper", "ClippingError", "Report", "attach", "check_model", "convert", "register"]
+__all__ = [
+    "Clipper",
+    "ClippingError",
+    "LossReduction",
+    "Mode",
+    "Record",
+    "Replaced",
+    "Report",
+    "Totals",
+    "accumulator",
+    "attach",
+    "batch_size",
+    "check_model",
+    "compute_device",
+    "convert",
+    "register",
+]

@@ -393,8 +393,10 @@ class Snapshot:
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
 
     def check(self) -> None:
-        """Raises:
-        ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or put a hook on its gradient.
+        """Compare with now.
+
+        Raises:
+            ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
         for name, p, shape, dtype in self._trained:
             if not p.requires_grad:

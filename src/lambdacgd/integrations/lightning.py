@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.backward import LossReduction
-from lambdacgd.clipping.bounds import Mode
+from lambdacgd.clipping import LossReduction, Mode
 from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.shared import (
     KeyLike,

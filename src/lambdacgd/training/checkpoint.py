@@ -25,25 +25,30 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lambdacgd.clipping import Clipper
 from lambdacgd.errors import CheckpointError
 from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
+from lambdacgd.noise import Layout
+from lambdacgd.planning import Plan
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
 from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
 from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.ema import EMA
+from lambdacgd.training.guards import Cycle
+from lambdacgd.training.run import Run
+from lambdacgd.training.sample import Sample
 from lambdacgd.version import __version__
-
-if TYPE_CHECKING:
-    from lambdacgd.training.private import Private
 
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
@@ -51,11 +56,45 @@ _OLD_FACTS = "run.pt"
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
 
+class SavedRun(Protocol):
+    """What a checkpoint is made of and goes back to: `Private`, as far as this file knows it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    dataset: Any
+    clipper: Clipper
+    layout: Layout
+    run: Run
+    world: World
+    sample: Sample
+    augmentations: int
+    data_fingerprint: str | None
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def steps_taken(self) -> int: ...
+    @property
+    def between_steps(self) -> bool: ...
+    @property
+    def cycle(self) -> Cycle: ...
+    @property
+    def averages(self) -> list[EMA]: ...
+    @property
+    def history(self) -> History: ...
+    def adopt(self, saved: dict[str, Any]) -> None: ...
+    def check_usable(self) -> None: ...
+    def check_whole(self) -> None: ...
+    def going_on_from(self, step: int) -> contextlib.AbstractContextManager[None]: ...
+
+
 # --- save, load, exists ----------------------------------------------------------------------------------------------
 
 
 def save(
-    private: Private,
+    private: SavedRun,
     path: str | os.PathLike[str],
     extra: dict[str, Any] | None,
     *,
@@ -115,7 +154,7 @@ def save(
         world.from_first("saving", release)
 
 
-def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Go on from a checkpoint, written by any number of ranks. All ranks must call it.
 
     Everything is checked before anything changes, and the ledger is asked before a weight is read.
@@ -162,7 +201,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     return extra
 
 
-def exists(private: Private, path: str | os.PathLike[str]) -> bool:
+def exists(private: SavedRun, path: str | os.PathLike[str]) -> bool:
     """Whether there is a checkpoint, or what is left of one that a killed process had entered in the ledger.
 
     For rank 0. Drafts are settled first, for which the run must not be in use by another process.
@@ -214,7 +253,7 @@ _MEANING = {
 }
 
 
-def identity(private: Private) -> dict[str, Any]:
+def identity(private: SavedRun) -> dict[str, Any]:
     """What must be the same for whoever goes on with this run."""
     return {
         "plan": private.plan.digest,
@@ -249,19 +288,19 @@ def _short(value: Any) -> str:
     return text if len(text) <= 16 else text[:13] + "…'"
 
 
-def check_belongs(private: Private, saved: dict[str, Any]) -> None:
+def check_belongs(private: SavedRun, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint whose ``identity`` is not that of this run."""
     check_identity(saved, identity(private))
     private.history.resumed(History.from_dict(saved["history"]))
     private.sample.check(saved.get("sample"), private.run.key)
 
 
-def adopt(private: Private, saved: dict[str, Any]) -> None:
+def adopt(private: SavedRun, saved: dict[str, Any]) -> None:
     """The weights are the checkpoint's now: what they went through before is what it says."""
     private.adopt(saved["history"])
 
 
-def check_savable(private: Private) -> None:
+def check_savable(private: SavedRun) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     private.check_whole()
     if not private.between_steps:
@@ -280,7 +319,7 @@ def check_savable(private: Private) -> None:
 # --- a run's state, and going on from it -----------------------------------------------------------------------------
 
 
-def _state(private: Private, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
+def _state(private: SavedRun, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
     """The run's state as it is: tensors are those in use, not copies."""
     left_out = set() if frozen else _frozen(private)
     if not weights_only:
@@ -293,21 +332,21 @@ def _state(private: Private, extra: dict[str, Any] | None, *, frozen: bool, weig
     }
 
 
-def _frozen(private: Private) -> set[str]:
+def _frozen(private: SavedRun) -> set[str]:
     """Names of parameters that training does not change: whoever builds the model again has them."""
     return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def _groups(private: Private) -> list[list[str]]:
+def _groups(private: SavedRun) -> list[list[str]]:
     return [group["names"] for group in groups_by_name(private.clipper.parameters, private.optimizer)]
 
 
-def _parameters(private: Private) -> list[Any]:
+def _parameters(private: SavedRun) -> list[Any]:
     """The optimizer's parameters in the order in which its state_dict counts them."""
     return [p for group in private.optimizer.param_groups for p in group["params"]]
 
 
-def _check_optimizer(private: Private) -> None:
+def _check_optimizer(private: SavedRun) -> None:
     """Refuse state of a sharded parameter that is not sharded like it: other numbers of ranks could not read it."""
     for p in filter(is_sharded, _parameters(private)):
         for key, value in private.optimizer.state.get(p, {}).items():
@@ -323,7 +362,7 @@ def _check_replicated(key: Any, shape: Any, *, sharded: bool = False) -> None:
         )
 
 
-def _check_fits(private: Private, saved: _Saved) -> None:
+def _check_fits(private: SavedRun, saved: _Saved) -> None:
     """Refuse what could not be loaded, before the run becomes the checkpoint's."""
     if saved.facts["groups"] != _groups(private):
         raise CheckpointError(
@@ -353,7 +392,7 @@ def _check_fits(private: Private, saved: _Saved) -> None:
 
 
 @torch.no_grad()
-def _apply(private: Private, saved: _Saved) -> None:
+def _apply(private: SavedRun, saved: _Saved) -> None:
     weights = private.model.state_dict()
     for name, handle in saved.handles("model").items():
         if isinstance(handle, _Handle) and is_sharded(weights[name]):
@@ -414,7 +453,7 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if (p / FACTS).is_file() or (p / _OLD_FACTS).is_file())
 
 
-def _newest(private: Private | None, folder: Path) -> tuple[Path, dict[str, Any]]:
+def _newest(private: SavedRun | None, folder: Path) -> tuple[Path, dict[str, Any]]:
     _refuse_file(folder)
     if private is not None:
         _settle(private, folder)
@@ -455,7 +494,7 @@ def _damage(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _settle(private: Private, folder: Path) -> None:
+def _settle(private: SavedRun, folder: Path) -> None:
     """Complete drafts that the ledger knows, and remove others, which never left the process whole.
 
     Only with the run's lock in hand: another process may be writing the draft at this moment. Runs that are not in

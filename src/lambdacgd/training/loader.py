@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.clipper import Replaced, batch_size
+from lambdacgd.clipping import Replaced, batch_size
 from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
 from lambdacgd.torch_private import tree_flatten, tree_unflatten

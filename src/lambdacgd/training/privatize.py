@@ -13,9 +13,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lambdacgd import clipping
-from lambdacgd.clipping.backward import LossReduction
-from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.clipper import Replaced
+from lambdacgd.clipping import LossReduction, Mode, Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan

@@ -77,10 +77,10 @@ class PrivateStep:
             step: The step, from 1; on CUDA, for graphs, an int64 tensor of one element (with ``check=False``).
             check: Whether to wait for the device and raise ``NonFiniteSum`` before the weights change.
         """
-        sums = clipper.take()
-        self.reduce_(sums, step)
-        self.add_noise_(sums, step, check=check)
-        self.write(clipper.parameters, sums)
+        sums = clipper.take()  # Σ_i clip(g_i, ζ)
+        self.reduce_(sums, step)  # over all processes
+        self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
+        self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
 
     def reduce_(self, sums: dict[str, Tensor], step: int | Tensor) -> None:
         """Add up what the processes have gathered. Sums of sharded models are reduced in the backward pass."""

@@ -91,7 +91,7 @@ def test_torchrun_restarts_to_the_same_weights(tmp_path, options):
     command += ["--standalone", "--monitor-interval=0.1", str(script)]
     # Without it torchrun offers the store of the attempt before, with its addresses (pytorch/pytorch#135712).
     environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     assert (rough / "died").exists()

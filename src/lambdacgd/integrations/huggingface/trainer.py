@@ -16,7 +16,7 @@ from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.utils import PushInProgress
 
-from lambdacgd.clipping.bounds import Mode
+from lambdacgd.clipping import Mode
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.integrations.huggingface import publishing, settings
 from lambdacgd.integrations.huggingface.settings import adapt, clipping_norm, looks_at_evaluation

@@ -18,7 +18,7 @@ from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.bounds import accumulator
+from lambdacgd.clipping import accumulator
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.world import World
 

@@ -17,10 +17,7 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from lambdacgd import torch_private
-from lambdacgd.clipping.backward import Totals
-from lambdacgd.clipping.bounds import accumulator
-from lambdacgd.clipping.clipper import compute_device
-from lambdacgd.clipping.records import Record
+from lambdacgd.clipping import Record, Totals, accumulator, compute_device
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.distributed.models import Place, fsdp_modules, is_sharded, place_of
 from lambdacgd.training.distributed.world import World

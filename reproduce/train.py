@@ -119,11 +119,11 @@ def run(
     console.print(f"{where}\nfolder {session.folder}", highlight=False)
     try:
         _train(session, console)
-    except Interrupted:
+    except Interrupted as stopped:
         console.print(
             f"stopped at a checkpoint; go on with: python -m reproduce train --resume {session.folder}", highlight=False
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + stopped.signal) from None
     _finish(session, console)
 
 
@@ -226,7 +226,7 @@ def _operator_log(folder: Path, console: Any) -> Any:
         console.print("(no TensorBoard logs: pip install tensorboard)", style="dim", highlight=False)
         return None
     place = folder / "operator"
-    place.mkdir(exist_ok=True)
+    place.mkdir(exist_ok=True, mode=0o700)  # its files are readable, the folder is not
     (place / "NOT-PRIVATE.txt").write_text(_OPERATOR_NOTE)
     return SummaryWriter(str(place))  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -243,7 +243,7 @@ def _finish(session: Any, console: Any) -> None:
     console.print(f"test accuracy [bold]{100 * reached:.2f}%[/bold], {session.private.spent()}", highlight=False)
     console.print(f"release {folder} (weights and privacy card), report {report}", highlight=False)
     console.print(
-        f"the key in {session.folder / 'private'} can subtract the noise: keep it as you keep the data, or destroy it",
+        f"the key in {session.private.run.key.path.parent} can subtract the noise: keep it as you keep the data, or destroy it",
         highlight=False,
     )
 

@@ -268,7 +268,11 @@ class Session:
         return session
 
     def train(self, report: Callable[[Progress], None], *, every_s: float = 0.2) -> None:
-        """The rest of the run, with a checkpoint after every epoch. Ctrl-C and SIGTERM save one and raise ``Interrupted``."""
+        """The rest of the run, with a checkpoint after every epoch.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM came, and a checkpoint was saved.
+        """
         if self.private.finished:
             return
         if not self.private.run.started:

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from lambdacgd.cli.options import number_or_auto
 from lambdacgd.errors import InvalidInput
+from lambdacgd.integrations.shared import default_key_path
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import to_markdown
 from lambdacgd.training.errors import NotPrivateWarning
@@ -242,9 +243,9 @@ def _finish(session: Any, console: Any) -> None:
     session.private.detach()
     console.print(f"test accuracy [bold]{100 * reached:.2f}%[/bold], {session.private.spent()}", highlight=False)
     console.print(f"release {folder} (weights and privacy card), report {report}", highlight=False)
+    place = default_key_path(session.folder).parent
     console.print(
-        f"the key in {session.private.run.key.path.parent} can subtract the noise: keep it as you keep the data, or destroy it",
-        highlight=False,
+        f"the key in {place} can subtract the noise: keep it as you keep the data, or destroy it", highlight=False
     )
 
 

@@ -70,6 +70,16 @@ def shown(value: Any, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+def brief(text: object, length: int = 200) -> str:
+    """``str(text)`` on one line, cut off where it is long, and such that every terminal shows it.
+
+    For errors that repeat what a file holds, or what another library says about it.
+    """
+    line = " ".join(str(text).split())
+    line = line if len(line) <= length else line[: length - 1] + "…"
+    return line.encode("utf-8", "backslashreplace").decode()  # JSON can hold half a character
+
+
 def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:
     """Check an integer argument.
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lambdacgd import tuning as choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
-from lambdacgd.errors import InvalidInput, integer, number, shown
+from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BandInvMF,
@@ -265,7 +265,7 @@ class Plan:
         except InvalidInput:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            why = f"{type(error).__name__}: {str(error)[:200]}"
+            why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
         for name in ("sigma", "sensitivity", "rmse", "maxse"):
             number(name, getattr(plan, name), above=0, include=(0,))

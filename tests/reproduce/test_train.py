@@ -23,6 +23,7 @@ from reproduce.__main__ import main
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
+from tests.faults import fault
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -74,9 +75,7 @@ def test_a_whole_run(tmp_path):
     assert not any(secret in path.read_bytes() for path in out.rglob("*") if path.is_file())
     card = json.loads((out / "release" / "privacy-card.json").read_text())
     assert card["claim"] == "(8, 0.0001)-differentially private"
-    assert set(load_file(out / "release" / "model.safetensors")) == set(
-        checkpoint.read(out / "checkpoint")["model"]
-    )
+    assert set(load_file(out / "release" / "model.safetensors")) == set(checkpoint.read(out / "checkpoint")["model"])
     report = (out / "report.md").read_text()
     assert "\\" not in report
     assert "Test accuracy" in report
@@ -110,6 +109,12 @@ def quick(folder, **changes):
 BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise: no accountant is needed here
 
 
+@fault(
+    "Killed processes",
+    "`python -m reproduce train` gets Ctrl-C or SIGTERM.",
+    shows=("It saves a checkpoint after the step under way, says how to go on, and ends with exit code 130 or 143."),
+    loses="Nothing.",
+)
 @pytest.mark.parametrize(
     "extra",
     [
@@ -149,10 +154,25 @@ def test_a_signal_saves_and_resume_ends_the_same(tmp_path, extra, sent):
     assert [signal.getsignal(number) for number in sessions.SIGNALS] == before
 
 
+def start_and_end(folder):
+    """Train in this process, and let go of the run as the end of a process does."""
+    session = quick(folder, epochs=1)
+    try:
+        session.train(lambda progress: None)
+    finally:
+        session.private.detach()
+
+
 class Killed(BaseException):
     """Nothing that a dying process would still do."""
 
 
+@fault(
+    "Killed processes",
+    "`python -m reproduce train` is killed before its first checkpoint.",
+    shows="Nothing: the same command, or `--resume` where there is a folder, begins the run.",
+    loses="Nothing.",
+)
 @pytest.mark.parametrize("moment", ["write_config", "load_or_make", "Private", "save"])
 def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch, moment):
     """With the folder where there is one, else as it was started. No noise was used: no weights left the process."""
@@ -168,12 +188,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeyp
         else:
             patch.setattr(sessions, moment, die)
         with pytest.raises(Killed):
-            session = quick(tmp_path / "run", epochs=1)
-            try:
-                session.train(lambda progress: None)
-            finally:
-                session.private.run.close()  # as the end of the process does
-                session.private.detach()
+            start_and_end(tmp_path / "run")
     folder = tmp_path / "run"
     assert folder.exists() == (moment in ("Private", "save"))
     again = Session.resume(folder, {}) if folder.exists() else quick(folder, epochs=1)
@@ -182,18 +197,30 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeyp
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_lost_checkpoint_is_not_begun_again(tmp_path):
+@fault(
+    "Two jobs at once, and going back",
+    "The checkpoint of `python -m reproduce train` is deleted, and the run resumed.",
+    says="released step 5. Restore the checkpoint from a copy, or start a new run in another folder",
+    loses="The run, unless there is a copy.",
+)
+def test_a_lost_checkpoint_is_not_begun_again(tmp_path, sentence):
     session = quick(tmp_path / "run", epochs=1)
     session.train(lambda progress: None)
     session.private.detach()
     shutil.rmtree(tmp_path / "run" / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"released step 5\. Restore the checkpoint"):
+    with pytest.raises(CheckpointError, match=sentence):
         Session.resume(tmp_path / "run", {})
     shutil.rmtree(tmp_path / "run")
     with pytest.raises(InvalidInput, match=r"belongs to an earlier run, which released step 5"):
         quick(tmp_path / "run", epochs=1)
 
 
+@fault(
+    "Full disks",
+    "The disk is full for the ledger of `python -m reproduce train`.",
+    shows="One line that says so, and exit code 2.",
+    loses="Nothing: `--resume` goes on from the newest checkpoint.",
+)
 def test_a_full_disk_for_the_ledger_is_one_line(tmp_path, monkeypatch, capsys):
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.errors import InvalidInput, brief, integer
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.balls_in_bins import BallsInBins
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices
@@ -63,7 +63,7 @@ class BinSortedParquet:
             self._file = pyarrow.parquet.ParquetFile(self.path)
             names = self._file.schema_arrow.names
         if bin_column not in names:
-            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {', '.join(names)}.")
+            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {brief(', '.join(names))}.")
         if (rows := self._file.metadata.num_rows) != sampling.examples:
             raise InvalidInput("path", f"{path} has {rows} rows, and the sampling {sampling.examples} examples.")
         counts = np.zeros(sampling.steps_per_epoch, dtype=np.int64)
@@ -160,10 +160,10 @@ class BinSortedParquet:
         present = self._file.schema_arrow
         for name in names:
             if name not in present.names:
-                raise InvalidInput("path", f"{self.path} has no column {name}, but {', '.join(present.names)[:200]}.")
+                raise InvalidInput("path", f"{self.path} has no column {name}, but {brief(', '.join(present.names))}.")
             kind = str(present.field(name).type)
             if kind.removeprefix("u") not in ("int8", "int16", "int32", "int64"):
-                raise InvalidInput("path", f"The column {name} of {self.path} must hold integers, not {kind[:80]}.")
+                raise InvalidInput("path", f"The column {name} of {self.path} must hold integers, not {brief(kind)}.")
         with self._reading():
             for batch in self._file.iter_batches(columns=list(names)):
                 if any(column.null_count for column in batch.columns):
@@ -181,9 +181,7 @@ class BinSortedParquet:
         except FileNotFoundError:
             raise
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
-            raise InvalidInput(
-                "path", f"{self.path} is damaged, or no Parquet file ({' '.join(str(error).split())[:200]})."
-            ) from error
+            raise InvalidInput("path", f"{self.path} is damaged, or no Parquet file ({brief(error)}).") from error
 
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:  # neighbouring steps share a row group

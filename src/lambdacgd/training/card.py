@@ -16,7 +16,7 @@ from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput
+from lambdacgd.errors import CheckpointError, InvalidInput, brief
 from lambdacgd.files import read_json
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
@@ -196,7 +196,9 @@ def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
             runs = runs[-1:]
         claims_nothing = str(facts["claim"]).startswith("none")
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput("earlier", "a damaged privacy card", f"an entry is missing or no number ({error})") from None
+        raise InvalidInput(
+            "earlier", "a damaged privacy card", f"an entry is missing or no number ({brief(error)})"
+        ) from None
     if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
         raise InvalidInput("earlier", "a damaged privacy card", "ε must not be negative and δ must lie in [0, 1]")
     return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs

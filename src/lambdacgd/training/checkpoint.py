@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import CheckpointError
+from lambdacgd.errors import CheckpointError, brief
 from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
 from lambdacgd.noise import Layout
@@ -382,7 +382,7 @@ def _check_fits(private: SavedRun, saved: _Saved) -> None:
         if isinstance(own[name], Tensor) and tuple(own[name].shape) != weights[name].shape
     }
     if missing or other or weights.keys() - own.keys():
-        names = ", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4])
+        names = brief(", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
     for index, values in saved.handles("optimizer")["state"].items():
         for key, value in values.items() if isinstance(index, int) else ():

@@ -10,6 +10,7 @@ from torch import nn
 import lambdacgd as lc
 from lambdacgd.training.distributed.world import World
 from lambdacgd.validation import InvalidInput
+from tests.faults import fault
 from tests.training.distributed import jobs, launch, mistakes
 
 # What the message says on rank 0 and on rank 1.
@@ -90,9 +91,15 @@ def test_a_noiser_on_every_rank():
     assert "Use it on rank 0" in second
 
 
-def test_a_job_of_many_without_a_process_group(monkeypatch):
+@fault(
+    "The wrong key, plan, data or number of processes",
+    "A job of several processes begins without `init_process_group`.",
+    says="init_process_group",
+    loses="Nothing: it is refused before the first step.",
+)
+def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidInput, match="init_process_group"):
+    with pytest.raises(InvalidInput, match=sentence):
         World.of(None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert World.of(None).size == 1

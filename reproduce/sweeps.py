@@ -12,8 +12,8 @@ from typing import Any
 
 from lambdacgd import choose_lambda
 from lambdacgd.accounting.gaussian import gaussian_sigma
+from lambdacgd.choosing import shrink
 from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
-from lambdacgd.tuning.choice import shrink
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 from reproduce.problems import TRAINING_EXAMPLES
 from reproduce.runs import DELTA

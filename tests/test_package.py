@@ -32,7 +32,7 @@ def test_every_public_name_loads():
         "import lambdacgd",
         "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling=lc.Cyclic())",
         "import lambdacgd.cli.app",
-        "import lambdacgd.sampling, lambdacgd.accounting.calibration, lambdacgd.tuning, lambdacgd.keys",
+        "import lambdacgd.sampling, lambdacgd.accounting, lambdacgd.choosing, lambdacgd.keys",
     ],
 )
 def test_planning_does_not_import_torch(code):

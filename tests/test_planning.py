@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import lambdacgd as lc
-from lambdacgd.accounting.balls_in_bins import exact_accountant
-from lambdacgd.accounting.base import Calibration, Certificate
-from lambdacgd.accounting.calibration import adds_independent_noise
+from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
+from lambdacgd.accounting.accountants import exact_accountant
 from lambdacgd.mechanisms.base import BandedInverse
 
 PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
@@ -69,7 +68,7 @@ def test_fresh_bins_are_the_default_where_they_are_certified():
 
 def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
     estimated = Calibration(1.0, Certificate("simulated", "both", 0.5, 2.0, 1e-5, "estimate"))
-    monkeypatch.setattr("lambdacgd.accounting.fresh_bins.fresh_bins", lambda *_, **__: estimated)
+    monkeypatch.setattr("lambdacgd.accounting.accountants._FreshBins._sigma", lambda *_: estimated)
     small = {
         "examples": 400,
         "batch_size": 20,

@@ -13,6 +13,7 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import Calibration, Certificate
+    from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.errors import (
         AccountingError,
         CheckpointError,
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from lambdacgd.training import EMA, Noiser, Private, Spent
     from lambdacgd.training.export import export
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.tuning import choose_gamma, choose_lambda
 
 _HOMES = {
     "lambdacgd.accounting": ("Calibration", "Certificate"),
@@ -65,7 +65,7 @@ _HOMES = {
     "lambdacgd.planning": ("Plan", "plan"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
     "lambdacgd.training": ("EMA", "Noiser", "Private", "Spent", "export", "privatize"),
-    "lambdacgd.tuning": ("choose_gamma", "choose_lambda"),
+    "lambdacgd.choosing": ("choose_gamma", "choose_lambda"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd import tuning as choosing
+from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import secrets
 import warnings
@@ -82,5 +81,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     train(given.out, processes=2, stop=given.stop)
-    gc.collect()  # nothing may hold the process group: a thread of gloo that outlives Python aborts the process
-    torch.distributed.destroy_process_group()
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +79,8 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     """ε at the plan's σ and δ for a run planned over 1, 2, …, k epochs with the same mechanism. Informational."""
     if plan.sigma == 0:
         return (math.inf,) * plan.epochs
-    if plan.restart_every is not None:
-        from lambdacgd.accounting.fresh_bins import epsilon_after_epochs as composed
-
-        after = composed(plan.mechanism, plan.horizon, sigma=plan.sigma, epsilon=plan.epsilon, delta=plan.delta)
-        return (*after[:-1], plan.epsilon)
-    return (*(_epsilon(plan, epochs) for epochs in range(1, plan.epochs)), plan.epsilon)
-
-
-def _epsilon(plan: Plan, epochs: int) -> float:
-    sampling = replace(plan.sampling, epochs=epochs)
-    return accountant_for(plan.mechanism, sampling).epsilon(plan.sigma, plan.delta).epsilon
+    accountant = accountant_for(plan.mechanism, plan.sampling)
+    return (*accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta)[:-1], plan.epsilon)
 
 
 # --- what the weights went through besides ---------------------------------------------------------------------------

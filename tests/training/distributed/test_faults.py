@@ -77,6 +77,7 @@ def fail_once(out: str, *options: str) -> None:
     torch.set_num_threads(1)
     with mock.patch("lambdacgd.ledger.secrets.token_hex", return_value=jobs.RUN):
         example().main(["--out", out, *options], after_step)
+    dist.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
 
 
 def prepared(folder: Path) -> Path:

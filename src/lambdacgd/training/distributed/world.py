@@ -22,7 +22,10 @@ class World:
     """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
 
     def __init__(self, group: Any | None) -> None:
-        self.group = group
+        # The job's own group is not held: whoever destroys it before the program ends must be the last to let go of it,
+        # because a thread of gloo that outlives Python aborts the process.
+        self._whole_job = group is not None and group is dist.group.WORLD
+        self._group = None if self._whole_job else group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.source = 0 if group is None else dist.get_global_rank(group, 0)  # rank 0's name in the whole job
@@ -49,6 +52,11 @@ class World:
                 "process_group", type(group).__name__, "it must be a process group that this process belongs to"
             )
         return cls(group)
+
+    @property
+    def group(self) -> Any | None:
+        """The process group; None where this process is alone."""
+        return dist.group.WORLD if self._whole_job else self._group
 
     @property
     def many(self) -> bool:

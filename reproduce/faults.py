@@ -27,12 +27,13 @@ KINDS = (
 
 HEAD = """# When something breaks
 
-Each row is a test: it does what the first column says to a real run, checks that the user sees what the second says,
-and that no more is lost than the third says. A sentence in quotes is a part of the error. This page is made from the
-tests by `python -m reproduce faults`, and a test fails where it is not current.
+Each row is a test that does to a run what the first column says. A sentence in quotes is a part of the error, and the
+test compares it. What is lost is stated by whoever wrote the test; where a run goes on, most tests compare its end with
+that of an undisturbed run. This page is made from the tests by `python -m reproduce faults`, and a test fails where it
+is not current.
 
-In no row is noise used twice, and no error comes from anything but this library, torch or the operating system, with
-a sentence. Every file is also read after being changed at random (`tests/test_readers.py`).
+Besides, every file that is read is tried with random bytes and random changes (`tests/test_readers.py`): each gives a
+valid object or an error with a sentence.
 """
 
 

@@ -205,7 +205,7 @@ def saved_run(folder):
 @fault(
     "Damaged files",
     "A file of a checkpoint is cut off.",
-    says="is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every copy, declare",
+    says="is damaged or not a checkpoint. Restore it from a copy",
     loses="The run, unless there is a copy of this checkpoint or of one before it.",
 )
 @pytest.mark.parametrize("name", ["run.json", "whole.safetensors"])

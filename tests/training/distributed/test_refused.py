@@ -94,7 +94,7 @@ def test_a_noiser_on_every_rank():
 @fault(
     "The wrong key, plan, data or number of processes",
     "A job of several processes begins without `init_process_group`.",
-    says="init_process_group",
+    says="call torch.distributed.init_process_group() before privatize, so that the processes train one model",
     loses="Nothing: it is refused before the first step.",
 )
 def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):

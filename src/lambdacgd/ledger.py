@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.errors import LedgerError
+from lambdacgd.files import read_bytes
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
 
@@ -405,7 +406,7 @@ def _remember(run_id: str, check: str) -> None:
 def _remembered(run_id: str) -> int | None:
     path = _memory_of(run_id)
     try:
-        return None if path is None else int(path.read_text(), 16)
+        return None if path is None else int(read_bytes(path, most=64), 16)
     except (OSError, ValueError):  # never written, or cut off by a crash
         return None
 

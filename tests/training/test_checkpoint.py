@@ -439,3 +439,31 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
     assert checkpoint.read(tmp_path / "c")["optimizer"] is None
     with pytest.raises(CheckpointError, match="weights only"):
         start(tmp_path).load(tmp_path / "c")
+
+
+@fault(
+    "Files that were changed or planted",
+    "A pipe, a link or a folder is planted in a checkpoint, also in the place of one of its files.",
+    says="which is not a plain file, so it is not as it was written",
+    loses="Nothing, if there is a copy of the checkpoint. Nothing waits for the pipe or follows the link.",
+)
+@pytest.mark.parametrize("name", ["whole.safetensors", "more"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_only_plain_files_are_read(tmp_path, name, kind, sentence):
+    path = saved_run(tmp_path) / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for act in (start(tmp_path).load, checkpoint.read):
+        with pytest.raises(CheckpointError, match=sentence):
+            act(tmp_path / "c")
+
+
+def test_names_that_are_no_text(tmp_path):
+    (saved_run(tmp_path) / os.fsdecode(b"\xff")).touch()
+    with pytest.raises(CheckpointError, match="another digest"):
+        start(tmp_path).load(tmp_path / "c")

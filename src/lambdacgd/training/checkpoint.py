@@ -23,6 +23,7 @@ import os
 import random
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import CheckpointError, brief
+from lambdacgd.errors import CheckpointError, brief, shown
 from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
 from lambdacgd.noise import Layout
@@ -580,6 +581,7 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[st
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
+    _names(folder)
     facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
         raise CheckpointError(
@@ -613,9 +615,21 @@ def _view(folder: Path) -> str:
     return hashlib.sha256(repr(sizes).encode() + (folder / FACTS).read_bytes()).hexdigest()
 
 
+def _names(folder: Path) -> list[str]:
+    """The names of all files. Opening a pipe would wait for ever, and a link may lead to anything."""
+    names = sorted(os.listdir(folder))
+    for name in names:
+        if not stat.S_ISREG(os.lstat(folder / name).st_mode):
+            raise CheckpointError(
+                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore the "
+                "checkpoint from a copy"
+            )
+    return names
+
+
 def _digest(folder: Path, world: World) -> str:
     """SHA-256 over the names and bytes of all files. Ranks share the work, so all must call it."""
-    names = world.from_first("reading", lambda: sorted(p.name for p in folder.iterdir()))
+    names = world.from_first("reading", lambda: _names(folder))
     own: dict[str, str] = {}
     with world.together("reading"):
         for name in names[world.rank :: world.size]:
@@ -625,7 +639,8 @@ def _digest(folder: Path, world: World) -> str:
 
 
 def _joined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode()).hexdigest()
+    lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()  # a planted name may be no text
 
 
 class _Saved:

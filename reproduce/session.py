@@ -24,7 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.cli.options import plan_arguments
-from lambdacgd.errors import CheckpointError, InvalidInput, integer, number
+from lambdacgd.errors import CheckpointError, InvalidInput, brief, integer, number
+from lambdacgd.files import read_bytes
 from lambdacgd.integrations.shared import default_key_path, load_or_make
 from lambdacgd.keys import Release, SecretKey
 from lambdacgd.planning import Plan
@@ -91,7 +92,10 @@ def _infinite(name: str) -> tuple[float, ...]:
 
 
 def _float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    try:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    except OverflowError:
+        return value  # which is refused as it stands
 
 
 def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Config:
@@ -117,7 +121,7 @@ def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Confi
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a TOML file; unknown ones are an error."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows editors save it
+        content = tomllib.loads(read_bytes(path).decode("utf-8-sig"))  # as Windows editors save it
     except FileNotFoundError:
         raise InvalidInput("config", str(path), "there is no such file") from None
     except OSError as error:
@@ -128,11 +132,11 @@ def read_config(path: Path) -> dict[str, Any]:
             str(path),
             f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
         ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidInput("config", str(path), f"it must be a TOML file ({error})") from None
+    except (ValueError, RecursionError) as error:  # no TOML, too long, or nested too deeply
+        raise InvalidInput("config", str(path), f"it must be a TOML file ({brief(error)})") from None
     allowed = [field.name for field in fields(Config)]
     if unknown := sorted(set(content) - set(allowed)):
-        raise InvalidInput("config", f"{path} with {', '.join(unknown)}", f"it may set {', '.join(allowed)}")
+        raise InvalidInput("config", f"{path} with {brief(', '.join(unknown))}", f"it may set {', '.join(allowed)}")
     return content
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -23,6 +26,7 @@ from reproduce.__main__ import main
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
+from tests import fuzzing
 from tests.faults import fault
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -38,6 +42,20 @@ def test_other_encodings_are_refused(tmp_path, encoding):
     (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding=encoding)
     with pytest.raises(InvalidInput, match=r"c\.toml.*UTF-8"):
         sessions.read_config(tmp_path / "c.toml")
+
+
+@given(data=st.data())
+@settings(max_examples=fuzzing.EXAMPLES, suppress_health_check=list(HealthCheck))
+def test_any_settings_file_gives_settings_or_a_sentence(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.toml"
+    sessions.write_config(sessions.resolve("digits", None, {"epsilon": 2.0, "data": "Köln", "lam": 0.5}), path)
+    lines = path.read_text().splitlines()
+    odd = ("[]", "{}", "nan", "-1", "true", '""', "1e999", "1979-05-27", "9" * 400, "9" * 5000, "[" * 10_000)
+    line, value = data.draw(st.integers(1, len(lines) - 1)), data.draw(st.sampled_from(odd))
+    edited = [*lines[:line], f"{lines[line].partition(' = ')[0]} = {value}", *lines[line + 1 :]]
+    path.write_bytes(data.draw(fuzzing.files(path.read_bytes()) | st.just("\n".join(edited).encode())))
+    with contextlib.suppress(InvalidInput):
+        sessions.resolve(None, path, {})
 
 
 def test_written_settings_are_read_again(tmp_path):

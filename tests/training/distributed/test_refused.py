@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch import nn
 
 import lambdacgd as lc
@@ -118,3 +119,18 @@ def test_fsdp1_is_refused():
 
     with pytest.raises(InvalidInput, match="fully_shard"):
         unwrap(nn.Sequential(FullyShardedDataParallel()), World(None))
+
+
+def claim_of_a_run_for_tests() -> tuple[bool, str, str]:
+    model = jobs.net(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    key = lc.SecretKey.for_tests(5)
+    private = lc.privatize(model, optimizer, jobs.data(torch.float32), jobs.plan(), max_grad_norm=1.0, key=key)
+    return private.run.key.is_for_tests, private.card()["claim"], private.run.id
+
+
+def test_a_key_for_tests_claims_nothing_on_any_rank():
+    first, second = launch.run(2, claim_of_a_run_for_tests)
+    assert first == second
+    assert first[0]
+    assert first[1].startswith("none: trained with a key for tests")

@@ -7,6 +7,7 @@ which examples it sees (`probe`). What comes of a backward pass is in `backward`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
-from lambdacgd.clipping.batch_free import BatchFree, check_output, parameter_stand_in
+from lambdacgd.clipping.batch_free import BatchFree, check_output, own_parameters_of, parameter_stand_in, standing_in
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import Probe
@@ -101,9 +102,10 @@ class Clipper:
         self._snapshot = Snapshot(model, self.parameters)
         device = compute_device(next(iter(self.parameters.values())))
         self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
-        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe)
+        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe, mean=settings.loss_reduction == "mean")
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._standing_in: contextlib.AbstractContextManager[None] | None = None
         self._undo = self._install()
 
     # --- sums ---------------------------------------------------------------------------------------------------------
@@ -293,9 +295,15 @@ class Clipper:
         self._probe.begin(args, kwargs, batch)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
         self._forward_pass.look_at(batch)
+        if any(layer.elsewhere for layer in self._probe.layers):
+            self._standing_in = standing_in(self._probe.layers)
+            self._standing_in.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forward_pass.leave()
+        if self._standing_in is not None and backward_task() == -1:
+            self._standing_in.__exit__(None, None, None)
+            self._standing_in = None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -303,7 +311,7 @@ class Clipper:
             return
         check_output(output, self._forward_pass.batch)
         if backward_task() == -1:
-            self._probe.end()
+            self._probe.end(output)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -337,6 +345,7 @@ class Clipper:
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
         layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
+        self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
             self._linear_layers.append(layer)
@@ -366,12 +375,10 @@ class Clipper:
                         f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
                         "or a new parameter). Detach, change the model, attach again."
                     )
-        if rule is not None:
-            x = args[0] if args else next(iter(kwargs.values()), None)
-            plain = isinstance(x, Tensor) and not isinstance(x, BatchFree)
-            if rule.finds_batch or (plain and layer.is_batched(x)):  # type: ignore[attr-defined, arg-type]
-                return rule(layer, *args, **kwargs)
-        return _followed(layer, *args, **kwargs)
+        if layer.elsewhere:
+            with own_parameters_of(layer):
+                return _by_rule(layer, rule, *args, **kwargs)
+        return _by_rule(layer, rule, *args, **kwargs)
 
     def _watch(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
@@ -450,6 +457,28 @@ def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
     for local in layer.names:
         owner, _, last = local.rpartition(".")
         yield own_parameters(layer.module.get_submodule(owner)), last
+
+
+def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
+    x = args[0] if args else next(iter(kwargs.values()), None)
+    if rule is None or not (rule.finds_batch or isinstance(x, Tensor)):
+        return _followed(layer, *args, **kwargs)
+    rows = 0
+    if isinstance(x, Tensor) and not isinstance(x, BatchFree) and (rule.pointwise or not rule.finds_batch):
+        alone = rule.pointwise and x.dim() > 1 and len(args) + len(kwargs) == 1
+        rows = layer.forward_pass.sizes.rows(layer, x, second=alone)
+    if rows < 0:  # [time, batch, …]: the layer sees all of them as rows
+        output = rule(layer, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    elif rows or rule.finds_batch:
+        output = rule(layer, *args, **kwargs)
+    else:
+        return _followed(layer, *args, **kwargs)
+    watch = layer.forward_pass.watch
+    if watch is not None and rows:
+        for kind, seen in (("input", x), ("output", output)):
+            watch.add(layer.path, kind, seen.flatten(0, 1) if rows < 0 else seen)
+    return output
 
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:

@@ -1,39 +1,51 @@
-"""The probe: does row i of every layer's input belong to example i alone, and does nothing of examples stay behind?
+"""The probe: does every example go through the model alone, and does nothing of it stay behind?
 
-The first forward pass is preceded by two others on the same batch. One leaves the last example out, so that the places
-which ask for the batch dimension (`rules.BatchSizes`) see two sizes. One takes all examples and differentiates the
-first rows of the output: their gradient must lie in the same rows of every layer. Whether a buffer that the forward
-pass writes comes out differently with one more example is compared as well: it would hold statistics of examples, which
-leave the model with its state_dict, neither clipped nor noised.
+A forward pass that is probed is preceded by others over a few examples of its batch: all of them, and all but one. Then
+*values* are compared. An example's rows in the output of every layer, in the gradient that comes back to it, and in the
+model's outputs must be the same whether another example is there or not; what the forward pass writes (buffers, plain
+attributes of modules) must be, too, since it would leave the model without clipping or noise. The same passes show
+which dimensions hold the examples (`rules.BatchSizes`), how rows are put together where one example has several
+(`Layer.layout`), and which parameters are read outside their own module (`Layer.elsewhere`).
 
-The probe is repeated whenever a forward pass does what no probe has seen, which is told cheaply for every pass: a layer
-may mix examples in train mode only (`Modes`), and a buffer may be written for the first time later on, after a warm-up,
-in evaluation, or earlier, in evaluation before the first batch (`Writes`).
+Random numbers are the same in all passes, and the same for all examples (`SameNoise`): dropout is no difference.
+Rounding is one: products of other sizes are added up in another order. `tolerance_of` says what passes for it.
+
+Something may begin later: a warm-up, mixup every other batch, another mode of a module. So a probe is due at forward
+passes 1, 2, 4, 8, …, in modes that were not probed (`Modes`), and after a buffer was written that no probe has seen
+written (`Writes`). All other passes are only asked whether they wrote anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from lambdacgd.clipping.batch_free import check_output
-from lambdacgd.clipping.rules import ForwardPass
+from lambdacgd.clipping.batch_free import check_output, plain, standing_in
+from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyNormWithStatistics,
+    DispatchMode,
     non_persistent_buffers,
     own_buffers,
-    tree_leaves,
     tree_map,
     version,
+    versions,
 )
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 MOST_MODES = 32
 """combinations of modes that are probed: a model that draws its own anew for every batch is not probed for ever"""
+_SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
+_KEPT = 1 << 16  #: numbers of a row that are compared
 
 
 class Probe:
@@ -43,6 +55,7 @@ class Probe:
         enabled: Whether anything is looked at.
         allowed: Whether this batch may be probed: where ranks compute together (FSDP2), all must probe at the same one.
         views: Rows of every example in the model's arguments, one view of all examples after another.
+        layers: The layers that are clipped.
     """
 
     def __init__(
@@ -53,143 +66,600 @@ class Probe:
         count: Callable[[tuple[Any, ...], dict[str, Any]], int],
         *,
         enabled: bool,
+        mean: bool,
     ) -> None:
+        """``mean``: whether a loss that the model returns is the mean over examples."""
         self.enabled, self.allowed, self.views = enabled, True, 1
+        self.layers: list[Layer] = []
         self._model, self._forward_pass, self._anchor, self._count = model, forward_pass, anchor, count
+        self._mean = mean
         self._modes, self._writes = Modes(model), Writes(model)
         self._due, self._now = True, False  # whether a probe is, and whether the pass under way was probed
-        self._buffers: Buffers | None = None  # until the end of the pass that was probed
+        self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
+        self._looked = False  # whether any probe has come to its end
+        self._suspects: dict[int, str] = {}  # outputs in which examples are mixed: no gradient may come from there
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Before a forward pass with gradients: probe if it is due.
 
         Raises:
-            ClippingError: The model mixes examples, or an earlier pass wrote what must not leave the model.
+            ClippingError: The model mixes examples, or a forward pass writes what must not leave the model.
         """
         if not self.enabled:
             return
-        if self._buffers is not None:  # the forward pass after the probe failed
-            self._buffers, self._due = None, True
+        self._passes += 1
         if not self._due:
             self._writes.refuse_unseen()  # also for whoever caught the error of the pass that wrote
-        self._due |= self._modes.new()
-        self._now = self._due and batch > 1 and self.allowed
+        self._due |= self._modes.new() or self._passes >= self._next
+        capturing = self._anchor.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._now = self._due and batch > 1 and self.allowed and not capturing
         if self._now:
-            self._buffers = self._look((args, kwargs), batch)
+            self._look((args, kwargs), batch)
             self._modes.probed()
             self._due = False
-        self._writes.begin()
+            while self._next <= self._passes:
+                self._next *= 2
+        self._writes.begin(self._forward_pass.sharded)
 
-    def end(self) -> None:
+    def end(self, output: Any) -> None:
         """After a forward pass with gradients.
 
         Raises:
-            ClippingError: The pass wrote what depends on the examples into a buffer.
+            ClippingError: The pass wrote a parameter, or what it wrote was refused before.
         """
         if not self.enabled:
             return
+        self._writes.refuse_parameters()
+        for place, x in enumerate(tensors_in(output)) if self._suspects else ():
+            if place in self._suspects and x.requires_grad:
+                x.register_hook(_refuse_gradient(self._suspects[place]))
         if not self._now:
             self._due |= bool(self._writes.since())  # compared in the next forward pass
             return
-        buffers, self._buffers = self._buffers, None
         self._due = True  # where it is refused, it stays refused
-        if buffers is not None:
-            buffers.check()
         self._writes.compared()
         self._due = False
 
     def begin_quietly(self) -> None:
         """Before a forward pass without gradients."""
         if self.enabled:
-            self._writes.begin_quietly()
+            self._writes.begin_quietly(self._forward_pass.sharded)
 
     def end_quietly(self) -> None:
         """After a forward pass without gradients."""
         if self.enabled:
+            self._writes.refuse_parameters()
             self._writes.end_quietly()
             if not self._due:
                 self._writes.refuse_unseen()
 
-    def _look(self, arguments: Arguments, batch: int) -> Buffers | None:
-        """One forward pass on all examples but the last, for its sizes, and then one on all, to see that examples stay
-        in their rows; random numbers and buffers are put back.
+    # --- the passes ---------------------------------------------------------------------------------------------------
 
-        Of two examples the last is taken twice instead: a batch of one tells nothing.
-        """
-        other = batch - 1 if batch > 2 else batch + 1
-        resized = self._resized(arguments, batch, other)
+    def _look(self, arguments: Arguments, batch: int) -> None:
+        """Run a few examples together, and without each of them; compare, and leave everything as it was."""
+        chosen = self._chosen(arguments, batch)
+        if take_examples(arguments, batch, chosen, self.views, self._count) is None:
+            return  # arguments that cannot be cut: the sizes of later batches have to do
+        first, self._suspects = not self._looked, {}
+        noise, state = SameNoise(), State(self._model)
         devices = [self._anchor.device] if self._anchor.is_cuda else []
-        buffers = Buffers(self._model)
         # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
         # outputs that their own nodes keep would never be freed.
-        with torch.random.fork_rng(devices), torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-            try:
-                if resized is not None:
-                    self._forward(resized, other)
-            except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
-                raise
-            except Exception as error:  # whatever the user's forward raises
-                raise ClippingError(
-                    f"the model's forward pass failed ({type(error).__name__}: {error}). It was run on {other} "
-                    f"examples of a batch of {batch}, once, to learn which dimensions are the batch. If it fails on "
-                    f"all {batch} too, mend that; if not, start with a batch whose size no other dimension of the "
-                    "inputs has, or pass probe=False to clipping.attach and see to that yourself."
-                ) from error
-            finally:
-                buffers.take_back()
-            if not self._forward_pass.sharded:  # its gradients are gathered by hooks that expect a whole backward pass
-                again = Buffers(self._model)
-                try:
-                    self._check_rows(self._forward(arguments, batch), batch)
-                finally:
-                    again.take_back()
-        return None if resized is None else buffers
-
-    def _resized(self, arguments: Arguments, batch: int, other: int) -> Arguments | None:
-        """The arguments for ``other`` examples, cut where the batch is first or, by ``batch_of``, second; None where
-        they cannot be cut: then the sizes of later batches have to do.
-        """
-        for dim in (0, 1):
-
-            def resize(x: Any, dim: int = dim) -> Any:
-                if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == self.views * batch):
-                    return x
-                parts = x.split(batch, dim)  # one after another, where examples have several views
-                if other < batch:
-                    return torch.cat([p.narrow(dim, 0, other) for p in parts], dim)
-                return torch.cat([t for p in parts for t in (p, p.narrow(dim, batch - 1, 1))], dim)
-
-            args, kwargs = tree_map(resize, arguments[0]), tree_map(resize, arguments[1])
-            if self._count(args, kwargs) == other:
-                return args, kwargs
-        return None
-
-    def _forward(self, arguments: Arguments, batch: int) -> list[Tensor]:
-        """One forward pass; its outputs that have the batch first."""
-        self._forward_pass.look_at(batch)
-        output = self._model.forward(*arguments[0], **arguments[1])
-        check_output(output, batch)
-        tensors = [x for x in tree_leaves(output) if isinstance(x, Tensor)]
-        sizes = self._forward_pass.sizes
-        return [x for k, x in enumerate(tensors) if sizes.batch_first(f"output {k} of the model", x)]
-
-    def _check_rows(self, outputs: list[Tensor], batch: int) -> None:
-        """Examples stay apart and in their places: the outputs' first half has no gradient in other rows of any layer
-        (`rules.Call` looks).
-        """
-        rows = batch // 2
-        parts = [x[:rows].flatten() for x in outputs if x.requires_grad and x.numel()]
-        weights = [torch.linspace(0.5, 1.5, p.numel(), device=p.device).to(p.dtype) for p in parts]
-        self._forward_pass.expected_rows = rows
+        self._forward_pass.sizes.learning = True
         try:
-            if parts:
-                torch.autograd.grad(parts, self._anchor, weights, allow_unused=True)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
-            pass
+            with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+
+                def run(rows: Sequence[int], stage: str, *, backward: bool = True) -> Seen:
+                    again()
+                    try:
+                        with noise.passing(stage):
+                            return self._run(arguments, batch, rows, backward=backward)
+                    finally:
+                        state.take_back()
+
+                self._learn(run, chosen, rounds=3 if first else 1)
+                whole, written = run(chosen, "keep"), state.last
+                for j in range(len(chosen)) if first else (0, len(chosen) - 1):
+                    fewer = run([c for i, c in enumerate(chosen) if i != j], "repeat")
+                    state.compare(written, state.last, whole.tolerance)
+                    if noise.repeats:
+                        self._compare(whole, fewer, j)
+                self._settle(whole)
+                self._looked = True
         finally:
-            self._forward_pass.expected_rows = 0
+            self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
+
+    def _learn(self, run: Callable[..., Seen], chosen: Sequence[int], *, rounds: int) -> None:
+        """Passes of two sizes, until all places know whether the batch is their first dimension.
+
+        A table with as many rows as there are examples looks like a batch until a pass of another size has come by it.
+        """
+        failed: ClippingError | None = None
+        for attempt in range(rounds):
+            failed = None
+            for rows in (chosen, chosen[1:]):
+                try:
+                    strays = run(rows, "shapes", backward=attempt == 0).strays
+                except ClippingError as error:
+                    failed = error
+                    continue
+                for layer in self.layers if strays else ():
+                    layer.elsewhere |= {local for local, name in layer.names.items() if name in strays}
+            if failed is None and attempt > 0:
+                return
+        if failed is not None:
+            raise failed
+
+    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, backward: bool) -> Seen:
+        """One forward pass over some examples, and the backward passes from its outputs."""
+        taken = take_examples(arguments, batch, rows, self.views, self._count)
+        assert taken is not None
+        forward_pass, count = self._forward_pass, len(rows)
+        seen = forward_pass.watch = Seen(count)
+        forward_pass.look_at(count)
+        try:
+            with standing_in(self.layers):
+                output = self._model.forward(*taken[0], **taken[1])
+        except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
+            raise
+        except Exception as error:  # whatever the user's forward raises
+            raise ClippingError(
+                f"the model's forward pass failed ({type(error).__name__}: {error}). It was run on {count} examples of "
+                f"a batch of {batch}, to learn which dimensions are the batch. If it fails on all {batch} too, mend "
+                "that; if not, start with a batch whose size no other dimension of the inputs has, or pass probe=False "
+                "to clipping.attach and see to that yourself."
+            ) from error
+        check_output(output, count)
+        outputs = list(tensors_in(output))
+        for place, x in enumerate(outputs):
+            seen.outputs.append(sample(x if x.dim() else x.reshape(1)))
+            seen.seconds.append(sample(x.flatten(0, 1)) if x.dim() > 1 and x.shape[1] == count else None)
+            seen.tolerance = max(seen.tolerance, tolerance_of(x))
+            if x.requires_grad and x.numel() == 1:
+                seen.losses.add(place)
+        if backward and not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
+            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows])
+        return seen
+
+    def _backward(self, seen: Seen, outputs: list[Tensor], weights: list[float]) -> None:
+        """Gradients of outputs that have examples in them, and apart from these, of losses that the model returns."""
+        count = seen.count
+        own = {layer.names[n]: p for layer in self.layers for n, p in layer.parameters.items()}
+        losses = [outputs[k] for k in sorted(seen.losses)]
+        whole = [
+            (x, _cotangent(x, count, weights))
+            for k, x in enumerate(outputs)
+            if k not in seen.losses and x.requires_grad and x.numel() and (x.shape[0] % count == 0 or count in x.shape[1:2])
+        ]
+        scale = float(count) if self._mean else 1.0
+        kinds = {"gradient": whole, "loss": [(x, torch.full_like(x, scale)) for x in losses]}
+        for seen.kind, pairs in kinds.items():
+            if not pairs:
+                continue
+            roots, vectors = zip(*pairs, strict=True)
+            try:
+                found = torch.autograd.grad(
+                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
+                )
+            except (ClippingError, torch.OutOfMemoryError):
+                raise
+            except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
+                continue
+            seen.strays |= {name for name, g in zip(own, found[1:], strict=True) if g is not None}
+
+    # --- what they show -----------------------------------------------------------------------------------------------
+
+    def _compare(self, whole: Seen, fewer: Seen, left_out: int) -> None:
+        """All examples against all but one: what agrees in no layout of the rows depends on the one left out."""
+        layers = {layer.path: layer for layer in self.layers}
+        floors = {k: _floor(x for (_, kind, _), x in whole.rows.items() if kind == k) for _, k, _ in whole.rows}
+        additive = True
+        for key, x in whole.rows.items():
+            path, kind, _ = key
+            y = fewer.rows.get(key)
+            layouts = set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, floors[kind])
+            if kind == "loss":
+                additive &= bool(layouts)
+            elif not layouts:
+                raise layers[path].refuse(
+                    "the model mixes the examples of a batch, or changes their order (sorts them by length, say): its "
+                    f"{'output gradient' if kind == 'gradient' else kind} for one example is not the same with and "
+                    "without another one. Row i of every layer's input must be example i's alone: no statistic of the "
+                    "batch, no neighbour; sort when the batch is put together."
+                )
+            elif kind != "output":
+                whole.layouts[path] = whole.layouts.get(path, {MAJOR, MINOR}) & layouts
+        for place, (x, y) in enumerate(zip(whole.outputs, fewer.outputs, strict=False)):
+            if place in whole.losses:
+                fine = additive
+            else:
+                fine = self._alike(whole, fewer, place, left_out)
+            if not fine:
+                self._suspects[place] = _LOSS if place in whole.losses else _OUTPUT
+
+    def _alike(self, whole: Seen, fewer: Seen, place: int, left_out: int) -> bool:
+        """Whether an output has the same rows for the same examples, or no examples in it."""
+        x, y, floor = whole.outputs[place], fewer.outputs[place], _floor([whole.outputs[place]])
+        if x.shape == y.shape:
+            if _close(x, y, whole.tolerance, floor):
+                return True
+            a, b = whole.seconds[place], fewer.seconds[place]
+            if a is None or b is None:
+                return False
+            return MINOR in layouts_of(a, b, whole.count, left_out, whole.tolerance, floor)
+        return bool(layouts_of(x, y, whole.count, left_out, whole.tolerance, floor))
+
+    def _settle(self, whole: Seen) -> None:
+        """Where an example has several rows, how they are put together is known now."""
+        for layer in self.layers:
+            layouts = whole.layouts.get(layer.path, set())
+            layer.layout = next(iter(layouts)) if len(layouts) == 1 else None
+
+    def _chosen(self, arguments: Arguments, batch: int) -> list[int]:
+        """A few examples. Of two, the last is taken twice: a batch of one tells nothing.
+
+        No other dimension should have their number, nor one less.
+        """
+        if batch == 2:
+            return [0, 1, 1]
+        dims = {d for p in self._model.parameters() for d in p.shape}
+        dims |= {d for x in tensors_in(arguments) for d in x.shape if d != batch * self.views}
+        possible = [m for m in _SIZES if m <= batch]
+        return list(range(min(possible, key=lambda m: sum(d in (m, m - 1) for d in dims))))
+
+
+_OUTPUT = (
+    "the model mixes the examples of a batch: this output for one example is not the same with and without another one. "
+    "Take every statistic within an example; if another part of the output is what you train on, leave this one out of "
+    "the loss."
+)
+_LOSS = (
+    "the loss that the model returns is not the declared mean or sum over examples: an example's gradient is not the "
+    "same with and without another one (a mean over all tokens of a batch weighs long examples more; statistics over "
+    "the batch mix examples). Compute the loss from the model's other outputs, averaged within each example first."
+)
+
+
+def _refuse_gradient(why: str) -> Callable[[Tensor], None]:
+    def refuse(gradient: Tensor) -> None:
+        if gradient.any():
+            raise ClippingError(why)
+
+    return refuse
+
+
+# --- what a pass shows ------------------------------------------------------------------------------------------------
+
+
+class Seen:
+    """What one pass of the probe shows: the rows of every layer's input, output and output gradient.
+
+    Attributes:
+        count: How many examples it had.
+        rows: By layer, kind ("input", "output", "gradient", or "loss": the gradient of what the model returns as a
+            loss) and how many of that kind came before.
+        outputs: The model's outputs, by rows; ``seconds``: the same where dimension 1 may be the examples, else None.
+        losses: Which of them are single numbers with a gradient.
+        strays: Parameters that got a gradient past the rules: they are read outside their own module.
+        layouts: How the rows of each layer can be put together, by its path.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.kind = count, "gradient"
+        self.rows: dict[tuple[str, str, int], Tensor] = {}
+        self.outputs: list[Tensor] = []
+        self.seconds: list[Tensor | None] = []
+        self.losses: set[int] = set()
+        self.strays: set[str] = set()
+        self.layouts: dict[str, set[str]] = {}
+        self.tolerance = 0.0
+        self._calls: dict[tuple[str, str], int] = {}
+
+    def number(self, path: str, kind: str) -> int:
+        """How many of this kind this layer had before."""
+        place = self._calls[path, kind] = self._calls.get((path, kind), -1) + 1
+        return place
+
+    def add(self, path: str, kind: str, x: Any, place: int | None = None) -> None:
+        """Keep the rows of a tensor; what is none is left out."""
+        if isinstance(x, Tensor) and x.dim() and x.numel():
+            number = self.number(path, kind) if place is None else place
+            self.rows[path, kind, number] = sample(plain(x))
+            self.tolerance = max(self.tolerance, tolerance_of(x))
+
+
+def sample(x: Tensor) -> Tensor:
+    """Rows of a tensor as they are compared: a copy of at most `_KEPT` numbers of each, and all numbers' norm."""
+    with torch.no_grad():
+        x = x.detach()
+        flat = x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(x.shape[0], 1)
+        flat = flat.to(torch.float64 if flat.dtype == torch.float64 or not flat.is_floating_point() else torch.float32)
+        if flat.shape[1] <= _KEPT:
+            return flat.nan_to_num(0.0, 0.0, 0.0)
+        flat = flat.nan_to_num(0.0, 0.0, 0.0)
+        return torch.cat([flat[:, :: -(-flat.shape[1] // _KEPT)], flat.norm(dim=1, keepdim=True)], 1)
+
+
+def tolerance_of(x: Tensor) -> float:
+    """How far two results for one example may lie apart, relative to the example's row, and be rounding.
+
+    Products over other numbers of examples are added up in another order, by other kernels, which costs a few units of
+    roundoff in each of a hundred layers: up to 1e-4 in float32 was seen over 60 architectures. One example of five
+    moves a statistic of the batch by some 0.2, so there is room: 20 to 50 units in 16 bits, 2000 and more otherwise.
+    """
+    if x.dtype in (torch.bfloat16, torch.float16):
+        return 0.08
+    if x.dtype == torch.float32:
+        return 0.02 if x.is_cuda else 2e-3  # TF32, also where cuDNN alone uses it
+    return 1e-7
+
+
+def layouts_of(x: Tensor, y: Tensor, count: int, left_out: int, tolerance: float, floor: float) -> set[str]:
+    """In which layouts the rows ``y`` are those of ``x`` without one of ``count`` examples.
+
+    MAJOR: all rows of one example, then those of the next. MINOR: the first row of every example, then the second.
+    """
+    each, rest = divmod(x.shape[0], count)
+    if rest or y.shape[0] != each * (count - 1) or x.shape[1:] != y.shape[1:]:
+        return set()
+    kept = [i for i in range(count) if i != left_out]
+    major, minor = x.view(count, each, -1)[kept].flatten(0, 1), x.view(each, count, -1)[:, kept].flatten(0, 1)
+    layouts = {MAJOR} if _close(major, y, tolerance, floor) else set()
+    return layouts | ({MINOR} if _close(minor, y, tolerance, floor) else set())
+
+
+def _close(x: Tensor, y: Tensor, tolerance: float, floor: float) -> bool:
+    size = torch.linalg.vector_norm(x, dim=1).clamp_min(floor)
+    return bool((torch.linalg.vector_norm(x - y, dim=1) <= tolerance * size).all())
+
+
+def _floor(rows: Iterable[Tensor]) -> float:
+    """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
+    sizes = sorted(float(torch.linalg.vector_norm(x, dim=1).max()) for x in rows)
+    return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
+
+
+def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """All tensors in a nest of containers, dataclasses and plain objects, in their order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1) if depth else ()
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item, depth - 1) if depth else ()
+    elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+        yield from tensors_in(vars(value), depth - 1)
+
+
+def _cotangent(x: Tensor, count: int, weights: list[float]) -> Tensor:
+    """The same direction for all examples, with their weights where every row is an example's."""
+    dim = 0 if x.shape[0] % count == 0 else 1
+    shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
+    direction = torch.linspace(0.5, 1.5, math.prod(shape), device=x.device).view(shape)
+    if x.shape[dim] == count:
+        rows = torch.tensor(weights, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+        direction = direction * rows
+    return direction.expand(x.shape).to(x.dtype)
+
+
+# --- the same passes again --------------------------------------------------------------------------------------------
+
+
+def take_examples(
+    arguments: Arguments, batch: int, rows: Sequence[int], views: int, count: Callable[..., int]
+) -> Arguments | None:
+    """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
+    they cannot be cut.
+    """
+    for dim in (0, 1):
+
+        def take(x: Any, dim: int = dim) -> Any:
+            if isinstance(x, PackedSequence) and int(x.batch_sizes[0]) == batch:
+                padded, lengths = pad_packed_sequence(x, batch_first=True)
+                index = torch.tensor(list(rows))
+                some = padded.index_select(0, index.to(padded.device))
+                return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
+            if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == views * batch):
+                return x
+            places = [view * batch + row for view in range(views) for row in rows]
+            return x.index_select(dim, torch.tensor(places, device=x.device))
+
+        args, kwargs = tree_map(take, arguments, is_leaf=lambda x: isinstance(x, PackedSequence))
+        if count(args, kwargs) == len(rows):
+            return args, kwargs
+    return None
+
+
+@contextlib.contextmanager
+def same_numbers(devices: Sequence[torch.device]) -> Iterator[Callable[[], None]]:
+    """Yields what sets Python's, NumPy's and torch's generators back to where they stood; done once more at the end."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+    on_devices = [(d, torch.cuda.get_rng_state(d)) for d in devices]
+
+    def again() -> None:
+        random.setstate(states[0])
+        np.random.set_state(states[1])  # noqa: NPY002
+        torch.set_rng_state(states[2])
+        for device, state in on_devices:
+            torch.cuda.set_rng_state(state, device)
+
+    try:
+        yield again
+    finally:
+        again()
+
+
+class SameNoise(DispatchMode):
+    """Random numbers of the probe's passes: those of one example, for all examples and in all passes alike.
+
+    Generators set back are not enough: with one example less, the numbers of all later operations move. So passes over
+    other numbers of examples tell which dimensions of a random tensor are theirs, the pass over all of them keeps what
+    was drawn (the first of each such dimension), and the others are given that.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.repeats = True  #: whether the passes ask for the same random tensors, up to the examples
+        self._shapes: list[torch.Size] = []
+        self._kept: list[Tensor] = []
+        self._stage, self._place = "shapes", 0
+
+    @contextlib.contextmanager
+    def passing(self, stage: str) -> Iterator[None]:
+        """A pass: "shapes" looks on, "keep" keeps what is drawn, "repeat" gives it again."""
+        self._stage, self._place = stage, 0
+        if stage == "shapes":
+            self._shapes = []
+        elif stage == "keep":
+            self._kept = []
+        with self:
+            yield
+        if stage == "repeat" and self._place != len(self._kept):
+            self.repeats = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        names = [a.name for a in func._schema.arguments]
+        if "dropout_p" in names:  # fused attention draws its own, out of reach
+            place = names.index("dropout_p")
+            if place < len(args):
+                args = (*args[:place], 0.0, *args[place + 1 :])
+            elif "dropout_p" in kwargs:
+                kwargs["dropout_p"] = 0.0
+        out = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags or "dropout_p" in names:
+            return out
+        if isinstance(out, tuple) and len(out) == 2 and "dropout" in func.__name__:
+            mask = self._same(out[1])
+            return args[0] * mask.to(args[0].dtype) / max(1.0 - float(args[1]), 1e-6), mask
+        return self._same(out) if isinstance(out, Tensor) else out
+
+    def _same(self, drawn: Tensor) -> Tensor:
+        place, self._place = self._place, self._place + 1
+        if self._stage == "shapes":
+            self._shapes.append(drawn.shape)
+            return drawn
+        if self._stage == "keep":
+            kept = drawn.detach().clone()
+            seen = self._shapes[place] if place < len(self._shapes) else drawn.shape
+            if len(seen) != drawn.dim():
+                self.repeats = False
+                seen = drawn.shape
+            for dim, (one, other) in enumerate(zip(drawn.shape, seen, strict=True)):
+                if one != other and one:  # whole numbers are places among the examples (randperm): all have the least
+                    whole = not kept.is_floating_point() and kept.dtype != torch.bool
+                    kept = kept.amin(dim, keepdim=True) if whole else kept.narrow(dim, 0, 1)
+            self._kept.append(kept)
+            return drawn.copy_(kept.expand_as(drawn))
+        if place >= len(self._kept) or self._kept[place].dim() != drawn.dim():
+            self.repeats = False
+            return drawn
+        kept = self._kept[place]
+        if any(k not in (1, d) for k, d in zip(kept.shape, drawn.shape, strict=True)):
+            self.repeats = False
+            return drawn
+        return drawn.copy_(kept.expand_as(drawn))
+
+
+# --- what forward passes write ----------------------------------------------------------------------------------------
+
+
+class State:
+    """What a model holds besides its parameters: buffers, and numbers and tensors that are plain attributes of modules.
+
+    `take_back` undoes what a pass of the probe wrote, and keeps it in ``last``. What then comes out differently without
+    one example holds something of that example. Counters and power iterations come out the same; what is as long as the
+    batch is a cache.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kept = model.state_dict().keys()
+        self._before = {key: (v, _copy(v)) for key, v in self._places()}
+        self.last: dict[tuple[str, str, bool], Any] = {}
+
+    def _places(self) -> Iterator[tuple[tuple[str, str, bool], Any]]:
+        for path, module in self._model.named_modules():
+            for name, b in own_buffers(module).items():
+                yield (path, name, True), b
+            for name, value in vars(module).items():
+                if name != "training" and isinstance(value, (Tensor, int, float)) and not isinstance(value, nn.Parameter):
+                    yield (path, name, False), value
+
+    @torch.no_grad()
+    def take_back(self) -> None:
+        """Everything as it was before the probe."""
+        self.last = {}
+        for key, now in list(self._places()):
+            path, name, buffer = key
+            module = self._model.get_submodule(path)
+            slots = own_buffers(module) if buffer else vars(module)
+            if key not in self._before:
+                self.last[key] = _copy(now)
+                del slots[name]
+                continue
+            held, value = self._before[key]
+            if now is held and _same(now, value):
+                continue
+            self.last[key] = _copy(now)
+            if now is not held:
+                slots[name] = held
+            if isinstance(held, Tensor) and not _same(held, value):
+                held.copy_(value)
+        for (path, name, buffer), (held, _) in self._before.items():
+            slots = own_buffers(self._model.get_submodule(path)) if buffer else vars(self._model.get_submodule(path))
+            slots.setdefault(name, held)
+
+    @torch.no_grad()
+    def compare(self, one: dict[Any, Any], other: dict[Any, Any], tolerance: float) -> None:
+        """What two passes wrote.
+
+        Raises:
+            ClippingError: It depends on the examples.
+        """
+        for key in one.keys() | other.keys():
+            before = self._before.get(key, (None, None))[1]
+            x, y = one.get(key, before), other.get(key, before)
+            path, name, buffer = key
+            full = f"{path}.{name}" if path else name
+            if buffer and isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
+                differs = full in self._kept  # if not, a cache as long as the batch
+            else:
+                differs = _differs(x, y, before, tolerance)
+            if differs:
+                raise ClippingError(
+                    f"the forward pass writes what depends on the examples into the "
+                    f"{'buffer' if buffer else 'attribute'} '{full}': statistics of examples would leave the model "
+                    "without clipping or noise. Freeze them (eval mode), or use a layer without running statistics: "
+                    "lambdacgd.clipping.convert(model)."
+                )
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) and not value.requires_grad else value
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
+    return type(x) is type(y) and bool(x == y)
+
+
+def _differs(x: Any, y: Any, before: Any, tolerance: float) -> bool:
+    """Whether two values that passes over other examples wrote differ by more than rounding."""
+    if isinstance(x, float) and isinstance(y, float):
+        x, y = torch.tensor(x), torch.tensor(y)
+        before = torch.tensor(before) if isinstance(before, float) else None
+    if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.shape != y.shape or x.requires_grad or _same(x, y):
+        return False  # other things, a cache, a part of the loss
+    if not x.is_floating_point():
+        return True
+    x, y = x.double(), y.double()
+    change = x - before if isinstance(before, Tensor) and before.shape == x.shape else x
+    rounding = 8 * torch.finfo(torch.float32).eps * y.abs().max()
+    return bool((x - y).abs().max() > min(tolerance, 1e-5) * change.abs().max() + rounding)
 
 
 class Modes:
@@ -210,7 +680,10 @@ class Modes:
 
 
 class Writes:
-    """``begin()`` before a forward pass; ``since()`` says what it has written that no probe has seen written."""
+    """``begin()`` before a forward pass; ``since()`` says which buffers it has written that no probe has seen written.
+
+    A parameter must not be written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._places = [
@@ -220,19 +693,37 @@ class Writes:
             if name not in non_persistent_buffers(module)
         ]
         self._norms = [(path, m) for path, m in model.named_modules() if isinstance(m, AnyNormWithStatistics)]
+        named = [(name, p) for name, p in model.named_parameters() if not p.is_inference()]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self._before: list[tuple[int, int]] = []
+        self._parameters_before: list[int] | None = None
         self._compared: set[str] = set()
         self._quietly: set[str] = set()  # by passes without gradients, so that no probe compares it
 
-    def begin(self) -> None:
+    def begin(self, sharded: bool) -> None:
+        """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
         self._before = self._versions()
+        self._parameters_before = None if sharded else versions(self._parameters)
 
-    def begin_quietly(self) -> None:
+    def begin_quietly(self, sharded: bool) -> None:
         """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
         for path, norm in self._norms:
             if norm.training and norm.running_mean is not None:
                 raise _quiet(f"would write the statistics of '{path}' ({type(norm).__name__})")
-        self.begin()
+        self.begin(sharded)
+
+    def refuse_parameters(self) -> None:
+        """After a forward pass: nobody has written a parameter."""
+        if self._parameters_before is None:
+            return
+        now = versions(self._parameters)
+        if now != self._parameters_before:
+            name = next(n for n, a, b in zip(self._names, self._parameters_before, now, strict=True) if a != b)
+            raise ClippingError(
+                f"the forward pass writes the parameter '{name}': what it holds of examples would leave the model with "
+                "its state_dict, without clipping or noise (a running average, a table that is renormalised where it "
+                "is read: Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
+            )
 
     def since(self) -> list[str]:
         now = self._versions()
@@ -268,61 +759,3 @@ def _quiet(what: str) -> ClippingError:
 
 def _version(b: Tensor | None) -> tuple[int, int]:
     return (0, 0) if b is None or b.is_inference() else (id(b), version(b))
-
-
-class Buffers:
-    """What the model's buffers held before the probe and after it; the probe's changes are taken back.
-
-    A buffer that then comes out differently with one more example holds statistics of examples, which would leave the
-    model with its state_dict, neither clipped nor noised. Counters and power iterations come out the same.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._objects = dict(model.named_buffers())
-        self._before = {name: b.detach().clone() for name, b in self._objects.items()}
-        self._after: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def take_back(self) -> None:
-        for name, b in list(self._model.named_buffers()):
-            if name not in self._objects:
-                continue
-            self._after[name] = self._before[name] if _same(b, self._before[name]) else b.detach().clone()
-            if b is self._objects[name] and self._after[name] is self._before[name]:
-                continue
-            owner, _, local = name.rpartition(".")
-            if b.shape == self._before[name].shape and b is self._objects[name]:
-                b.copy_(self._before[name])
-            else:
-                own_buffers(self._model.get_submodule(owner))[local] = self._before[name].clone()
-
-    @torch.no_grad()
-    def check(self) -> None:
-        """After the forward pass over all examples."""
-        kept = self._model.state_dict().keys()
-        for name, now in self._model.named_buffers():
-            after = self._after.get(name)
-            if after is None or _same(now, after):
-                continue
-            if (now.shape, now.dtype) == (after.shape, after.dtype):
-                if now.is_floating_point() and not _far(now, after, self._before[name]):
-                    continue
-            elif name not in kept:  # a cache as long as the batch
-                continue
-            raise ClippingError(
-                f"the forward pass writes what depends on the examples into the buffer '{name}': statistics of "
-                "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
-                "without running statistics: lambdacgd.clipping.convert(model)."
-            )
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(x, y)
-
-
-def _far(now: Tensor, after: Tensor, before: Tensor) -> bool:
-    """Whether two updates of one buffer differ by more than rounding."""
-    change = (after - before).abs().max() if after.shape == before.shape else after.abs().max()
-    rounding = 8 * torch.finfo(now.dtype).eps * after.abs().max()
-    return bool((now - after).abs().max() > 1e-5 * change + rounding)

@@ -197,6 +197,8 @@ def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> N
     """
     for x in flat:
         if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+            if roots[0].layer.forward_pass.watch is not None:
+                roots[0].layer.forward_pass.watch.note(x)
             raise _refuse(
                 roots,
                 f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "

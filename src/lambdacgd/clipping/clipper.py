@@ -468,6 +468,7 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(x, Tensor) and not isinstance(x, BatchFree) and (rule.pointwise or not rule.finds_batch):
         alone = rule.pointwise and x.dim() > 1 and len(args) + len(kwargs) == 1
         rows = layer.forward_pass.sizes.rows(layer, x, second=alone)
+    layer.batched = rows != 0
     if rows < 0:  # [time, batch, …]: the layer sees all of them as rows
         output = rule(layer, x.flatten(0, 1)).unflatten(0, x.shape[:2])
     elif rows or rule.finds_batch:

@@ -46,6 +46,7 @@ MOST_MODES = 32
 """combinations of modes that are probed: a model that draws its own anew for every batch is not probed for ever"""
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
 _KEPT = 1 << 16  #: numbers of a row that are compared
+_WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
 
 
 class Probe:
@@ -94,11 +95,15 @@ class Probe:
         capturing = self._anchor.is_cuda and torch.cuda.is_current_stream_capturing()
         self._now = self._due and batch > 1 and self.allowed and not capturing
         if self._now:
-            self._look((args, kwargs), batch)
-            self._modes.probed()
-            self._due = False
             while self._next <= self._passes:
                 self._next *= 2
+            try:
+                self._look((args, kwargs), batch)
+            except _Failed as failed:
+                if not self._looked:  # it has worked before: if this batch is at fault, the pass itself will say so
+                    raise failed.explained() from failed.error
+            self._modes.probed()
+            self._due = False
         self._writes.begin(self._forward_pass.sharded)
 
     def end(self, output: Any) -> None:
@@ -149,15 +154,15 @@ class Probe:
         try:
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
 
-                def run(rows: Sequence[int], stage: str, *, backward: bool = True) -> Seen:
+                def run(rows: Sequence[int], stage: str) -> Seen:
                     again()
                     try:
                         with noise.passing(stage):
-                            return self._run(arguments, batch, rows, backward=backward)
+                            return self._run(arguments, batch, rows)
                     finally:
                         state.take_back()
 
-                self._learn(run, chosen, rounds=3 if first else 1)
+                self._learn(run, chosen, rounds=2 if first else 1)
                 whole, written = run(chosen, "keep"), state.last
                 for j in range(len(chosen)) if first else (0, len(chosen) - 1):
                     fewer = run([c for i, c in enumerate(chosen) if i != j], "repeat")
@@ -175,27 +180,27 @@ class Probe:
         A table with as many rows as there are examples looks like a batch until a pass of another size has come by it.
         """
         failed: ClippingError | None = None
-        for attempt in range(rounds):
-            failed = None
+        while rounds > 0:
+            failed, rounds = None, rounds - 1
             for rows in (chosen, chosen[1:]):
                 try:
-                    strays = run(rows, "shapes", backward=attempt == 0).strays
+                    strays = run(rows, "shapes").strays
                 except ClippingError as error:
-                    failed = error
-                    continue
+                    failed, strays = error, self._forward_pass.watch.strays
                 for layer in self.layers if strays else ():
-                    layer.elsewhere |= {local for local, name in layer.names.items() if name in strays}
-            if failed is None and attempt > 0:
-                return
+                    new = {local for local, name in layer.names.items() if name in strays} - layer.elsewhere
+                    layer.elsewhere |= new
+                    rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
         if failed is not None:
             raise failed
 
-    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, backward: bool) -> Seen:
+    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int]) -> Seen:
         """One forward pass over some examples, and the backward passes from its outputs."""
         taken = take_examples(arguments, batch, rows, self.views, self._count)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
-        seen = forward_pass.watch = Seen(count)
+        own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
+        seen = forward_pass.watch = Seen(count, {id(p): name for name, p in own.items()})
         forward_pass.look_at(count)
         try:
             with standing_in(self.layers):
@@ -203,12 +208,7 @@ class Probe:
         except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:  # whatever the user's forward raises
-            raise ClippingError(
-                f"the model's forward pass failed ({type(error).__name__}: {error}). It was run on {count} examples of "
-                f"a batch of {batch}, to learn which dimensions are the batch. If it fails on all {batch} too, mend "
-                "that; if not, start with a batch whose size no other dimension of the inputs has, or pass probe=False "
-                "to clipping.attach and see to that yourself."
-            ) from error
+            raise _Failed(error, count, batch) from error
         check_output(output, count)
         outputs = list(tensors_in(output))
         for place, x in enumerate(outputs):
@@ -217,14 +217,13 @@ class Probe:
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
             if x.requires_grad and x.numel() == 1:
                 seen.losses.add(place)
-        if backward and not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows])
+        if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
+            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows], own)
         return seen
 
-    def _backward(self, seen: Seen, outputs: list[Tensor], weights: list[float]) -> None:
+    def _backward(self, seen: Seen, outputs: list[Tensor], weights: list[float], own: dict[str, Tensor]) -> None:
         """Gradients of outputs that have examples in them, and apart from these, of losses that the model returns."""
         count = seen.count
-        own = {layer.names[n]: p for layer in self.layers for n, p in layer.parameters.items()}
         losses = [outputs[k] for k in sorted(seen.losses)]
         whole = [
             (x, _cotangent(x, count, weights))
@@ -281,7 +280,7 @@ class Probe:
         """Whether an output has the same rows for the same examples, or no examples in it."""
         x, y, floor = whole.outputs[place], fewer.outputs[place], _floor([whole.outputs[place]])
         if x.shape == y.shape:
-            if _close(x, y, whole.tolerance, floor):
+            if close(x, y, whole.tolerance, floor):
                 return True
             a, b = whole.seconds[place], fewer.seconds[place]
             if a is None or b is None:
@@ -303,9 +302,25 @@ class Probe:
         if batch == 2:
             return [0, 1, 1]
         dims = {d for p in self._model.parameters() for d in p.shape}
-        dims |= {d for x in tensors_in(arguments) for d in x.shape if d != batch * self.views}
+        dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch * self.views,) else 0 :]}
         possible = [m for m in _SIZES if m <= batch]
         return list(range(min(possible, key=lambda m: sum(d in (m, m - 1) for d in dims))))
+
+
+class _Failed(Exception):
+    """The user's forward raised on some examples of a batch."""
+
+    def __init__(self, error: Exception, count: int, batch: int) -> None:
+        super().__init__(str(error))
+        self.error, self.count, self.batch = error, count, batch
+
+    def explained(self) -> ClippingError:
+        return ClippingError(
+            f"the model's forward pass failed ({type(self.error).__name__}: {self.error}). It was run on {self.count} "
+            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all "
+            f"{self.batch} too, mend that; if not, start with a batch whose size no other dimension of the inputs has, "
+            "or pass probe=False to clipping.attach and see to that yourself."
+        )
 
 
 _OUTPUT = (
@@ -344,8 +359,9 @@ class Seen:
         layouts: How the rows of each layer can be put together, by its path.
     """
 
-    def __init__(self, count: int) -> None:
-        self.count, self.kind = count, "gradient"
+    def __init__(self, count: int, names: dict[int, str]) -> None:
+        """``names``: of all parameters, by their id."""
+        self.count, self.kind, self._names = count, "gradient", names
         self.rows: dict[tuple[str, str, int], Tensor] = {}
         self.outputs: list[Tensor] = []
         self.seconds: list[Tensor | None] = []
@@ -367,16 +383,29 @@ class Seen:
             self.rows[path, kind, number] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
+    def note(self, x: Tensor) -> None:
+        """A tensor that stand-ins meet has a gradient and no examples: parameters of others may be behind it."""
+        waiting, done = [x.grad_fn], set[Any]()
+        self.strays |= {self._names[id(x)]} if id(x) in self._names else set()
+        while waiting and len(done) < _WALKED:
+            node = waiting.pop()
+            if node is None or node in done:
+                continue
+            done.add(node)
+            leaf = getattr(node, "variable", None)
+            self.strays |= {self._names[id(leaf)]} if id(leaf) in self._names else set()
+            waiting += [edge[0] for edge in node.next_functions]
+
 
 def sample(x: Tensor) -> Tensor:
-    """Rows of a tensor as they are compared: a copy of at most `_KEPT` numbers of each, and all numbers' norm."""
+    """Rows of a tensor as they are compared: a copy; of long rows `_KEPT` numbers and the norm of all."""
     with torch.no_grad():
         x = x.detach()
-        flat = x.reshape(x.shape[0], -1) if x.numel() else x.new_zeros(x.shape[0], 1)
-        flat = flat.to(torch.float64 if flat.dtype == torch.float64 or not flat.is_floating_point() else torch.float32)
-        if flat.shape[1] <= _KEPT:
-            return flat.nan_to_num(0.0, 0.0, 0.0)
-        flat = flat.nan_to_num(0.0, 0.0, 0.0)
+        wide = x.dtype == torch.float64 or not x.is_floating_point()
+        x = x.to(torch.float64 if wide else torch.float32, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+        if x.numel() <= _KEPT * x.shape[0]:
+            return x.unsqueeze(1) if x.dim() == 1 else x
+        flat = x.flatten(1)
         return torch.cat([flat[:, :: -(-flat.shape[1] // _KEPT)], flat.norm(dim=1, keepdim=True)], 1)
 
 
@@ -400,22 +429,30 @@ def layouts_of(x: Tensor, y: Tensor, count: int, left_out: int, tolerance: float
     MAJOR: all rows of one example, then those of the next. MINOR: the first row of every example, then the second.
     """
     each, rest = divmod(x.shape[0], count)
-    if rest or y.shape[0] != each * (count - 1) or x.shape[1:] != y.shape[1:]:
+    if rest or y.shape[0] != each * (count - 1) or x.dim() != y.dim():
         return set()
     kept = [i for i in range(count) if i != left_out]
-    major, minor = x.view(count, each, -1)[kept].flatten(0, 1), x.view(each, count, -1)[:, kept].flatten(0, 1)
-    layouts = {MAJOR} if _close(major, y, tolerance, floor) else set()
-    return layouts | ({MINOR} if _close(minor, y, tolerance, floor) else set())
+    major = x.unflatten(0, (count, each))[kept].flatten(0, 1)
+    minor = major if each == 1 else x.unflatten(0, (each, count))[:, kept].flatten(0, 1)
+    layouts = {MAJOR} if close(major, y, tolerance, floor) else set()
+    return layouts | ({MINOR} if close(minor, y, tolerance, floor) else set())
 
 
-def _close(x: Tensor, y: Tensor, tolerance: float, floor: float) -> bool:
+def close(x: Tensor, y: Tensor, tolerance: float, floor: float) -> bool:
+    """Whether all rows agree. Where one has a longer dimension (padded to its longest example), what both have."""
+    if x.shape != y.shape:
+        common = [slice(0, min(a, b)) for a, b in zip(x.shape, y.shape, strict=True)]
+        if sum(a != b for a, b in zip(x.shape, y.shape, strict=True)) > 1:
+            return False
+        x, y = x[common], y[common]
+    x, y = x.flatten(1), y.flatten(1)
     size = torch.linalg.vector_norm(x, dim=1).clamp_min(floor)
     return bool((torch.linalg.vector_norm(x - y, dim=1) <= tolerance * size).all())
 
 
 def _floor(rows: Iterable[Tensor]) -> float:
     """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
-    sizes = sorted(float(torch.linalg.vector_norm(x, dim=1).max()) for x in rows)
+    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows)
     return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
 
 
@@ -467,7 +504,9 @@ def take_examples(
             return x.index_select(dim, torch.tensor(places, device=x.device))
 
         args, kwargs = tree_map(take, arguments, is_leaf=lambda x: isinstance(x, PackedSequence))
-        if count(args, kwargs) == len(rows):
+        first = next(tensors_in((args, kwargs)), None)
+        cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
+        if cut and count(args, kwargs) == len(rows):
             return args, kwargs
     return None
 

@@ -233,6 +233,7 @@ class Layer:
         path: Its name in the model.
         names: Its own names of its parameters, and the model's.
         original: Its own forward.
+        batched: Whether the input it runs on now has the batch in a dimension that its rule knows.
         layout: How rows are put together where an example has several; None: nobody has seen it.
         elsewhere: Its own names of parameters that other modules read, too.
     """
@@ -245,6 +246,7 @@ class Layer:
     backward_pass: BackwardPass
     recorder: Any = None  # kept by rules whose recorder never changes
     slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
+    batched: bool = False
     layout: str | None = None
     elsewhere: set[str] = field(default_factory=set)
 
@@ -258,8 +260,8 @@ class Layer:
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Its parameters by its own names, as they were when clipping was attached."""
-        return {local: slot[2] for local, slot in zip(self.names, self.slots, strict=True)}
+        """Its parameters by the model's names, as they were when clipping was attached."""
+        return {name: slot[2] for name, slot in zip(self.names.values(), self.slots, strict=True)}
 
     def is_batched(self, x: Tensor) -> bool:
         """Whether ``x``, an input of this module, has the batch first (examples may have several rows)."""

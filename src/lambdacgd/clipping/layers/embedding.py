@@ -180,7 +180,7 @@ def embedding(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Embedding = layer.module  # type: ignore[assignment]
     _refuse_options(layer, m)
     recorder = partial(embedding_records, name=layer.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
-    if not layer.is_batched(input):
+    if not layer.batched:
         return lookup(layer, layer.hidden(input), input, recorder)
     return tap(layer, layer.hidden(input), recorder, input)
 

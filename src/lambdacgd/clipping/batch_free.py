@@ -162,6 +162,9 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     rows = [sizes.rows(place, x, second=elementwise) for place, x in zip(places, others, strict=True)]
     batched = [x for x, each in zip(others, rows, strict=True) if each]
     kinds = {each for each in rows if each}
+    if len(kinds) > 1 and sizes.learning:  # one of them only looks like it, until another size comes by
+        kinds = {min(kinds)}
+        batched = [x for x, each in zip(others, rows, strict=True) if each in kinds]
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)

@@ -18,8 +18,10 @@ written (`Writes`). All other passes are only asked whether they wrote anything.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -253,9 +255,7 @@ class Probe:
         layers = {layer.path: layer for layer in self.layers}
         floors = {k: _floor(x for (_, kind, _), x in whole.rows.items() if kind == k) for _, k, _ in whole.rows}
         additive = True
-        for key, x in whole.rows.items():
-            path, kind, _ = key
-            y = fewer.rows.get(key)
+        for path, kind, x, y in _pairs(whole, fewer):
             layouts = set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, floors[kind])
             if kind == "loss":
                 additive &= bool(layouts)
@@ -397,6 +397,31 @@ class Seen:
             waiting += [edge[0] for edge in node.next_functions]
 
 
+def _pairs(whole: Seen, fewer: Seen) -> Iterator[tuple[str, str, Tensor, Tensor | None]]:
+    """What to compare of two passes, by layer and kind.
+
+    A layer that is called once for every step of the longest example may be called less often without it: then the sums
+    of its output gradients are compared, which its per-example gradients are made of.
+    """
+    calls = [Counter((path, kind) for path, kind, _ in seen.rows) for seen in (whole, fewer)]
+    for (path, kind, number), x in whole.rows.items():
+        if calls[0][path, kind] == calls[1][path, kind]:
+            yield path, kind, x, fewer.rows.get((path, kind, number))
+        elif kind not in ("input", "output") and number == min(n for p, k, n in whole.rows if (p, k) == (path, kind)):
+            sums = [_sums(seen, path, kind) for seen in (whole, fewer)]
+            yield from ((path, kind, total, sums[1].get(width)) for width, total in sums[0].items())
+
+
+def _sums(seen: Seen, path: str, kind: str) -> dict[int, Tensor]:
+    """The output gradients of all calls of a layer, added up over calls and over steps, by their width."""
+    totals: dict[int, Tensor] = {}
+    for (p, k, _), x in seen.rows.items():
+        if (p, k) == (path, kind):
+            total = x.flatten(1, -2).sum(1) if x.dim() > 2 else x
+            totals[total.shape[1]] = totals.get(total.shape[1], 0) + total
+    return totals
+
+
 def sample(x: Tensor) -> Tensor:
     """Rows of a tensor as they are compared: a copy; of long rows `_KEPT` numbers and the norm of all."""
     with torch.no_grad():
@@ -466,8 +491,13 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from tensors_in(item, depth - 1) if depth else ()
-    elif depth and hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)) and not callable(value):
+    elif depth and _is_object(value):
         yield from tensors_in(vars(value), depth - 1)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether it is an object that holds others: a dataclass, a tokenizer's output, a distribution."""
+    return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
 def _cotangent(x: Tensor, count: int, weights: list[float]) -> Tensor:
@@ -498,17 +528,25 @@ def take_examples(
                 index = torch.tensor(list(rows))
                 some = padded.index_select(0, index.to(padded.device))
                 return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
+            if _is_object(x):
+                held = copy.copy(x)
+                vars(held).update({name: tree_map(take, value, is_leaf=_whole) for name, value in vars(x).items()})
+                return held
             if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == views * batch):
                 return x
             places = [view * batch + row for view in range(views) for row in rows]
             return x.index_select(dim, torch.tensor(places, device=x.device))
 
-        args, kwargs = tree_map(take, arguments, is_leaf=lambda x: isinstance(x, PackedSequence))
+        args, kwargs = tree_map(take, arguments, is_leaf=_whole)
         first = next(tensors_in((args, kwargs)), None)
         cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
         if cut and count(args, kwargs) == len(rows):
             return args, kwargs
     return None
+
+
+def _whole(x: Any) -> bool:
+    return isinstance(x, PackedSequence)
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
@@ -598,7 +599,10 @@ def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of examples: the first dimension of the first tensor given to the model."""
+    """The number of examples: the first dimension of the first tensor given to the model; packed sequences know it."""
+    packed = next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)), None)
+    if packed is not None:
+        return int(packed.batch_sizes[0])
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors:
         named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.dim() > 0}

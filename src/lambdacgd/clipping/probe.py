@@ -80,7 +80,8 @@ class Probe:
         self._due, self._now = True, False  # whether a probe is, and whether the pass under way was probed
         self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
         self._looked = False  # whether any probe has come to its end
-        self._suspects: dict[int, str] = {}  # outputs in which examples are mixed: no gradient may come from there
+        self._shapes: dict[int, list[torch.Size]] = {}  # of the model's outputs, by the number of examples
+        self._suspects: dict[bytes, dict[int, str]] = {}  # by mode: outputs that no gradient may come from, and why
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any], batch: int) -> None:
         """Before a forward pass with gradients: probe if it is due.
@@ -117,9 +118,10 @@ class Probe:
         if not self.enabled:
             return
         self._writes.refuse_parameters()
-        for place, x in enumerate(tensors_in(output)) if self._suspects else ():
-            if place in self._suspects and x.requires_grad:
-                x.register_hook(_refuse_gradient(self._suspects[place]))
+        suspects = self._suspects.get(self._modes.last)
+        for place, x in enumerate(tensors_in(output)) if suspects else ():
+            if suspects and place in suspects and x.requires_grad:
+                x.register_hook(_refuse_gradient(suspects[place]))
         if not self._now:
             self._due |= bool(self._writes.since())  # compared in the next forward pass
             return
@@ -144,34 +146,35 @@ class Probe:
 
     def _look(self, arguments: Arguments, batch: int) -> None:
         """Run a few examples together, and without each of them; compare, and leave everything as it was."""
-        chosen = self._chosen(arguments, batch)
-        if take_examples(arguments, batch, chosen, self.views, self._count) is None:
+        every = self._chosen(arguments, batch)
+        if take_examples(arguments, batch, every[0], self.views, self._count) is None:
             return  # arguments that cannot be cut: the sizes of later batches have to do
-        first, self._suspects = not self._looked, {}
         noise, state = SameNoise(), State(self._model)
         devices = [self._anchor.device] if self._anchor.is_cuda else []
-        # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
-        # outputs that their own nodes keep would never be freed.
-        self._forward_pass.sizes.learning = True
+        self._forward_pass.sizes.learning, self._shapes = True, {}
         try:
+            # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
+            # outputs that their own nodes keep would never be freed.
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
 
-                def run(rows: Sequence[int], stage: str) -> Seen:
+                def run(rows: Sequence[int], stage: str, *, apart: bool = False) -> Seen:
                     again()
                     try:
                         with noise.passing(stage):
-                            return self._run(arguments, batch, rows)
+                            return self._run(arguments, batch, rows, apart=apart)
                     finally:
                         state.take_back()
 
-                self._learn(run, chosen, rounds=2 if first else 1)
-                whole, written = run(chosen, "keep"), state.last
-                for j in range(len(chosen)) if first else (0, len(chosen) - 1):
-                    fewer = run([c for i, c in enumerate(chosen) if i != j], "repeat")
-                    state.compare(written, state.last, whole.tolerance)
-                    if noise.repeats:
-                        self._compare(whole, fewer, j)
-                self._settle(whole)
+                self._learn(run, every[0], rounds=1 if self._looked else 2)
+                for chosen in every:
+                    whole, written = run(chosen, "keep"), state.last
+                    for j in range(len(chosen)):
+                        fewer = run([c for i, c in enumerate(chosen) if i != j], "repeat")
+                        state.compare(written, state.last, whole.tolerance)
+                        if noise.repeats and self._compare(whole, fewer, j):  # some outputs mix: which?
+                            rest = [c for i, c in enumerate(chosen) if i != j]
+                            self._compare(run(chosen, "keep", apart=True), run(rest, "repeat", apart=True), j)
+                    self._settle(whole)
                 self._looked = True
         finally:
             self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
@@ -196,8 +199,8 @@ class Probe:
         if failed is not None:
             raise failed
 
-    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int]) -> Seen:
-        """One forward pass over some examples, and the backward passes from its outputs."""
+    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, apart: bool) -> Seen:
+        """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
         taken = take_examples(arguments, batch, rows, self.views, self._count)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
@@ -213,6 +216,7 @@ class Probe:
             raise _Failed(error, count, batch) from error
         check_output(output, count)
         outputs = list(tensors_in(output))
+        self._shapes[count] = [x.shape for x in outputs]
         for place, x in enumerate(outputs):
             seen.outputs.append(sample(x if x.dim() else x.reshape(1)))
             seen.seconds.append(sample(x.flatten(0, 1)) if x.dim() > 1 and x.shape[1] == count else None)
@@ -220,23 +224,26 @@ class Probe:
             if x.requires_grad and x.numel() == 1:
                 seen.losses.add(place)
         if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows], own)
+            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows], own, apart=apart)
         return seen
 
-    def _backward(self, seen: Seen, outputs: list[Tensor], weights: list[float], own: dict[str, Tensor]) -> None:
-        """Gradients of outputs that have examples in them, and apart from these, of losses that the model returns."""
-        count = seen.count
-        losses = [outputs[k] for k in sorted(seen.losses)]
-        whole = [
-            (x, _cotangent(x, count, weights))
-            for k, x in enumerate(outputs)
-            if k not in seen.losses and x.requires_grad and x.numel() and (x.shape[0] % count == 0 or count in x.shape[1:2])
-        ]
-        scale = float(count) if self._mean else 1.0
-        kinds = {"gradient": whole, "loss": [(x, torch.full_like(x, scale)) for x in losses]}
-        for seen.kind, pairs in kinds.items():
-            if not pairs:
+    def _backward(
+        self, seen: Seen, outputs: list[Tensor], weights: list[float], own: dict[str, Tensor], *, apart: bool
+    ) -> None:
+        """Gradients of outputs that have examples in them, and of losses that the model returns, each for itself."""
+        other = next((shapes for count, shapes in self._shapes.items() if count != seen.count), [])
+        together: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        for place, x in enumerate(outputs):
+            if not x.requires_grad or not x.numel():
                 continue
+            if place in seen.losses:
+                vector: Tensor | None = torch.full_like(x, float(seen.count) if self._mean else 1.0)
+            else:
+                vector = _cotangent(x, other[place] if place < len(other) else x.shape, seen.count, weights)
+            if vector is not None:
+                kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
+                together.setdefault(kind, []).append((x, vector))
+        for seen.kind, pairs in together.items():
             roots, vectors = zip(*pairs, strict=True)
             try:
                 found = torch.autograd.grad(
@@ -250,43 +257,44 @@ class Probe:
 
     # --- what they show -----------------------------------------------------------------------------------------------
 
-    def _compare(self, whole: Seen, fewer: Seen, left_out: int) -> None:
-        """All examples against all but one: what agrees in no layout of the rows depends on the one left out."""
+    def _compare(self, whole: Seen, fewer: Seen, left_out: int) -> bool:
+        """All examples against all but one: what agrees in no layout of the rows depends on the one left out.
+
+        Returns:
+            Whether the gradients of all outputs together disagree: then each is to be looked at apart.
+
+        Raises:
+            ClippingError: The examples mix before they reach a layer.
+        """
         layers = {layer.path: layer for layer in self.layers}
-        floors = {k: _floor(x for (_, kind, _), x in whole.rows.items() if kind == k) for _, k, _ in whole.rows}
-        additive = True
+        mixing: dict[str, str] = {}
         for path, kind, x, y in _pairs(whole, fewer):
-            layouts = set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, floors[kind])
-            if kind == "loss":
-                additive &= bool(layouts)
-            elif not layouts:
-                raise layers[path].refuse(
-                    "the model mixes the examples of a batch, or changes their order (sorts them by length, say): its "
-                    f"{'output gradient' if kind == 'gradient' else kind} for one example is not the same with and "
-                    "without another one. Row i of every layer's input must be example i's alone: no statistic of the "
-                    "batch, no neighbour; sort when the batch is put together."
-                )
-            elif kind != "output":
+            layouts = set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, whole.floor(kind))
+            if not layouts and kind in ("input", "output"):
+                raise layers[path].refuse(_MIXES.format(what=kind))
+            if not layouts:
+                mixing.setdefault(kind, str(layers[path].refuse(_MIXES.format(what="output gradient"))))
+            elif kind == "input" or (kind == "gradient" and kind not in mixing):
                 whole.layouts[path] = whole.layouts.get(path, {MAJOR, MINOR}) & layouts
-        for place, (x, y) in enumerate(zip(whole.outputs, fewer.outputs, strict=False)):
-            if place in whole.losses:
-                fine = additive
-            else:
-                fine = self._alike(whole, fewer, place, left_out)
-            if not fine:
-                self._suspects[place] = _LOSS if place in whole.losses else _OUTPUT
+        suspects = self._suspects.setdefault(self._modes.last, {})
+        for place in range(min(len(whole.outputs), len(fewer.outputs))):
+            if f"gradient of {place}" in mixing:
+                suspects[place] = _LOSS if place in whole.losses else mixing[f"gradient of {place}"]
+            elif place not in whole.losses and not self._alike(whole, fewer, place, left_out):
+                suspects[place] = _OUTPUT
+        return "gradient" in mixing
 
     def _alike(self, whole: Seen, fewer: Seen, place: int, left_out: int) -> bool:
         """Whether an output has the same rows for the same examples, or no examples in it."""
         x, y, floor = whole.outputs[place], fewer.outputs[place], _floor([whole.outputs[place]])
-        if x.shape == y.shape:
-            if close(x, y, whole.tolerance, floor):
-                return True
-            a, b = whole.seconds[place], fewer.seconds[place]
-            if a is None or b is None:
-                return False
-            return MINOR in layouts_of(a, b, whole.count, left_out, whole.tolerance, floor)
-        return bool(layouts_of(x, y, whole.count, left_out, whole.tolerance, floor))
+        if x.shape == y.shape and close(x, y, whole.tolerance, floor):
+            return True
+        if layouts_of(x, y, whole.count, left_out, whole.tolerance, floor):
+            return True
+        a, b = whole.seconds[place], fewer.seconds[place]
+        return a is not None and b is not None and MINOR in layouts_of(
+            a, b, whole.count, left_out, whole.tolerance, floor
+        )
 
     def _settle(self, whole: Seen) -> None:
         """Where an example has several rows, how they are put together is known now."""
@@ -294,17 +302,17 @@ class Probe:
             layouts = whole.layouts.get(layer.path, set())
             layer.layout = next(iter(layouts)) if len(layouts) == 1 else None
 
-    def _chosen(self, arguments: Arguments, batch: int) -> list[int]:
-        """A few examples. Of two, the last is taken twice: a batch of one tells nothing.
+    def _chosen(self, arguments: Arguments, batch: int) -> list[list[int]]:
+        """A few examples. Of two, each is taken twice in turn: a batch of one tells nothing.
 
         No other dimension should have their number, nor one less.
         """
         if batch == 2:
-            return [0, 1, 1]
+            return [[0, 1, 1], [0, 0, 1]]
         dims = {d for p in self._model.parameters() for d in p.shape}
         dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch * self.views,) else 0 :]}
         possible = [m for m in _SIZES if m <= batch]
-        return list(range(min(possible, key=lambda m: sum(d in (m, m - 1) for d in dims))))
+        return [list(range(min(possible, key=lambda m: sum(d in (m, m - 1) for d in dims))))]
 
 
 class _Failed(Exception):
@@ -323,6 +331,11 @@ class _Failed(Exception):
         )
 
 
+_MIXES = (
+    "the model mixes the examples of a batch, or changes their order (sorts them by length, say): its {what} for one "
+    "example is not the same with and without another one. Row i of every layer's input must be example i's alone: no "
+    "statistic of the batch, no neighbour; sort when the batch is put together."
+)
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another one. "
     "Take every statistic within an example; if another part of the output is what you train on, leave this one out of "
@@ -351,8 +364,8 @@ class Seen:
 
     Attributes:
         count: How many examples it had.
-        rows: By layer, kind ("input", "output", "gradient", or "loss": the gradient of what the model returns as a
-            loss) and how many of that kind came before.
+        rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
+            and how many of that kind came before.
         outputs: The model's outputs, by rows; ``seconds``: the same where dimension 1 may be the examples, else None.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.
@@ -370,6 +383,7 @@ class Seen:
         self.layouts: dict[str, set[str]] = {}
         self.tolerance = 0.0
         self._calls: dict[tuple[str, str], int] = {}
+        self._floors: dict[str, float] = {}
 
     def number(self, path: str, kind: str) -> int:
         """How many of this kind this layer had before."""
@@ -382,6 +396,12 @@ class Seen:
             number = self.number(path, kind) if place is None else place
             self.rows[path, kind, number] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
+
+    def floor(self, kind: str) -> float:
+        """See `_floor`."""
+        if kind not in self._floors:
+            self._floors[kind] = _floor(x for (_, k, _), x in self.rows.items() if k == kind)
+        return self._floors[kind]
 
     def note(self, x: Tensor) -> None:
         """A tensor that stand-ins meet has a gradient and no examples: parameters of others may be behind it."""
@@ -500,13 +520,22 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
-def _cotangent(x: Tensor, count: int, weights: list[float]) -> Tensor:
-    """The same direction for all examples, with their weights where every row is an example's."""
-    dim = 0 if x.shape[0] % count == 0 else 1
-    shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
+def _cotangent(x: Tensor, other: torch.Size, count: int, weights: list[float]) -> Tensor | None:
+    """The same direction for all examples, with their weights where every row is an example's; None without examples.
+
+    Args:
+        x: An output.
+        other: Its shape for another number of examples: the dimension that differs is theirs.
+        count: How many examples there are.
+        weights: One for each.
+    """
+    dims = [d for d, (a, b) in enumerate(zip(x.shape, other, strict=False)) if a != b]
+    if len(dims) != 1:
+        return None
+    shape = [1 if d == dims[0] else s for d, s in enumerate(x.shape)]
     direction = torch.linspace(0.5, 1.5, math.prod(shape), device=x.device).view(shape)
-    if x.shape[dim] == count:
-        rows = torch.tensor(weights, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+    if x.shape[dims[0]] == count:
+        rows = torch.tensor(weights, device=x.device).view([-1 if d == dims[0] else 1 for d in range(x.dim())])
         direction = direction * rows
     return direction.expand(x.shape).to(x.dtype)
 
@@ -582,6 +611,7 @@ class SameNoise(DispatchMode):
         self._shapes: list[torch.Size] = []
         self._kept: list[Tensor] = []
         self._stage, self._place = "shapes", 0
+        self._known: dict[Any, tuple[bool, int | None]] = {}
 
     @contextlib.contextmanager
     def passing(self, stage: str) -> Iterator[None]:
@@ -597,16 +627,15 @@ class SameNoise(DispatchMode):
             self.repeats = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        names = [a.name for a in func._schema.arguments]
-        if "dropout_p" in names:  # fused attention draws its own, out of reach
-            place = names.index("dropout_p")
-            if place < len(args):
-                args = (*args[:place], 0.0, *args[place + 1 :])
+        kwargs = kwargs or {}
+        draws, dropout = self._known.get(func) or self._known.setdefault(func, _random(func))
+        if dropout is not None:  # fused attention draws its own, out of reach
+            if dropout < len(args):
+                args = (*args[:dropout], 0.0, *args[dropout + 1 :])
             elif "dropout_p" in kwargs:
-                kwargs["dropout_p"] = 0.0
+                kwargs = {**kwargs, "dropout_p": 0.0}
         out = func(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded not in func.tags or "dropout_p" in names:
+        if not draws:
             return out
         if isinstance(out, tuple) and len(out) == 2 and "dropout" in func.__name__:
             mask = self._same(out[1])
@@ -638,6 +667,13 @@ class SameNoise(DispatchMode):
             self.repeats = False
             return drawn
         return drawn.copy_(kept.expand_as(drawn))
+
+
+def _random(func: Any) -> tuple[bool, int | None]:
+    """Whether an operation draws random numbers, and which of its arguments is the rate of a dropout inside it."""
+    names = [argument.name for argument in func._schema.arguments]
+    dropout = names.index("dropout_p") if "dropout_p" in names else None
+    return torch.Tag.nondeterministic_seeded in func.tags and dropout is None, dropout
 
 
 # --- what forward passes write ----------------------------------------------------------------------------------------
@@ -744,16 +780,16 @@ class Modes:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = list(model.modules())
-        self._last, self._seen = b"", set[bytes]()
+        self.last, self._seen = b"", set[bytes]()
 
     def new(self) -> bool:
         """Whether the model is in a mode that was not probed."""
-        self._last = bytes(m.training for m in self._modules)
-        return self._last not in self._seen and len(self._seen) < MOST_MODES
+        self.last = bytes(m.training for m in self._modules)
+        return self.last not in self._seen and len(self._seen) < MOST_MODES
 
     def probed(self) -> None:
         """The probe has seen the mode that ``new`` was asked about last."""
-        self._seen.add(self._last)
+        self._seen.add(self.last)
 
 
 class Writes:

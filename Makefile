@@ -2,14 +2,22 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# One environment for everything; rebuilt when the package's metadata or the pins change.
-.venv/ready: pyproject.toml constraints.txt
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+
+# One environment, in two layers; both are rebuilt when the package's metadata or the pins change.
+# The library alone: what the demo needs.
+.venv/core: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0 -c constraints.txt
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
 	touch $@
 
-demo: .venv/ready
+# Everything: tests, linters, docs, integrations, and what reproduce/ uses.
+.venv/ready: .venv/core
+	$(PIP) -e '.[dev]'
+	touch $@
+
+demo: .venv/core
 	$(BIN)/lambdacgd demo
 
 lint: .venv/ready

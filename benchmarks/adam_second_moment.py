@@ -19,16 +19,15 @@ import torch
 from torch.nn import functional as F
 
 import lambdacgd as lc
+from lambdacgd import digits
 from lambdacgd.training import privatize
-from lambdacgd.training.data import digits
-from lambdacgd.training.tasks import digits_model
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE, CLIP = 4.0, 1e-4, 5, 16, 1.0
 SEEDS = (1, 2, 3)
 
 
 def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
-    train = digits.load().train
+    train, _ = digits.load()
     plan = lc.plan(
         train,
         BATCH_SIZE,
@@ -36,11 +35,10 @@ def measure(lam: float, optimizer_name: str, seed: int) -> dict[str, float]:
         epsilon=EPSILON,
         delta=DELTA,
         mechanism=lc.LambdaCGD(lam),
-        sampling="balls-in-bins",
-        bins="fixed",
+        sampling=lc.BallsInBins("fixed"),
     )
     torch.manual_seed(seed)
-    model = digits_model()
+    model = digits.model()
     optimizer: torch.optim.Optimizer
     if optimizer_name == "adamw":
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.0)

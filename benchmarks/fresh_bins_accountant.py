@@ -20,9 +20,9 @@ from typing import Any
 
 import peers
 from lambdacgd import cache
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.fresh_bins import FreshBins
-from lambdacgd.accounting.fresh_bins.simulation import estimate_sigma
+from lambdacgd.accounting.composed import FreshBins
+from lambdacgd.accounting.composed.simulation import estimate_sigma
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, LambdaCGD
 
 DELTA = 1e-5
@@ -40,7 +40,8 @@ def measure(lam: float, b: int, k: int, epsilon: float) -> dict[str, Any]:
     row: dict[str, Any] = {"lam": lam, "b": b, "k": k, "epsilon": epsilon, "delta": DELTA}
     before, started = time.process_time(), time.perf_counter()
     try:
-        sigma, bound = FreshBins(lam, b, k).sigma(epsilon, DELTA)
+        bound = FreshBins(lam, b, k).sigma(epsilon, DELTA)
+        sigma = bound.sigma
         row |= {"sigma": sigma, "delta_remove": bound.delta_remove, "delta_add": bound.delta_add}
         row |= {"slack_share_of_delta": sum(bound.budget.values()) / bound.delta, "budget": bound.budget}
         row |= {"nodes": bound.details["nodes"], "transform": bound.details["transform"]}

@@ -16,8 +16,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from lambdacgd.accounting.fresh_bins import FreshBins
-from lambdacgd.accounting.transfer_matrix import TransferMatrix
+from lambdacgd.accounting.composed import FreshBins
+from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.mechanisms import LambdaCGD, error_norms
 
 OUT = Path(__file__).parents[1] / "docs" / "figures" / "fresh-bins.svg"
@@ -53,7 +53,7 @@ def errors(epsilon: float) -> tuple[list[float], list[float]]:
     slope, start = 15.0, None
     for lam in LAMBDAS:
         mechanism, n = LambdaCGD(lam), STEPS * EPOCHS
-        sigma = TransferMatrix(lam, STEPS, EPOCHS).sigma(epsilon, DELTA, rtol=3e-3)[0]
+        sigma = TransferMatrix(lam, STEPS, EPOCHS).sigma(epsilon, DELTA, rtol=3e-3).sigma
         fixed.append(error_norms(mechanism, n)[0] * sigma)
         sigma, slope = FreshBins(lam, STEPS, EPOCHS).quick_sigma(epsilon, DELTA, start=start, slope=slope)
         fresh.append(error_norms(mechanism, n, restart_every=STEPS)[0] * sigma)

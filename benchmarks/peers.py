@@ -254,8 +254,8 @@ def ours(question: Question) -> dict[str, Any]:
     import torch
 
     from lambdacgd import cache
+    from lambdacgd.accounting.exact import TransferMatrix
     from lambdacgd.accounting.monte_carlo import MonteCarlo
-    from lambdacgd.accounting.transfer_matrix import TransferMatrix
     from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
     mechanism = LambdaCGD(question.lam) if question.lam is not None else BISR(question.bands or 0)

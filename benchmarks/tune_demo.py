@@ -19,28 +19,28 @@ from pathlib import Path
 
 import torch
 from torch.nn import functional as F
+from torch.utils.data import Subset, TensorDataset
 
 import lambdacgd as lc
+from lambdacgd import digits
 from lambdacgd.training import privatize
-from lambdacgd.training.data import Examples, digits
-from lambdacgd.training.tasks import digits_model
 
 DELTA, EPOCHS, BATCH_SIZE, LAMBDA = 1e-4, 2, 8, 0.8
 METHODS = {
-    "dp-sgd": (lc.Identity(), {"sampling": "poisson"}),
-    "lambda-cgd": (lc.LambdaCGD(LAMBDA), {"bins": "fixed"}),
-    "lambda-cgd-fresh": (lc.LambdaCGD(LAMBDA), {"bins": "fresh"}),
+    "dp-sgd": (lc.Identity(), lc.Poisson()),
+    "lambda-cgd": (lc.LambdaCGD(LAMBDA), lc.BallsInBins("fixed")),
+    "lambda-cgd-fresh": (lc.LambdaCGD(LAMBDA), lc.BallsInBins("fresh")),
 }
 CLIPS = (0.5, 1.0, 2.0, 4.0, 8.0)
 REACHES = (0.0625, 0.125, 0.25, 0.5)  # learning rate times clipping norm: how far one example can move the sum
 
 
-def accuracy(every: Examples, plan: lc.Plan, rate: float, clip: float, seed: int) -> float:
+def accuracy(every: TensorDataset, plan: lc.Plan, rate: float, clip: float, seed: int) -> float:
     """Validation accuracy of one run."""
     order = torch.randperm(len(every), generator=torch.Generator().manual_seed(seed))
-    train, held_out = every.part(order[: plan.examples]), every.part(order[plan.examples :])
+    train, held_out = Subset(every, order[: plan.examples].tolist()), order[plan.examples :]
     torch.manual_seed(seed)
-    model = digits_model()
+    model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=rate)
     private = privatize(model, optimizer, train, plan, max_grad_norm=clip)
     for x, y in private.loader:
@@ -48,7 +48,8 @@ def accuracy(every: Examples, plan: lc.Plan, rate: float, clip: float, seed: int
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return float((model(held_out.inputs).argmax(1) == held_out.labels).float().mean())
+        images, labels = (tensor[held_out] for tensor in every.tensors)
+        return float((model(images).argmax(1) == labels).float().mean())
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/demo_tuning.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    every = digits.load().train
+    every, _ = digits.load()
     examples = digits.TRAIN * 4 // 5
     chosen = options.method or list(METHODS)
     rows = []
@@ -74,7 +75,7 @@ def main() -> None:
             epsilon=options.epsilon,
             delta=DELTA,
             mechanism=mechanism,
-            **sampling,
+            sampling=sampling,
         )
         for clip in CLIPS:
             for reach in REACHES:

@@ -1,6 +1,6 @@
 """Handwritten digits with differential privacy in Lightning: ``python examples/lightning_digits.py --out /tmp/digits``.
 
-Needs the extras ``lightning`` and ``train`` (the digits come with scikit-learn).
+Needs the extra ``lightning``; the digits come with the package.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 import lambdacgd as lc
+from lambdacgd import digits
 from lambdacgd.integrations.lightning import LambdaCGDStrategy
 
 
@@ -25,7 +25,7 @@ class Digits(lightning.LightningModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+        self.net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.net(x)
@@ -52,9 +52,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--resume", type=Path, help="a checkpoint of this run")
     given = parser.parse_args()
-    digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    train, test = TensorDataset(x[:1437], y[:1437]), TensorDataset(x[1437:], y[1437:])
+    train, test = digits.load()
 
     torch.manual_seed(0)
     plan = lc.plan(train, 64, epochs=given.epochs, epsilon=given.epsilon, delta=1e-4)
@@ -71,7 +69,7 @@ def main() -> None:
     module = Digits()
     trainer.fit(module, strategy.loader, DataLoader(test, batch_size=512), ckpt_path=given.resume)
     print(f"accuracy {float(trainer.callback_metrics['accuracy']):.3f}, {strategy.private.spent()}")
-    lc.export(module, given.out / "release")
+    lc.export(strategy.private, given.out / "release")
 
 
 if __name__ == "__main__":

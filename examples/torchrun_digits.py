@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_digits.py --out runs/digits
     torchrun --nproc-per-node 2 --max-restarts 3 examples/torchrun_digits.py --out runs/sharded --sharded
 
-One model is trained on the digits that scikit-learn ships, by all processes together: replicated
+One model is trained on handwritten digits, by all processes together: replicated
 (DistributedDataParallel) or sharded (FSDP2). The result does not depend on how many there are, nor on restarts. The
 folder must be one that all processes see.
 """
@@ -26,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import lambdacgd as lc
-from lambdacgd.training.data import digits
+from lambdacgd import digits
 
 
 def build(sharded: bool, device: torch.device) -> nn.Module:
@@ -46,7 +46,7 @@ def prepare(out: Path, examples: int) -> lc.SecretKey | None:
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
         if not (out / "plan.json").exists():
-            plan = lc.plan(examples, 64, epochs=3, epsilon=4.0, delta=1e-4, lam=0.8)
+            plan = lc.plan(examples, 64, epochs=3, epsilon=4.0, delta=1e-4, mechanism=lc.LambdaCGD(0.8))
             plan.save(out / "plan.json")
         if not (out / "run.key").exists():
             lc.SecretKey.generate().save(out / "run.key")
@@ -75,13 +75,11 @@ def main(argv: list[str] | None = None, after_step: Callable[[lc.Private], None]
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(minutes=5))
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
-    data = digits.load()
-    key = prepare(args.out, len(data.train))
+    train, test = digits.load()
+    key = prepare(args.out, len(train))
     model = build(args.sharded, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    private = lc.privatize(
-        model, optimizer, data.train, lc.Plan.load(args.out / "plan.json"), max_grad_norm=1.0, key=key
-    )
+    private = lc.privatize(model, optimizer, train, lc.Plan.load(args.out / "plan.json"), max_grad_norm=1.0, key=key)
     private.resume(args.out / "checkpoint")
 
     for epoch in private.epochs():
@@ -93,12 +91,12 @@ def main(argv: list[str] | None = None, after_step: Callable[[lc.Private], None]
                 after_step(private)
             if private.steps_taken % args.save_every == 0:
                 private.save(args.out / "checkpoint")
-        correct = accuracy(model, data.test.inputs.to(device), data.test.labels.to(device))
+        correct = accuracy(model, *(tensor.to(device) for tensor in test.tensors))
         if dist.get_rank() == 0:
             print(f"epoch {epoch.number}: {correct:.1%} of the test digits; {private.spent()}", flush=True)
 
     if not (args.out / "release").exists():
-        lc.export(model, args.out / "release")
+        lc.export(private, args.out / "release")
     private.detach()
     dist.barrier()
 

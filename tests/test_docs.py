@@ -50,7 +50,9 @@ def test_the_migration_page_runs():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     known = {"model": model, "optimizer": optimizer, "dataset": TensorDataset(x, (x.mean((1, 2, 3)) > 0).long())}
     first, *others = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "migrating.md").read_text(), flags=re.S)
-    exec(first.replace("delta=1e-5)", "delta=1e-5, lam=0.6)"), known)  # a λ searched for takes seconds
+    exec(
+        first.replace("delta=1e-5)", "delta=1e-5, mechanism=lc.LambdaCGD(0.6))"), known
+    )  # a λ searched for takes seconds
     known["old"] = {f"_module.{name}": value for name, value in model.state_dict().items()}
     planned = []
     for code in others:
@@ -58,7 +60,9 @@ def test_the_migration_page_runs():
         planned.append(known["plan"])
     assert known["private"].finished
     page = (ROOT / "docs" / "migrating.md").read_text()
-    poisson = lc.plan(2000, 100, epochs=3, noise_multiplier=1.0, delta=1e-4, mechanism="dp-sgd", sampling="poisson")
+    poisson = lc.plan(
+        2000, 100, epochs=3, noise_multiplier=1.0, delta=1e-4, mechanism=lc.Identity(), sampling=lc.Poisson()
+    )
     assert f"# {poisson.epsilon:.3g}\n" in page
     assert f"# {planned[1].epsilon:.3g}: λCGD" in page
     assert planned[2].sigma == pytest.approx(1.672, abs=5e-4)

@@ -14,7 +14,7 @@ from lambdacgd.mechanisms import error_norms
 from lambdacgd.mechanisms.base import BandedInverse
 
 SMALL = {"examples": 20, "batch_size": 5, "epochs": 2, "delta": 1e-3}
-SAMPLINGS = [{"bins": "fixed"}, {"bins": "fresh"}, {"sampling": "cyclic"}]
+SAMPLINGS = [{"sampling": sampling} for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh"), lc.Cyclic())]
 
 
 @dataclass(frozen=True)
@@ -102,4 +102,4 @@ def test_a_class_that_tells_accountants_something_else_is_refused(said):
 
     setattr(Two, said, lambda self, n: np.eye(1, n)[0])
     with pytest.raises(lc.InvalidInput, match="override recurrence"):
-        lc.plan(**SMALL, epsilon=2.0, mechanism=Two(0.5), sampling="cyclic")
+        lc.plan(**SMALL, epsilon=2.0, mechanism=Two(0.5), sampling=lc.Cyclic())

@@ -5,9 +5,13 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import os
 import pkgutil
+import shutil
 import subprocess
 import sys
+import zipfile
+from pathlib import Path
 
 import pytest
 
@@ -26,15 +30,67 @@ def test_every_public_name_loads():
     "code",
     [
         "import lambdacgd",
-        "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling='cyclic')",
+        "import lambdacgd as lc; lc.plan(1000, 10, epochs=2, epsilon=1.0, delta=1e-5, sampling=lc.Cyclic())",
         "import lambdacgd.cli.app",
-        "import lambdacgd.sampling, lambdacgd.accounting.calibration, lambdacgd.tuning, lambdacgd.keys",
+        "import lambdacgd.sampling, lambdacgd.accounting, lambdacgd.choosing, lambdacgd.keys",
     ],
 )
 def test_planning_does_not_import_torch(code):
     check = f"{code}\nimport sys; assert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+BLOCKED = """
+import sys
+from importlib.abc import MetaPathFinder
+
+class Missing(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {missing!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Missing())
+import lambdacgd as lc
+from lambdacgd.cli import main
+
+small = {{"examples": 100, "batch_size": 20, "epochs": 2, "delta": 1e-3, "epsilon": 2.0}}
+for mechanism, sampling in {plans}:
+    plan = lc.plan(**small, mechanism=mechanism, sampling=sampling)
+    assert lc.Plan.from_json(plan.to_json()) == plan
+    assert sum(len(batch) for batch in plan.sampling.batches(lc.SecretKey.from_bytes(bytes(32)))) > 100
+assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3",
+             "--sampling", "cyclic", "--json"]) == 0
+assert not {missing!r} & set(sys.modules)
+"""
+PLANS = "(None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson())"
+BINNED = ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed'))"
+
+
+@pytest.mark.parametrize(
+    ("missing", "plans"),
+    [({"torch", "matplotlib"}, PLANS), ({"fcntl", "matplotlib"}, PLANS + BINNED)],
+    ids=["without torch", "without fcntl"],
+)
+def test_planning_works_without(missing, plans, tmp_path):
+    """Windows has no fcntl; and torch is needed by accountants of Balls-in-Bins and by training alone."""
+    code = BLOCKED.format(missing=missing, plans=f"[{plans}]")
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, check=False, env=os.environ | {"LAMBDACGD_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path):
+    code = "import sys; sys.modules['matplotlib'] = None\nfrom lambdacgd.cli import main\nsys.exit(main(sys.argv[1:]))"
+    asked = ["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
+    asked += ["--sampling", "cyclic", "--plot", str(tmp_path / "curves.png")]
+    done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("lambdacgd: matplotlib")
+    assert "lambdacgd[plots]" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -57,3 +113,22 @@ def test_public_names_are_described(name):
         own = {k: v for k, v in vars(thing).items() if k[0] != "_" and (callable(v) or isinstance(v, property))}
         silent = [k for k, v in own.items() if not inspect.getdoc(getattr(thing, k) if callable(v) else v.fget)]
         assert not silent, f"{name}.{', '.join(silent)} has no docstring"
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
+    root = Path(__file__).parent.parent
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(root / name, tmp_path)
+    for name in ("src", "reproduce", "benchmarks"):
+        shutil.copytree(root / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    build = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
+    done = subprocess.run(
+        [sys.executable, "-c", build, tmp_path], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names} == {"lambdacgd", f"lambdacgd-{lc.__version__}.dist-info"}
+    assert {"lambdacgd/digits.npz", "lambdacgd/py.typed", "lambdacgd/cli/demo.py"} <= names
+    written = {str(path.relative_to(root / "src")) for path in (root / "src" / "lambdacgd").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == written

@@ -14,7 +14,7 @@ from lambdacgd import torch_private
 
 PACKAGE = Path(torch_private.__file__).parent
 #: Parts of the package that still name private things themselves. Empty this list, then delete it.
-NOT_YET = ("clipping/bench", "training/", "experiments/", "noise/benchmark.py", "integrations/")
+NOT_YET = ("clipping/bench", "training/", "experiments/", "noise/benchmark.py")
 PRIVATE = re.compile(
     r"\btorch\._(?!_)\w+|\btorch\.[a-z_.]+\._(?!_)\w+|nn\.modules\.[a-z]+\._\w+|utils\._pytree|\._(version|local_tensor|spec)\b"
     r"|\._(reversed_padding_repeated_twice|flat_weights_names|weights_have_changed|module_parameters|backward_hooks)\b"

@@ -1,7 +1,7 @@
 """Differentially private training whose noise cancels itself: DP-λCGD for PyTorch.
 
 ``lc.plan(...)`` fixes what a run will do and what it costs; everything that trains takes that plan. Names load when
-they are first used, so that planning never waits for torch.
+they are first used: torch is imported only with training, and with the exact accountant of Balls-in-Bins.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ from typing import TYPE_CHECKING, Any
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
-    from lambdacgd.accounting import AccountingError, Calibration, Certificate
-    from lambdacgd.clipping import ClippingError
-    from lambdacgd.keys import KeyFileError, Ledger, LedgerError, SecretKey
+    from lambdacgd.accounting import Calibration, Certificate
+    from lambdacgd.choosing import choose_gamma, choose_lambda
+    from lambdacgd.errors import (
+        AccountingError,
+        CheckpointError,
+        ClippingError,
+        InvalidInput,
+        KeyFileError,
+        LedgerError,
+        NonFiniteSum,
+        NotPrivateWarning,
+        TrainingError,
+    )
+    from lambdacgd.keys import Ledger, SecretKey
     from lambdacgd.mechanisms import (
         BISR,
         BLT,
@@ -32,83 +43,39 @@ if TYPE_CHECKING:
         rmse,
     )
     from lambdacgd.mechanisms.sensitivity import sensitivity
-    from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
+    from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
     from lambdacgd.planning import Plan, plan
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
-    from lambdacgd.training import EMA, CheckpointError, Noiser, NotPrivateWarning, Private, Spent, TrainingError
+    from lambdacgd.training import EMA, Noiser, Private, Spent
     from lambdacgd.training.export import export
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.tuning import choose_gamma, choose_lambda
-    from lambdacgd.validation import InvalidInput
 
 _HOMES = {
-    "lambdacgd.accounting": ("AccountingError", "Calibration", "Certificate"),
-    "lambdacgd.clipping": ("ClippingError",),
-    "lambdacgd.keys": ("KeyFileError", "Ledger", "LedgerError", "SecretKey"),
+    "lambdacgd.accounting": ("Calibration", "Certificate"),
+    "lambdacgd.errors": (
+        "AccountingError", "CheckpointError", "ClippingError", "InvalidInput", "KeyFileError", "LedgerError",
+        "NonFiniteSum", "NotPrivateWarning", "TrainingError",
+    ),
+    "lambdacgd.keys": ("Ledger", "SecretKey"),
     "lambdacgd.mechanisms": (
         "BISR", "BLT", "BSR", "BandInvMF", "BandMF", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD",
         "Mechanism", "Workload", "maxse", "rmse", "sensitivity",
     ),
-    "lambdacgd.noise": ("BufferedNoise", "Layout", "NoiseField", "NonFiniteSum", "RegeneratedNoise"),
+    "lambdacgd.noise": ("BufferedNoise", "Layout", "NoiseField", "RegeneratedNoise"),
     "lambdacgd.planning": ("Plan", "plan"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
-    "lambdacgd.training": (
-        "EMA", "CheckpointError", "Noiser", "NotPrivateWarning", "Private", "Spent", "TrainingError", "export",
-        "privatize",
-    ),
-    "lambdacgd.tuning": ("choose_gamma", "choose_lambda"),
-    "lambdacgd.validation": ("InvalidInput",),
+    "lambdacgd.training": ("EMA", "Noiser", "Private", "Spent", "export", "privatize"),
+    "lambdacgd.choosing": ("choose_gamma", "choose_lambda"),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "BISR",
-    "BLT",
-    "BSR",
-    "EMA",
-    "AccountingError",
-    "BallsInBins",
-    "BandInvMF",
-    "BandMF",
-    "BufferedNoise",
-    "Calibration",
-    "Certificate",
-    "CheckpointError",
-    "ClippingError",
-    "Cyclic",
-    "Diagonal",
-    "GammaBIFR",
-    "Horizon",
-    "Identity",
-    "InvalidInput",
-    "KeyFileError",
-    "LambdaCGD",
-    "Layout",
-    "Ledger",
-    "LedgerError",
-    "Mechanism",
-    "NoiseField",
-    "Noiser",
-    "NonFiniteSum",
-    "NotPrivateWarning",
-    "Plan",
-    "Poisson",
-    "Private",
-    "RegeneratedNoise",
-    "Sampling",
-    "SecretKey",
-    "Spent",
-    "TrainingError",
-    "Workload",
-    "__version__",
-    "choose_gamma",
-    "choose_lambda",
-    "export",
-    "maxse",
-    "plan",
-    "privatize",
-    "rmse",
-    "sensitivity",
+    "BISR", "BLT", "BSR", "EMA", "AccountingError", "BallsInBins", "BandInvMF", "BandMF", "BufferedNoise",
+    "Calibration", "Certificate", "CheckpointError", "ClippingError", "Cyclic", "Diagonal", "GammaBIFR",
+    "Horizon", "Identity", "InvalidInput", "KeyFileError", "LambdaCGD", "Layout", "Ledger", "LedgerError",
+    "Mechanism", "NoiseField", "Noiser", "NonFiniteSum", "NotPrivateWarning", "Plan", "Poisson", "Private",
+    "RegeneratedNoise", "Sampling", "SecretKey", "Spent", "TrainingError", "Workload", "__version__",
+    "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 
 

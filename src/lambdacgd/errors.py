@@ -21,7 +21,11 @@ class InvalidInput(ValueError):
     def __init__(self, parameter: str, given: Any, allowed: str | None = None) -> None:
         self.parameter = parameter
         self.complaint = f": {given}" if allowed is None else f" is {given!r}, but {allowed}"
-        super().__init__(str(given) if allowed is None else parameter + self.complaint)
+        # Two strings, so that the error survives the way out of a worker process: exceptions are pickled by their args.
+        super().__init__(parameter, str(given) if allowed is None else parameter + self.complaint)
+
+    def __str__(self) -> str:
+        return str(self.args[1])
 
 
 class AccountingError(ValueError):

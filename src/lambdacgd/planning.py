@@ -6,32 +6,59 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from lambdacgd.accounting.base import Calibration, Certificate
-from lambdacgd.accounting.calibration import calibrate_noise, check_epsilon, methods
-from lambdacgd.accounting.spending import certify_noise
-from lambdacgd.choices import default_bins, make_mechanism, make_sampling
-from lambdacgd.mechanisms import Horizon, Mechanism, error_norms, mechanism_from_dict, sensitivity
-from lambdacgd.sampling import BallsInBins, Bins, Sampling, sampling_from_dict
-from lambdacgd.validation import InvalidInput, integer, number
+import numpy as np
+
+from lambdacgd import choosing
+from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.mechanisms import (
+    BandInvMF,
+    GammaBIFR,
+    Horizon,
+    Identity,
+    LambdaCGD,
+    Mechanism,
+    Objective,
+    error_norms,
+    mechanism_from_dict,
+    sensitivity,
+)
+from lambdacgd.sampling import BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
-FORMAT = "lambdacgd-plan-1"
-Auto = Literal["auto"]
+FORMAT = "lambdacgd-plan-2"
+FIRST_FORMAT = "lambdacgd-plan-1"
+"""Files of this format hold as ``batch_size`` what was asked for, and as ``choice`` what is now ``selection``."""
+
+MOST_STEPS = 100_000_000
+"""The longest run that can be planned: sensitivities and errors are sums over columns of n numbers, some gigabytes."""
+
+FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
+"""Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why.
+    """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why. ``lc.plan`` makes one.
 
-    ``sigma`` is the standard deviation of the noise relative to the clipping norm. ``sensitivity`` is that of C for one
-    participation an epoch; ``rmse`` and ``maxse`` are (1/√n)‖AC⁻¹‖_F·σ and ‖AC⁻¹‖_{2→∞}·σ for prefix sums. Where the
-    noise restarts every ``restart_every`` steps, C is block-diagonal and ``mechanism`` describes one ``block``.
-    ``choice`` records how an automatic parameter was chosen, ``version`` the release that made the plan, which stays
-    with it: a run resumes with the plan it began with.
+    Attributes:
+        mechanism: what correlates the noise, resolved. Where the noise restarts every ``restart_every`` steps, C is
+            block-diagonal and this describes one ``block``.
+        sampling: who takes part when, bound to the data set and the horizon.
+        epsilon: ε.
+        delta: δ.
+        requested_batch_size: the batch size that was asked for; ``batch_size`` is what is drawn on average.
+        sensitivity: that of C, for one participation in each epoch.
+        sigma: σ, the standard deviation of the noise relative to the clipping norm.
+        rmse: (1/√n)‖AC⁻¹‖_F·σ for prefix sums.
+        maxse: ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
+        certificate: why σ suffices, and how surely.
+        selection: how automatic parameters were chosen; None if there were none.
+        version: the release that made the plan. It stays with the plan: a run resumes with the plan it began with.
 
     Guarantee
     ---------
@@ -45,19 +72,27 @@ class Plan:
     sampling: Sampling
     epsilon: float
     delta: float
-    batch_size: int
+    requested_batch_size: int
     sensitivity: float
     sigma: float
     rmse: float
     maxse: float
     certificate: Certificate
-    choice: dict[str, Any] | None = None
+    selection: dict[str, Any] | None = None
     version: str = __version__
 
     @property
     def examples(self) -> int:
         """N, the number of training examples."""
         return self.sampling.examples
+
+    @property
+    def batch_size(self) -> float:
+        """How many examples a step draws on average, which sums are divided by: N/b, or the fixed size of ``Cyclic``.
+
+        It differs from ``requested_batch_size`` where that does not divide N, or where b was given.
+        """
+        return float(self.sampling.batch_size)
 
     @property
     def horizon(self) -> Horizon:
@@ -102,13 +137,14 @@ class Plan:
             "steps_per_epoch": self.steps_per_epoch,
             "epochs": self.epochs,
             "batch_size": self.batch_size,
+            "requested_batch_size": self.requested_batch_size,
             "examples": self.examples,
             "sensitivity": self.sensitivity,
             "sigma": self.sigma,
             "rmse": self.rmse,
             "maxse": self.maxse,
             "certificate": _plain(self.certificate.to_dict()),
-            "choice": _plain(self.choice),
+            "selection": _plain(self.selection),
         }
         return content | {"digest": _digest(content)}
 
@@ -118,92 +154,132 @@ class Plan:
         return str(self.to_dict()["digest"])
 
     def check(self) -> None:
-        """Refuse a plan whose claim was not made for what it holds: σ, mechanism, horizon, bins, ε or δ changed later.
+        """Refuse a plan whose parts do not belong together, because σ, mechanism, horizon, bins, ε or δ changed later.
 
         The sensitivity and errors were computed from mechanism, horizon and σ together, so a change of one shows. The
         certificate names the kind of sampling, which independent noise would not show (those of earlier releases do
-        not, and were never of fresh bins), and a method that certifies this kind.
+        not, and were never of fresh bins), and a method that certifies this kind. A plan that claims nothing passes.
+
+        Raises:
+            InvalidInput: the plan was changed after it was made.
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
         mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
         sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
-        found = (self.rmse, self.maxse, self.sensitivity)
-        same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, found, strict=True))
+        stated = (self.rmse, self.maxse, self.sensitivity)
+        same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
         unnamed = self.sampling.kind if self.restart_every is None else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",
-                self.digest[:12],
-                "its parts do not belong together: it was changed after lc.plan made it. Plan anew",
+                "The parts of this plan do not belong together: it was changed after lc.plan made it. Make a new plan.",
             )
 
     def __str__(self) -> str:
         """One line for people; ``to_json()`` and ``repr`` hold everything.
 
-        >>> print(plan(examples=1000, batch_size=50, epochs=2, epsilon=2.0, delta=1e-5, lam=0.9, sampling="cyclic"))
-        lambda-cgd (lam = 0.9), cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
+        >>> import lambdacgd as lc
+        >>> strong = lc.LambdaCGD(0.9)
+        >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
         2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
         """
-        fields = self.mechanism.to_dict().items()
-        described = ", ".join(
-            k if v is True else f"{k} = {v:.4g}" for k, v in fields if v and isinstance(v, int | float)
-        )
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
-            f"{self.mechanism.name}{f' ({described})' if described else ''}, {self.sampling.kind}: "
+            f"{self.mechanism}, {self.sampling.kind}: "
             f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, "
-            f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.batch_size} of {self.examples} "
-            f"examples, RMSE {self.rmse:.4g} ({claim})"
+            f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
+            f"{self.examples} examples, RMSE {self.rmse:.4g} ({claim})"
         )
+
+    @property
+    def described_batch_size(self) -> str:
+        """The average batch size in words, with what was asked for where that is another number."""
+        drawn = f"{self.batch_size:.1f}".removesuffix(".0")
+        asked = self.requested_batch_size
+        return drawn if self.batch_size == asked else f"{drawn} ({asked} asked for)"
 
     def to_json(self) -> str:
         """The plan's file format as text; ``from_json`` reads it back."""
         return json.dumps(self.to_dict(), indent=2)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a JSON file, which ``Plan.load`` reads back."""
-        Path(path).write_text(self.to_json() + "\n")
+        """Write the plan to a JSON file, which ``Plan.load`` reads back.
+
+        Args:
+            path: the file.
+        """
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan from its JSON file; an edited one is refused."""
-        return cls.from_json(Path(path).read_text())
+        """Read a plan from its JSON file.
+
+        Args:
+            path: the file, as ``save`` or ``lambdacgd plan --out`` wrote it. Files of the first format load, too.
+
+        Raises:
+            InvalidInput: the file does not hold a plan, or it was changed after it was made.
+            OSError: the file cannot be read.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidInput("plan", f"{path} is not a plan file: byte {error.start} is not UTF-8 text.") from None
+        return cls.from_json(text)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
-        """Read a plan from ``to_json``'s text; an edited one is refused."""
+        """Read a plan from ``to_json``'s text.
+
+        Args:
+            text: the plan as JSON.
+
+        Raises:
+            InvalidInput: the text is not a plan, or it was changed after it was made.
+        """
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise InvalidInput("plan", text[:40], f"it must be a JSON plan file ({error})") from None
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            found = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
-            raise InvalidInput("plan", found, f"it must be a file of format {FORMAT}: lambdacgd plan --out writes one")
+        except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
+            raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
+        if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
+            given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
+            raise InvalidInput(
+                "plan", f"This is {given!r}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
+            )
         digest = data.pop("digest", None)
         if digest != _digest(data):
             raise InvalidInput(
-                "plan", digest, "the file was changed after it was made (its digest differs); make a new plan instead"
+                "plan", "The plan file was changed after it was made: its digest differs. Make a new plan instead."
             )
         try:
             plan = cls._from_content(data)
         except InvalidInput:
             raise
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput("plan", str(error), "the file is not a whole plan; make a new plan instead") from None
+            raise InvalidInput(
+                "plan", f"The file is not a whole plan ({type(error).__name__}: {error}). Make a new plan instead."
+            ) from None
         for name in ("sigma", "sensitivity", "rmse", "maxse"):
             number(name, getattr(plan, name), above=0, include=(0,))
-        integer("batch_size", plan.batch_size, maximum=plan.examples)
+        integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
         claimed = (plan.certificate.epsilon, plan.certificate.delta)
         if claimed != (plan.epsilon, plan.delta):
-            raise InvalidInput("plan", claimed, f"its certificate must be for ε = {plan.epsilon}, δ = {plan.delta}")
-        for name in ("steps", "steps_per_epoch", "epochs", "examples"):
+            raise InvalidInput(
+                "plan",
+                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {claimed}.",
+            )
+        derived = ("steps", "steps_per_epoch", "epochs", "examples")
+        for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
             if getattr(plan, name) != data.get(name):
-                raise InvalidInput(name, data.get(name), f"the plan's sampling says {getattr(plan, name)}")
+                raise InvalidInput(
+                    name, f"The plan file says {name} = {data.get(name)!r}, and its sampling {getattr(plan, name)}."
+                )
         return plan
 
     @classmethod
@@ -212,18 +288,22 @@ class Plan:
         certificate["epsilon"] = float(certificate["epsilon"])
         if "kind" not in certificate:  # silence is not a claim
             raise KeyError("kind")
+        mechanism = mechanism_from_dict(data["mechanism"])
+        if not mechanism.resolved:
+            raise ValueError(f"the parameters of {mechanism.name} are missing")
+        first = data["format"] == FIRST_FORMAT
         return cls(
-            mechanism=mechanism_from_dict(data["mechanism"]),
+            mechanism=mechanism,
             sampling=sampling_from_dict(data["sampling"]),
             epsilon=float(data["epsilon"]),
             delta=data["delta"],
-            batch_size=data["batch_size"],
+            requested_batch_size=data["batch_size" if first else "requested_batch_size"],
             sensitivity=data["sensitivity"],
             sigma=data["sigma"],
             rmse=data["rmse"],
             maxse=data["maxse"],
             certificate=Certificate(**certificate),
-            choice=data["choice"],
+            selection=data["choice" if first else "selection"],
             version=data["version"],
         )
 
@@ -236,89 +316,184 @@ def plan(
     epsilon: float | None = None,
     delta: float,
     noise_multiplier: float | None = None,
-    mechanism: str | Mechanism = "lambda-cgd",
-    sampling: str = "balls-in-bins",
-    bins: Bins | None = None,
+    mechanism: Mechanism | None = None,
+    sampling: Sampling | None = None,
     steps_per_epoch: int | None = None,
-    lam: float | Auto | None = None,
-    normalized: bool | None = None,
-    bands: int | None = None,
-    buffers: int | None = None,
-    gamma: float | Auto | None = None,
-    amplified: bool | None = None,
-    objective: str | None = None,
     estimate: bool = False,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
 
-    Give ``epsilon``, or the other way round ``noise_multiplier`` (σ, relative to the clipping norm): then ε is the
-    smallest that is certified for it, and λ or γ must be given, because what they are best at is an ε.
+    Args:
+        examples: N, the number of training examples, or a dataset with a length.
+        batch_size: the batch size asked for. An epoch has b = ⌊N / batch_size⌋ steps, so that a step draws N/b
+            examples on average, which is never less: ``Plan.batch_size``.
+        epochs: k, the number of epochs.
+        epsilon: the privacy budget ε. ``math.inf`` plans a run without noise.
+        delta: the privacy budget δ.
+        noise_multiplier: σ, relative to the clipping norm, in place of ``epsilon``: then ε is the smallest that is
+            certified for it. An automatic λ or γ is chosen for an ε, so here it must be given as a number.
+        mechanism: what correlates the noise; ``LambdaCGD("auto")`` if it is not given.
+        sampling: who takes part when. If it is not given, ``BallsInBins("fresh")`` for λCGD and DP-SGD, whose fresh
+            bins are certified tightly, and ``BallsInBins("fixed")`` for other mechanisms, whose certificate of fresh
+            bins takes more noise than needed.
+        steps_per_epoch: b, if it is not to follow from ``batch_size``.
+        estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
 
-    ``examples`` is the number of training examples, or a dataset with a length. ``mechanism`` is a name, described
-    further by the parameters that apply to it, or a ``Mechanism``. λ (and γ) are chosen automatically unless given:
-    by ``objective`` ("rmse", "maxse", "amplified-rmse" or "guideline"), which defaults to the amplified RMSE with fresh
-    bins, to the guideline with fixed ones and to RMSE without amplification.
+    Returns:
+        The plan, with its mechanism resolved and its sampling bound.
 
-    ``bins`` of Balls-in-Bins are "fresh" (redrawn every epoch, and the noise restarts there) or "fixed" (drawn once, as
-    in the paper). Not given, they are fresh for λCGD and DP-SGD, which are certified tightly so, and fixed for other
-    mechanisms, whose certificate of fresh bins takes more noise than needed.
+    Raises:
+        InvalidInput: an argument cannot be used, or a mechanism has no accountant under this sampling.
+        AccountingError: no accountant can answer for these numbers.
 
-    >>> plan(examples=50_000, batch_size=128, epochs=10, epsilon=8.0, delta=1e-5,
-    ...      lam=0.95, sampling="cyclic").sigma  # doctest: +ELLIPSIS
+    >>> import lambdacgd as lc
+    >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
+    ...         mechanism=lc.LambdaCGD(0.95), sampling=lc.Cyclic()).sigma  # doctest: +ELLIPSIS
     6.0...
     """
     examples = integer("examples", _length(examples))
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
     if (epsilon is None) == (noise_multiplier is None):
-        raise InvalidInput("epsilon", epsilon, "give either epsilon or noise_multiplier: one follows from the other")
+        raise InvalidInput("epsilon", "Give either epsilon or noise_multiplier: one follows from the other.")
     if epsilon is not None:
         epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
     elif estimate:
-        raise InvalidInput("estimate", True, "with a noise_multiplier ε is always certified; leave it out")
+        raise InvalidInput("estimate", "With a noise_multiplier ε is always certified: leave estimate out.")
     else:
         noise_multiplier = number("noise_multiplier", noise_multiplier, above=0)
     delta = number("delta", delta, above=0, below=1)
-    if bins is None and sampling == BallsInBins.name:
-        bins = default_bins(mechanism)
-    chosen = make_sampling(sampling, examples, batch_size, epochs=epochs, bins=bins, steps_per_epoch=steps_per_epoch)
+    if mechanism is None:
+        mechanism = LambdaCGD()
+    if not isinstance(mechanism, Mechanism):
+        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4)")
+    if sampling is None:
+        sampling = BallsInBins("fresh" if mechanism.name in FRESH_BY_DEFAULT else "fixed")
+    bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
-        check_epsilon(chosen, epsilon)
-    parameters = {
-        "lam": lam,
-        "normalized": normalized,
-        "bands": bands,
-        "buffers": buffers,
-        "gamma": gamma,
-        "amplified": amplified,
-        "objective": objective,
-    }
-    described, choice = make_mechanism(
-        mechanism,
-        chosen,
-        epsilon=epsilon,
-        delta=delta,
-        parameters={k: v for k, v in parameters.items() if v is not None},
-    )
+        check_epsilon(bound, epsilon)
+    resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
+    accountant = accountant_for(resolved, bound)
     if noise_multiplier is None:
         assert epsilon is not None
-        calibration = calibrate_noise(described, chosen, epsilon=epsilon, delta=delta, estimate=estimate)
+        calibration = accountant.sigma(epsilon, delta, estimate=estimate)
     else:
-        certificate = certify_noise(described, chosen, sigma=noise_multiplier, delta=delta)
-        calibration = Calibration(noise_multiplier, certificate)
-    mean_error, max_error = error_norms(described, chosen.steps, restart_every=chosen.restart_every)
+        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
+    mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
     return Plan(
-        mechanism=described,
-        sampling=chosen,
+        mechanism=resolved,
+        sampling=bound,
         epsilon=calibration.certificate.epsilon,
         delta=delta,
-        batch_size=batch_size,
-        sensitivity=sensitivity(described, chosen.horizon, restart_every=chosen.restart_every).value,
+        requested_batch_size=batch_size,
+        sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
         certificate=calibration.certificate,
-        choice=choice,
+        selection=selection,
     )
+
+
+def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:
+    if not isinstance(sampling, Sampling):
+        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+    epochs = integer("epochs", epochs)
+    if steps_per_epoch is None:
+        steps_per_epoch = examples // batch_size
+    steps_per_epoch = integer(
+        "steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})"
+    )
+    if epochs * steps_per_epoch > MOST_STEPS:
+        raise InvalidInput(
+            "epochs",
+            epochs,
+            f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
+        )
+    return sampling.bind(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
+
+
+Selection = dict[str, Any]
+
+
+def _resolve(
+    mechanism: Mechanism, sampling: Sampling, *, epsilon: float | None, delta: float
+) -> tuple[Mechanism, Selection | None]:
+    """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
+    mechanism.validate(sampling.block)
+    chosen, selection = _choose(mechanism, sampling, epsilon, delta)
+    resolved = chosen.resolve(sampling.block)
+    _check_one_noise(resolved, sampling.block.steps)
+    return resolved, selection
+
+
+def _choose(
+    mechanism: Mechanism, sampling: Sampling, epsilon: float | None, delta: float
+) -> tuple[Mechanism, Selection | None]:
+    """Choose what depends on the privacy budget: an automatic λ or γ, or coefficients under amplification."""
+    horizon = sampling.horizon
+    if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
+        how = _objective("lam", mechanism.objective, sampling, epsilon, delta)
+        best = choosing.choose_lambda(horizon, normalized=mechanism.normalized, **how)
+        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
+    if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
+        if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
+            return replace(mechanism, gamma=0.0, objective=None), None
+        how = _objective("gamma", mechanism.objective, sampling, epsilon, delta)
+        best = choosing.choose_gamma(mechanism.bands, horizon, **how)
+        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+    if isinstance(mechanism, BandInvMF) and mechanism.amplified:
+        if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
+            raise InvalidInput(
+                "amplified",
+                "BandInvMF(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is amplified.",
+            )
+        optimised = choosing.amplified_band_inv_mf(
+            mechanism.bands, horizon, epsilon=epsilon, delta=delta, bins=sampling.bins
+        )
+        because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
+        selection = {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
+        return replace(mechanism, coefficients=optimised.coefficients, amplified=False), selection
+    return mechanism, None
+
+
+def _objective(
+    parameter: str, objective: Objective | None, sampling: Sampling, epsilon: float | None, delta: float
+) -> dict[str, Any]:
+    """What an automatic parameter is chosen by: RMSE, amplified with bins; λ with fixed ones by the paper's guideline.
+
+    The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
+    fresh bins is three times lower already, on the scale 1/(1−λ). Nothing is known of γ that asks for it.
+    """
+    amplified = isinstance(sampling, BallsInBins) and (epsilon is None or math.isfinite(epsilon))
+    fresh = sampling.restart_every is not None
+    if objective is None:
+        objective = ("guideline" if parameter == "lam" and not fresh else "amplified-rmse") if amplified else "rmse"
+    elif not amplified and objective in ("amplified-rmse", "guideline"):
+        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
+    if epsilon is None and objective in ("amplified-rmse", "guideline"):
+        raise InvalidInput(
+            parameter,
+            f"An automatic {parameter} is chosen for an ε (by {objective}). With a noise_multiplier give a number, or "
+            "the objective 'rmse'.",
+        )
+    how: dict[str, Any] = {"objective": objective}
+    if amplified and epsilon is not None:
+        how |= {"epsilon": epsilon, "delta": delta}
+    return how | ({"bins": "fresh"} if fresh else {})
+
+
+def _check_one_noise(mechanism: Mechanism, n: int) -> None:
+    """Accountants ask for C and C⁻¹, training follows the recurrence: in a class of one's own they may differ."""
+    if not mechanism.foreign:
+        return
+    made = mechanism.recurrence(n)
+    told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
+        raise InvalidInput(
+            "mechanism",
+            f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "
+            "override recurrence() alone, and column_scales() where columns are scaled.",
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -339,10 +514,10 @@ def _digest(content: dict[str, Any]) -> str:
 def _length(examples: Any) -> Any:
     """The number of examples of a dataset. What has a length of another kind is refused; numbers pass."""
     if hasattr(examples, "batch_sampler") and hasattr(examples, "dataset"):
-        raise InvalidInput("examples", "a DataLoader", "its length is a number of batches: pass its dataset")
+        raise InvalidInput("examples", "The length of a DataLoader is a number of batches: pass its dataset.")
     if isinstance(examples, Mapping) and 0 not in examples:
         parts = ", ".join(map(str, list(examples)[:4]))
-        raise InvalidInput("examples", f"a mapping of {parts}", "pass one of its datasets, data['train'], say")
+        raise InvalidInput("examples", f"This is a mapping of {parts}: pass one of its datasets, data['train'], say.")
     if isinstance(examples, Sized) and not isinstance(examples, (str, bytes)):
         return len(examples)
     return examples

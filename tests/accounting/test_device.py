@@ -7,12 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.base import DeviceError, device
-from lambdacgd.accounting.monte_carlo import MonteCarlo, engine
-from lambdacgd.accounting.monte_carlo.build import gram_of
-from lambdacgd.accounting.monte_carlo.engine import Pilot
-from lambdacgd.accounting.monte_carlo.proposal import levels_of
-from lambdacgd.accounting.transfer_matrix import TransferMatrix
+from lambdacgd.accounting.certificate import device
+from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.monte_carlo import MonteCarlo
+from lambdacgd.accounting.monte_carlo import proposal as module
+from lambdacgd.accounting.monte_carlo.gram import gram_of
+from lambdacgd.accounting.monte_carlo.proposal import Pilot, levels_of
+from lambdacgd.errors import DeviceError
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 
@@ -36,10 +37,10 @@ def test_monte_carlo_samples_on_a_device_only_if_asked_to(monkeypatch: pytest.Mo
     gram = gram_of(BISR(3), Horizon(80, 2))
     proposal = Pilot(gram, levels_of(gram), seed=1).proposal(1.0, 2.0, "remove", envelope_share=0.3)
     asked: list[str] = []
-    monkeypatch.setattr(engine, "TorchRounds", lambda proposal, device: asked.append(device) or Nothing())
+    monkeypatch.setattr(module, "TorchRounds", lambda proposal, device: asked.append(device) or Nothing())
     for name in ("", "auto", "cpu", "cuda"):
         monkeypatch.setenv("LAMBDACGD_ACCOUNTING_DEVICE", name)
-        list(engine.rounds(proposal, np.random.SeedSequence(1), 1))
+        list(module.rounds(proposal, np.random.SeedSequence(1), 1))
     assert asked == ["cuda"]
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError, calibrate
-from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, without_amplification
+from lambdacgd.accounting.gaussian import Unamplified, gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.mechanisms import BandInvMF, Horizon, Identity, LambdaCGD
 
 
@@ -56,7 +55,7 @@ def test_epsilon_is_zero_where_delta_alone_suffices():
 
 def test_without_amplification_multiplies_by_the_sensitivity():
     horizon = Horizon(390, 10)
-    result = without_amplification(Identity(), horizon, epsilon=8.0, delta=1e-5)
+    result = Unamplified(Identity(), horizon).sigma(8.0, 1e-5)
     assert result.sigma == pytest.approx(math.sqrt(10) * 0.6002290722, rel=1e-9)
     assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == (
         "analytic",
@@ -64,35 +63,8 @@ def test_without_amplification_multiplies_by_the_sensitivity():
         1,
     )
     signed = BandInvMF(2, (1.0, 0.5))  # C alternates in sign: |C| bounds it, and the certificate says so
-    assert (
-        without_amplification(signed, horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"]
-        == "upper bound"
-    )
-    assert (
-        without_amplification(LambdaCGD(0.9), horizon, epsilon=8.0, delta=1e-5).certificate.details["sensitivity_is"]
-        == "exact"
-    )
-
-
-@given(st.floats(-6, 6), st.floats(1, 40), st.floats(-9, 9))
-def test_calibrate_returns_a_passing_point_within_tolerance(log_root, slope, log_start):
-    root = math.exp(log_root)
-    found = calibrate(lambda x: 1e-5 * (root / x) ** slope, 1e-5, start=math.exp(log_start), rtol=1e-8)
-    assert 1e-5 * (root / found) ** slope <= 1e-5
-    assert found <= root * (1 + 2e-8)
-
-
-def test_calibrate_fails_closed():
-    """NaN and negative δ are failures; a function that never passes is an error, not an answer."""
-    with pytest.raises(AccountingError, match="larger δ"):
-        calibrate(lambda x: math.nan, 1e-5)
-    with pytest.raises(AccountingError, match="larger δ"):
-        calibrate(lambda x: -1.0, 1e-5)
-    with pytest.raises(AccountingError, match="larger δ"):
-        calibrate(lambda x: 1.0, 1e-5)
-    assert calibrate(lambda x: 0.0, 1e-5, limits=(1e-3, 1e3)) == pytest.approx(1e-3)
-    steps = calibrate(lambda x: 0.0 if x > 3 else 1.0, 1e-5)  # no slope to follow
-    assert 3 < steps <= 3 * (1 + 1e-6)
+    assert Unamplified(signed, horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "upper bound"
+    assert Unamplified(LambdaCGD(0.9), horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "exact"
 
 
 @pytest.mark.parametrize(

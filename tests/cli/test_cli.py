@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-import torch
 
+import lambdacgd as lc
 from lambdacgd.cli import main
 
 BASE = ["--examples", "50000", "--batch-size", "128", "--epochs", "10", "--epsilon", "8", "--delta", "1e-5"]
@@ -32,7 +31,7 @@ def test_plan_from_a_noise_multiplier(capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["sigma"], found["epsilon"]) == (6.0, 5.46186)
     assert main(["plan", *asked]) == 2
-    assert "--epsilon is None, but give either" in capsys.readouterr().err
+    assert "--epsilon: Give either epsilon or noise_multiplier" in capsys.readouterr().err
 
 
 def test_plan_for_people(capsys, tmp_path):
@@ -123,20 +122,6 @@ def test_compare_lists_every_mechanism(capsys, tmp_path):
         (["plan", *CYCLIC, "--lambda", ".5", "--out", "/proc/nowhere/plan.json"], "/proc/nowhere/plan.json"),
         (["plan", *CYCLIC, "--lambda", ".5", "--out", "/"], "/"),
         (["plan", *CYCLIC, "--examples", "1" + 30 * "0", "--mechanism", "bisr"], "--epochs"),
-        (["reproduce", "nonsense"], "NAME"),
-        (["bench", "noise", "--model", "nonsense"], "nonsense"),
-        (["bench", "step", "--mode", "nonsense"], "nonsense"),
-        (["bench", "step", "--batch", "0"], "--batch"),
-        (["bench", "step", "--repeats", "0"], "--repeats"),
-        (["bench", "step", "--device", "nonsense"], "--device"),
-        (["bench", "pair", "--rounds", "-1"], "--rounds"),
-        (["bench", "noise", "--seconds", "nan"], "--seconds"),
-        (["bench", "noise", "--device", "nonsense"], "--device"),
-        (["bench", "noise", "--out", "/proc/nowhere/noise.json"], "--out"),
-        (["reproduce", "rmse-table", "--stop-after", "-1"], "--stop-after"),
-        (["reproduce", "rmse-table", "--device", "nonsense"], "--device"),
-        (["reproduce", "rmse-table", "--weights", "bert"], "--weights"),
-        (["reproduce", "methods-imdb", "--weights", "nowhere"], "--weights"),
         (["plan", *BASE, "--epsilon", "500"], "--epsilon"),
         (["plan", *BASE, "--out", "/proc/nowhere/plan.json"], "there is no folder /proc/nowhere"),
         (["compare", *BASE, "--plot", "curves.docx"], "--plot"),
@@ -158,62 +143,72 @@ def test_help_waits_for_nothing_heavy():
     assert done.returncode == 0, done.stderr
 
 
+def test_flags_follow_from_the_fields_of_mechanisms_and_samplings():
+    """A field with a help text is a flag, and what the flag says reaches the field."""
+    from lambdacgd.cli.options import flag_of, parameters_of, plan_arguments, plan_flags
+    from lambdacgd.mechanisms import MECHANISMS
+    from lambdacgd.sampling import SAMPLINGS
+
+    described = parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()])
+    assert set(described) == {"lam", "normalized", "bands", "buffers", "gamma", "amplified", "objective", "bins"}
+    assert set(plan_flags()) == {"mechanism", "sampling", *described}
+    assert flag_of("lam") == "--lambda"
+    for given, mechanism in [
+        ({"lam": "0.5", "normalized": True}, lc.LambdaCGD(0.5, normalized=True)),
+        ({"objective": "maxse", "lam": "auto"}, lc.LambdaCGD(objective="maxse")),
+        ({"mechanism": "gamma-bifr", "bands": 3, "gamma": ".25"}, lc.GammaBIFR(3, 0.25)),
+        ({"mechanism": "bandinvmf", "amplified": True}, lc.BandInvMF(amplified=True)),
+        ({"mechanism": "blt", "buffers": 2, "bands": None}, lc.BLT(2)),
+    ]:
+        assert plan_arguments(given) == {"mechanism": mechanism}
+    assert plan_arguments({"bins": "fixed"})["sampling"] == lc.BallsInBins("fixed")
+    assert plan_arguments({"sampling": "cyclic"})["sampling"] == lc.Cyclic()
+
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+def make(model=None):
+    torch.manual_seed(0)
+    model = model or nn.Linear(3, 2)
+    batch = torch.randn(4, 3), torch.tensor([0, 1, 0, 1])
+    return model, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+def mixing():
+    return make(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)))
+
+def model():
+    return nn.Linear(3, 2)
+"""
+
+
+def test_a_model_of_ones_own_is_checked(capsys, tmp_path, monkeypatch):
+    (tmp_path / "factories_of_mine.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    assert main(["check", "factories_of_mine:make"]) == 0
+    assert "Linear can be trained privately" in capsys.readouterr().out
+    for factory, told in {
+        "factories_of_mine:mixing": "BatchNorm",
+        "factories_of_mine:model": "FACTORY: factories_of_mine:model must return a model",
+        "factories_of_mine:nothing": "has no function nothing",
+        "factories_of_nobody:make": "there is no module factories_of_nobody",
+        "factories_of_mine": "it must be module:function",
+    }.items():
+        assert main(["check", factory]) == 2
+        told_by_it = capsys.readouterr().err
+        assert told_by_it.count("\n") == 1
+        assert told in told_by_it
+    assert main(["check", "factories_of_mine:make", "--loss-reduction", "median"]) == 2
+    assert "--loss-reduction" in capsys.readouterr().err
+
+
 def test_help_and_version(capsys):
     assert main(["plan", "--help"]) == 0
-    assert "--batch-size" in capsys.readouterr().out
+    assert {"--batch-size", "--lambda", "--bins"} <= set(capsys.readouterr().out.split())
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.strip().count(".") == 2
-
-
-def test_half_a_command_is_answered_with_help_alone(capsys):
-    assert main(["bench"]) == 2
-    captured = capsys.readouterr()
-    assert "noise" in captured.out + captured.err
-    assert "lambdacgd: \n" not in captured.err
-
-
-def test_reproduce_lists_what_it_can(capsys):
-    assert main(["reproduce", "--list"]) == 0
-    assert "rmse-table" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="shows a machine without CUDA")
-def test_cells_of_a_gpu_are_collected_anywhere(capsys, tmp_path):
-    arguments = ["reproduce", "runtime-cifar", "--device", "cuda", "--out", str(tmp_path)]
-    assert main(arguments) != 0
-    assert "no CUDA device" in capsys.readouterr().err
-    cells = Path(__file__).parents[2] / "results" / "runtime-cifar" / "cells.jsonl"
-    (tmp_path / "runtime-cifar").mkdir()
-    (tmp_path / "runtime-cifar" / "cells.jsonl").write_text(cells.read_text())
-    assert main([*arguments, "--collect"]) == 0
-    assert "ViT-H/14 (632M)" in (tmp_path / "runtime-cifar" / "runtime-cifar.md").read_text()
-
-
-def test_bench_writes_json_with_the_machine_named(capsys, tmp_path):
-    out = tmp_path / "noise.json"
-    arguments = ["--model", "cnn", "--device", "cpu", "--bands", "2", "--seconds", "0.01"]
-    assert main(["bench", "noise", *arguments, "--out", str(out)]) == 0
-    measured = json.loads(out.read_text())
-    assert measured["device"]
-    assert measured["models"]["cnn"]["parameters"] > 100_000
-    step = tmp_path / "step.json"
-    arguments = [
-        "--model",
-        "cnn",
-        "--mode",
-        "non-private",
-        "--mode",
-        "lambda-cgd",
-        "--precision",
-        "fp32",
-        "--device",
-        "cpu",
-    ]
-    arguments += ["--batch", "4", "--warm-up", "1", "--repeats", "1"]
-    assert main(["bench", "step", *arguments, "--out", str(step)]) == 0
-    cells = json.loads(step.read_text())["cells"]
-    assert [cell["mode"] for cell in cells] == ["non-private", "lambda-cgd"]
-    assert not any("error" in cell for cell in cells)
 
 
 def test_compare_over_a_single_step(capsys):
@@ -239,34 +234,20 @@ def test_bins_belong_to_balls_in_bins(command, capsys):
 def test_what_is_compared():
     from lambdacgd.cli.planner import compared
 
-    for bins in ("fixed", "fresh"):
-        rows = compared("balls-in-bins", None, None, bins)
-        assert rows[0] == ("dp-sgd", "poisson", {})
-        assert {parameters["bins"] for _, _, parameters in rows[1:]} == {bins}
-    assert not any("bins" in parameters for _, _, parameters in compared("cyclic", None, None))
+    for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
+        rows = compared(sampling, bands=4, buffers=3)
+        assert rows[0] == (lc.Identity(), lc.Poisson())
+        assert {drawn for _, drawn in rows[1:]} == {sampling}
+    assert {drawn for _, drawn in compared(lc.Cyclic(), bands=4, buffers=3)} == {lc.Cyclic()}
+    both = {drawn for _, drawn in compared(None, bands=4, buffers=3)}
+    assert both == {lc.Poisson(), lc.BallsInBins("fresh"), lc.BallsInBins("fixed")}
 
 
-def test_help_of_the_benchmarks_names_their_models_and_modes():
-    from lambdacgd.cli import bench
-    from lambdacgd.clipping.benchmark import MODES
-    from lambdacgd.clipping.benchmark_models import CASES
-    from lambdacgd.noise.model_shapes import MODELS
-
-    def described(command: str, option: str) -> str:
-        annotated = getattr(bench, command).__annotations__[option]
-        return eval(annotated, vars(bench)).__metadata__[0].help
-
-    assert described("noise", "model").startswith(", ".join(MODELS) + ";")
-    assert described("step", "model").startswith(", ".join(CASES) + ";")
-    assert described("pair", "model").startswith(", ".join(CASES) + ";")
-    assert described("step", "mode").startswith(", ".join(MODES) + ";")
-
-
-@pytest.mark.parametrize(("package", "advice"), [("opacus", "lambdacgd[bench]"), ("matplotlib", "all it depends on")])
+@pytest.mark.parametrize(("package", "advice"), [("matplotlib", "lambdacgd[plots]"), ("scipy", "all it depends on")])
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner
 
-    def show(**_):
+    def show(*_, **__):
         raise ModuleNotFoundError(f"No module named '{package}.parts'", name=f"{package}.parts")
 
     monkeypatch.setattr(planner, "show_plan", show)

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import mlp, step, total_norm
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lambdacgd.clipping import ClippingError, attach
-from lambdacgd.clipping.benchmark_models import ViT
+from reproduce.bench_models import ViT
+from tests.clipping.small import mlp, step, total_norm
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

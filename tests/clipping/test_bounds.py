@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import mlp, step, total_norm
 from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, attach
-from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied
 from lambdacgd.clipping.records import Stored, outer
+from reproduce.bench_models import ViT
+from tests.clipping.small import mlp, step, total_norm
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

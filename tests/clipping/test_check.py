@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.clipping.small import mlp
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, check_model
+from tests.clipping.small import mlp
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -10,10 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, convert, gpu
-from lambdacgd.clipping.benchmark_models import ViT
 from lambdacgd.clipping.layers.conv import pad_to_fit
 from lambdacgd.clipping.records import outer
-from lambdacgd.training.tasks import cifar10_model
+from reproduce.bench_models import CNN, ViT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SEED = 20
@@ -137,7 +136,7 @@ def test_layer_norm_sums_agree(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("make", [lambda: ViT(128, 3, 4, patch=4, image=32), cifar10_model], ids=["vit", "cnn"])
+@pytest.mark.parametrize("make", [lambda: ViT(128, 3, 4, patch=4, image=32), CNN], ids=["vit", "cnn"])
 def test_no_contribution_exceeds_the_clipping_norm(low: bool, make: Callable[[], nn.Module]) -> None:
     """Every example alone (weights 0 and 1): what is really added has norm at most ζ(1 + tol), and nearly reaches
     it.
@@ -160,7 +159,7 @@ def test_no_contribution_exceeds_the_clipping_norm(low: bool, make: Callable[[],
 
 @pytest.mark.parametrize("low", [False, True])
 def test_convolutions_without_patches_give_the_same_sums(low: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = cifar10_model().cuda()
+    model = CNN().cuda()
     x, y = torch.randn(6, 3, 32, 32, device="cuda"), torch.randint(0, 10, (6,), device="cuda")
     results = []
     for fast in (True, False):
@@ -208,7 +207,7 @@ class Rows(nn.Module):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda: ViT(64, 2, 4, patch=4, image=32), cifar10_model, lambda: convert(Rows())],
+    [lambda: ViT(64, 2, 4, patch=4, image=32), CNN, lambda: convert(Rows())],
     ids=["vit", "cnn", "lstm"],
 )
 def test_a_captured_step_gives_the_same_sums(make: Callable[[], nn.Module]) -> None:

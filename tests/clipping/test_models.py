@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, check_model, convert
-from lambdacgd.clipping.benchmark_models import CNN, Bert, LSTMClassifier, ViT, WideResNet
+from reproduce.bench_models import CNN, Bert, LSTMClassifier, ViT, WideResNet
 
 Oracle = Callable[..., None]
 SEED = 11

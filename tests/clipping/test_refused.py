@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import mlp, step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, attach, convert
+from tests.clipping.small import mlp, step
 
 pytestmark = pytest.mark.usefixtures("seeded")
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import mlp, step, total_norm
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from lambdacgd.clipping import ClippingError, attach, check_model, convert
+from tests.clipping.small import mlp, step, total_norm
 
 pytestmark = pytest.mark.usefixtures("seeded")
 Oracle = Callable[..., None]

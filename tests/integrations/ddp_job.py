@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import secrets
 from pathlib import Path
 
 import torch
-from tests.integrations import hf
 from transformers import TrainerCallback
 
 import lambdacgd as lc
+from tests.integrations import hf
 
 
 class Stop(TrainerCallback):
@@ -49,3 +50,5 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     train(given.out, stop=given.stop)
+    gc.collect()  # accelerate holds the process group, too
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process

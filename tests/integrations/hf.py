@@ -98,7 +98,7 @@ def make_model(kind: str, *, lora: bool = False, dropout: float = 0.0) -> Any:
 def make_plan(epsilon: float = 8.0, examples: int = EXAMPLES, epochs: int = EPOCHS) -> lc.Plan:
     """Without amplification, which needs no accountant but the closed form."""
     return lc.plan(
-        examples, BATCH, epochs=epochs, epsilon=epsilon, delta=1e-4, mechanism=lc.LambdaCGD(0.7), sampling="cyclic"
+        examples, BATCH, epochs=epochs, epsilon=epsilon, delta=1e-4, mechanism=lc.LambdaCGD(0.7), sampling=lc.Cyclic()
     )
 
 
@@ -159,7 +159,8 @@ def train_by_hand(
     for batch in private.loader:
         loss_by_hand(model, batch, kind).backward()
         optimizer.step()
-        schedule.step()
+        if private.between_steps:
+            schedule.step()
         optimizer.zero_grad()
     private.detach()
 

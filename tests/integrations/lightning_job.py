@@ -11,16 +11,13 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
-from tests.training import oracle
-from tests.training.distributed import jobs
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
-from lambdacgd.integrations.lightning import LambdaCGDDDPStrategy, LambdaCGDStrategy, checkpoints
-from lambdacgd.integrations.randomness import TrainingRandomness
-from lambdacgd.training.checkpoint import identity
+from lambdacgd.integrations.lightning import LambdaCGDDDPStrategy, LambdaCGDStrategy
+from tests.training import oracle
 
 
 class Module(lightning.LightningModule):
@@ -77,20 +74,6 @@ def train(out: Path, *, processes: int = 1, stop: int = 0, ckpt_path: Path | Non
         torch.save(module.state_dict(), out / "end.pt")
 
 
-def go_on_from_own_file(what: str) -> str:
-    """What a rank says where rank 1 reads another file than rank 0 does."""
-    (private, _, _), rank = jobs.bound("plain", None), torch.distributed.get_rank()
-    entry = {"identity": identity(private), "run": jobs.RUN, "step": 3, "resumable": True, "generators": []}
-    if rank == 1:
-        entry |= {"step": 3 + 64} if what == "step" else {"resumable": False}
-    found = {checkpoints.ENTRY: entry, "state_dict": {}, "optimizer_states": []}
-    try:
-        checkpoints.resume(private, TrainingRandomness(), found, "last.ckpt")
-    except lc.TrainingError as error:
-        return str(error)
-    return "went on"
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
@@ -98,3 +81,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     torch.set_num_threads(1)
     train(given.out, processes=2, stop=given.stop)
+    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process

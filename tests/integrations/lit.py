@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import lightning
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from lambdacgd.integrations.lightning import LambdaCGDStrategy
+from tests.training import oracle
 
 KEY, SEED = bytes(range(32)), 4
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -40,7 +40,8 @@ def train(order, **options):
         with accelerator.accumulate(wrapped):
             accelerator.backward(F.cross_entropy(wrapped(x), y))
             accelerated.step()
-            schedule.step()
+            if private.between_steps:
+                schedule.step()
             accelerated.zero_grad()
     private.detach()
     return oracle.weights(model)

@@ -36,7 +36,6 @@ def test_the_trainer(monkeypatch, tmp_path, capsys):
 
 def test_lightning(monkeypatch, tmp_path, capsys):
     pytest.importorskip("lightning")
-    pytest.importorskip("sklearn")
     run(monkeypatch, "lightning_digits.py", "--out", tmp_path / "out", "--epochs", 2)
     out = capsys.readouterr().out
     assert float(out.split("accuracy ")[1].split(",")[0]) > 0.3

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 import torch
-from tests.integrations import hf
-from tests.training import oracle
 from transformers import Trainer, TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training import NotPrivateWarning
-from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
+from tests.training import oracle
 
 KINDS = ["bert", "gpt2", "llama"]
 KEY = bytes(range(32))
@@ -75,7 +75,13 @@ def test_without_noise_and_clipping_it_is_the_plain_trainer(kind, tmp_path):
     data = hf.Sentences(kind == "bert")
     data._ids = [torch.arange(6) % (i + 2) + 1 for i in range(len(data))]
     plan = lc.plan(
-        len(data), len(data), epochs=4, epsilon=float("inf"), delta=1e-4, mechanism=lc.LambdaCGD(0.5), sampling="cyclic"
+        len(data),
+        len(data),
+        epochs=4,
+        epsilon=float("inf"),
+        delta=1e-4,
+        mechanism=lc.LambdaCGD(0.5),
+        sampling=lc.Cyclic(),
     )
     common = {"optim": "sgd", "learning_rate": 0.3, "warmup_steps": 1}
     ours = hf.make_trainer(kind, tmp_path / "ours", plan=plan, train_dataset=data, **common)
@@ -220,19 +226,6 @@ def test_a_second_run_with_the_same_key_has_noise_of_its_own(tmp_path, caplog):
         ends.append(hf.weights(trainer.model))
     assert not torch.equal(ends[0]["classifier.weight"], ends[1]["classifier.weight"])
     assert "has been used for 1 run" in caplog.text
-
-
-def test_missing_extras_are_named(monkeypatch):
-    import importlib.util
-
-    from lambdacgd.integrations.extras import need
-
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *a: None if name == "transformers" else find(name, *a)
-    )
-    with pytest.raises(ImportError, match=r"lambdacgd\[hf\]"):
-        need("hf", "transformers", "torch")
 
 
 def test_importing_the_library_imports_no_trainer():

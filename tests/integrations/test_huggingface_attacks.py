@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.integrations import hf
 from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
 
 
 def refused(trainer, says, error=lc.TrainingError, steps=0):

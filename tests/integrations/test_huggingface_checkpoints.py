@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 
 import pytest
 import torch
-from tests.integrations import hf
 from transformers import TrainerCallback
 
 import lambdacgd as lc
-from lambdacgd.integrations.huggingface import checkpoints
-from lambdacgd.training import checkpoint as states
+from lambdacgd.integrations.huggingface.trainer import RUN_STATE, with_runs
+from lambdacgd.training import checkpoint
+from tests.integrations import hf
 
 
 class Die(TrainerCallback):
@@ -115,22 +116,30 @@ def test_save_model_is_a_release_that_older_checkpoints_cannot_pass(tmp_path):
 
 def test_a_checkpoint_cut_off_while_it_was_written_is_passed_over(tmp_path, monkeypatch):
     trainer = saving(tmp_path / "out")
-    release, died = states.content_digest, []
+    write, died = checkpoint._write_facts, []
 
-    def dies(state):
-        if state["step"] == 6:
-            died.append(True)
+    def dies(draft, facts, written):
+        if facts["step"] == 6:
+            died.append(draft)
             raise KeyboardInterrupt
-        return release(state)
+        return write(draft, facts, written)
 
-    monkeypatch.setattr(states, "content_digest", dies)
+    monkeypatch.setattr(checkpoint, "_write_facts", dies)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     monkeypatch.undo()
-    assert died
-    (tmp_path / "out" / "checkpoint-6" / f".{checkpoints.RUN_STATE}.draft").write_bytes(b"half a file")
+    assert died[0].parent == tmp_path / "out" / "checkpoint-6" / RUN_STATE
+    assert died[0].exists()
     resumed = saving(tmp_path / "out")
     assert resumed.train(resume_from_checkpoint=True).global_step == 8
+
+
+def test_the_trainers_counters_are_those_of_the_checkpoint(tmp_path):
+    trainer = saving(tmp_path / "out", callbacks=[Die(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    (tmp_path / "out" / "checkpoint-4" / "trainer_state.json").write_text("{")
+    assert saving(tmp_path / "out").train(resume_from_checkpoint=True).global_step == 8
 
 
 def test_killed_between_the_run_state_and_the_trainers_own_files(tmp_path, monkeypatch):
@@ -170,7 +179,7 @@ def test_rotation_keeps_the_newest_and_it_resumes(tmp_path):
     trainer = saving(tmp_path / "out", save_total_limit=1, callbacks=[Die(7)])
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    assert [folder.name for folder in checkpoints.with_runs(tmp_path / "out")] == ["checkpoint-6"]
+    assert [folder.name for folder in with_runs(tmp_path / "out")] == ["checkpoint-6"]
     assert saving(tmp_path / "out").train(resume_from_checkpoint=True).global_step == 8
 
 
@@ -189,7 +198,7 @@ def test_checkpoints_of_adapters_hold_no_frozen_weights_and_resume(tmp_path):
     )
     with pytest.raises(KeyboardInterrupt):
         first.train()
-    saved = torch.load(tmp_path / "out" / "checkpoint-4" / checkpoints.RUN_STATE, weights_only=True)
+    saved = checkpoint.read(tmp_path / "out" / "checkpoint-4" / RUN_STATE)
     assert saved["model"]
     assert all("lora_" in name for name in saved["model"])
     again = hf.make_trainer("llama", tmp_path / "out", lora=True, save_strategy="steps", save_steps=2)
@@ -204,18 +213,59 @@ def test_a_key_in_memory_cannot_be_resumed_and_says_so(tmp_path):
 def test_checkpoint_folders_hold_no_key(tmp_path):
     trainer = saving(tmp_path / "out")
     trainer.train()
-    secret = trainer.private.run.key.path.read_text().split()[-1]
+    secret = trainer.private.run.key.path.read_text().splitlines()[1]
     files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
     assert len(files) > 10
     assert not any(secret.encode() in path.read_bytes() or bytes.fromhex(secret) in path.read_bytes() for path in files)
 
 
-def test_a_run_that_died_in_its_first_checkpoint_starts_anew(tmp_path):
-    folder = tmp_path / "out" / "checkpoint-2"
-    folder.mkdir(parents=True)
-    (folder / f".{checkpoints.RUN_STATE}.draft").write_bytes(b"half a file")
+def test_a_run_that_died_in_its_first_checkpoint_starts_anew(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_write_facts", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        saving(tmp_path / "out").train()
+    monkeypatch.undo()
     with pytest.raises(lc.CheckpointError, match=r"Start with train\(\)"):
         saving(tmp_path / "out").train(resume_from_checkpoint=True)
     trainer = saving(tmp_path / "out")
     trainer.train()
     assert trainer.private.finished
+
+
+class Attack:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+def test_a_pickle_planted_in_any_file_runs_nothing(tmp_path):
+    """Every file of a checkpoint folder, and those that a plain Trainer would unpickle."""
+    trainer = saving(tmp_path / "out", callbacks=[Die(5)])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    out.rename(whole)
+    folder = whole / "checkpoint-4"
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert len(names) > 4
+    for name in sorted(names | {"optimizer.pt", "scheduler.pt", "rng_state.pth", "pytorch_model.bin", RUN_STATE}):
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(whole, out)
+        planted = out / "checkpoint-4" / name
+        if planted.is_dir():
+            shutil.rmtree(planted)
+        torch.save(Attack(tmp_path / "ran"), planted)
+        again = saving(out, key=trainer.private.run.key.path, callbacks=[Die(5)])
+        with pytest.raises((lc.CheckpointError, KeyboardInterrupt)):
+            again.train(resume_from_checkpoint=str(out / "checkpoint-4"))
+        assert not (tmp_path / "ran").exists(), name
+
+
+def test_the_best_model_of_the_run_can_be_released(tmp_path):
+    looks = {"eval_dataset": hf.Sentences(True, 8, seed=6), "eval_strategy": "steps", "eval_steps": 2}
+    with pytest.warns(UserWarning, match="looking at eval_dataset"):
+        trainer = saving(tmp_path / "out", load_best_model_at_end=True, learning_rate=1.0, **looks)
+    trainer.train()
+    lc.export(trainer.private, tmp_path / "release")
+    assert (tmp_path / "release" / "privacy-card.json").exists()

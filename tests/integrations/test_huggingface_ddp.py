@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
-from tests.integrations import ddp_job, hf
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+from tests.integrations import ddp_job, hf
 
 JOB = Path(__file__).with_name("ddp_job.py")
 ROOT = Path(__file__).resolve().parents[2]

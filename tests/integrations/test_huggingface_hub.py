@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import HfApi
-from tests.integrations import hf
 
 import lambdacgd as lc
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+from tests.integrations import hf
 
 ALLOWED = {
     "README.md", "PRIVACY.md", "privacy-card.json", "model.safetensors", "config.json", "generation_config.json",
@@ -44,7 +44,7 @@ def hub(monkeypatch):
 def nothing_private_in(uploads, trainer, folder):
     """Names from the allow-list, and no byte of key, ledger, identity or training losses."""
     key = trainer.private.run.key
-    secret = key.path.read_text().split()[-1]
+    secret = key.path.read_text().splitlines()[1]
     forbidden = {
         "the key": secret.encode(), "the key's bytes": bytes.fromhex(secret),
         "the fingerprint": key.fingerprint().encode(),
@@ -117,7 +117,7 @@ def test_uploading_checkpoints_is_refused(strategy, hub, tmp_path):
 def test_losses_do_not_go_to_a_space(tmp_path):
     args = hf.arguments(tmp_path)
     args.report_to, args.trackio_space_id = ["trackio"], "me/space"
-    from lambdacgd.integrations.huggingface.arguments import adapt
+    from lambdacgd.integrations.huggingface.settings import adapt
 
     with pytest.raises(InvalidInput, match="hub"):
         adapt(args, hf.make_plan())

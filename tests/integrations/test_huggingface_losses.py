@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.integrations import hf
 from torch.nn import functional as F
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 from transformers.trainer_pt_utils import LabelSmoother
 
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.integrations.huggingface.losses import kind_of, per_example
-from lambdacgd.validation import InvalidInput
+from lambdacgd.integrations.huggingface.settings import kind_of, per_example
+from tests.integrations import hf
 
 SEED = 5
 

@@ -6,11 +6,11 @@ import json
 
 import pytest
 import torch
-from tests.integrations import hf
 
 import lambdacgd as lc
+from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.validation import InvalidInput
+from tests.integrations import hf
 
 REFUSED = {
     "gradient_accumulation_steps": 2,

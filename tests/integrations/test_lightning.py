@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 import lightning
 from lightning.pytorch.loggers import CSVLogger
+
 from tests.integrations.lit import KEY, Module, fit
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -49,7 +50,7 @@ def test_lightning_equals_the_loop_by_hand(given, tmp_path):
     assert len(module.seen) > plan.steps
     rate = trainer.optimizers[0].param_groups[0]["lr"]
     assert rate == pytest.approx(0.05 * 0.9**plan.steps)
-    lc.export(module, tmp_path / "release")
+    lc.export(strategy.private, tmp_path / "release")
     assert (tmp_path / "release" / "PRIVACY.md").exists()
     if not given:  # a submodule's parameters have other names, so other noise
         for name, value in by_hand("one").items():

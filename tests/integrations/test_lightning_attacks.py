@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import (
@@ -24,9 +24,9 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
-from tests.integrations.lit import Module, fit, make
 
 from lambdacgd.integrations.lightning import LambdaCGDStrategy
+from tests.integrations.lit import Module, fit, make
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -139,16 +139,14 @@ class Elsewhere(TorchCheckpointIO):
         pass
 
 
-@pytest.mark.parametrize(("plugin", "says"), [(AsyncCheckpointIO, "whole"), (Elsewhere, "was not written")])
-def test_checkpoints_that_are_written_later_are_refused(plugin, says, tmp_path):
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, Elsewhere])
+def test_checkpoints_that_are_written_later_are_refused(plugin, tmp_path):
     """The ledger would know a release that nobody can go on from."""
     saves = ModelCheckpoint(tmp_path / "saved", every_n_train_steps=1)
     module, strategy, trainer = make(tmp_path, callbacks=[saves], plugins=[plugin()])
-    with pytest.raises((InvalidInput, lc.CheckpointError), match=says):
+    with pytest.raises(InvalidInput, match="whole before the ledger knows it"):
         trainer.fit(module, strategy.loader)
-    if strategy.private is not None:
-        released = strategy.private.run.key.ledger().newest(strategy.private.run.id)
-        assert released is None or released.kind == "detach"
+    assert strategy.private is None
 
 
 def test_more_devices_than_the_strategy_takes_are_spoken_of(tmp_path):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.utils.data import DataLoader
 
 import lambdacgd as lc
+from tests.training import oracle
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+
+from lambdacgd.integrations.lightning import read_checkpoint
+from lambdacgd.training import checkpoint
 from tests.integrations.lit import KEY, Module, fit, make
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning"), pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -81,8 +87,8 @@ def test_saving_by_hand_after_training_is_a_release(tmp_path):
 
 def test_checkpoints_hold_no_key_and_foreign_ones_are_refused(tmp_path):
     _, strategy, trainer = fit(tmp_path, callbacks=[saver(tmp_path)])
-    secret = strategy.private.run.key.path.read_text().split()[-1]
-    for path in (tmp_path / "saved").iterdir():
+    secret = strategy.private.run.key.path.read_text().splitlines()[1]
+    for path in filter(Path.is_file, (tmp_path / "saved").rglob("*")):
         assert secret.encode() not in path.read_bytes()
         assert bytes.fromhex(secret) not in path.read_bytes()
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
@@ -95,24 +101,95 @@ def test_checkpoints_hold_no_key_and_foreign_ones_are_refused(tmp_path):
 
 
 def test_a_checkpoint_killed_before_it_had_its_name_is_completed(tmp_path, monkeypatch):
-    replace, count = __import__("os").replace, []
+    give_name, count = checkpoint._give_name, []
 
-    def dies(source, target):
-        if str(target).endswith("step=6.ckpt"):
+    def dies(draft, target):
+        if target.name == "step-00000006":
             count.append(True)
             raise KeyboardInterrupt
-        return replace(source, target)
+        return give_name(draft, target)
 
-    monkeypatch.setattr("lambdacgd.integrations.lightning.checkpoints.os.replace", dies)
+    monkeypatch.setattr(checkpoint, "_give_name", dies)
     with warnings.catch_warnings(), pytest.raises((KeyboardInterrupt, SystemExit)):
         fit(tmp_path, callbacks=[saver(tmp_path)])
     monkeypatch.undo()
     assert count
-    assert (tmp_path / "saved" / ".step=6.ckpt.draft").exists()
+    assert list((tmp_path / "saved" / "step=6.ckpt").glob(".step-00000006.*.draft"))
     with pytest.raises(lc.CheckpointError, match="released weights after step 6"):
         fit(tmp_path, ckpt_path=tmp_path / "saved" / "step=3.ckpt")
     _, strategy, _ = fit(tmp_path, ckpt_path=tmp_path / "saved" / "step=6.ckpt")
     assert strategy.private.finished
+
+
+class Attack:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", [".step=6.ckpt.draft", "step=6.ckpt", "step=6.ckpt/step-00000006/run.json"])
+def test_a_planted_pickle_runs_nothing(name, tmp_path):
+    """Where earlier versions kept a draft, in the place of a checkpoint, and in one."""
+    fit(tmp_path, callbacks=[saver(tmp_path)])
+    planted = tmp_path / "saved" / name
+    if planted.is_dir():
+        planted.rename(tmp_path / "elsewhere")
+    torch.save(Attack(tmp_path / "ran"), planted)
+    for load in (torch.save, lambda what, where: where.write_bytes(pickle.dumps(what))):
+        load(Attack(tmp_path / "ran"), planted)
+        try:
+            fit(tmp_path, ckpt_path=tmp_path / "saved" / "step=6.ckpt")
+        except lc.CheckpointError:
+            assert name != ".step=6.ckpt.draft"
+        assert not (tmp_path / "ran").exists()
+
+
+def test_weights_are_read_without_a_run(tmp_path):
+    module, _, trainer = fit(tmp_path, callbacks=[saver(tmp_path)])
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    found = read_checkpoint(tmp_path / "last.ckpt")
+    assert found["global_step"] == 8
+    again = Module()
+    again.load_state_dict(found["state_dict"])
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in again.state_dict().items())
+    other, _, trainer = make(tmp_path / "other")
+    trainer.validate(other, DataLoader(oracle.data(10), batch_size=4), ckpt_path=tmp_path / "last.ckpt", verbose=False)
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in other.state_dict().items())
+
+
+class Parts(Module):
+    """A counter of its own beside the private part, and something that is no plain data."""
+
+    def __init__(self, bad=False):
+        super().__init__(whole=False)
+        self.register_buffer("counter", torch.zeros(2))
+        self.bad = bad
+
+    def on_save_checkpoint(self, checkpoint):
+        self.counter += 1
+        checkpoint["state_dict"]["counter"] = self.counter
+        checkpoint["mine"] = {1, 2} if self.bad else {"seen": len(self.seen)}
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = checkpoint["mine"]
+
+
+def test_what_else_a_module_holds_comes_back(tmp_path):
+    given = {"strategy": {"submodule": "net"}, "callbacks": [saver(tmp_path)]}
+    first, _, _ = fit(tmp_path, module=Parts(), **given)
+    again, strategy, _ = fit(tmp_path, module=Parts(), ckpt_path=tmp_path / "saved" / "step=6.ckpt", **given)
+    assert strategy.private.finished
+    assert again.loaded["seen"] > 0
+    assert torch.equal(again.counter, torch.full((2,), 2.0))
+    assert all(torch.equal(value, first.net.state_dict()[name]) for name, value in again.net.state_dict().items())
+    lc.export(strategy.private, tmp_path / "release")  # loading was no change from outside
+
+
+def test_what_is_not_plain_data_is_refused_with_a_sentence(tmp_path):
+    with pytest.raises(lc.CheckpointError, match=r"extra\.lightning\.mine is a set, which cannot be part"):
+        fit(tmp_path, module=Parts(bad=True), strategy={"submodule": "net"}, callbacks=[saver(tmp_path)])
 
 
 def test_a_second_fit_is_refused_and_the_module_is_plain_after_the_first(tmp_path):

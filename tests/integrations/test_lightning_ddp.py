@@ -12,7 +12,6 @@ import torch
 
 pytest.importorskip("lightning")
 from tests.integrations import lightning_job
-from tests.training.distributed import launch
 
 JOB = Path(__file__).with_name("lightning_job.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,12 +42,3 @@ def test_two_processes_end_where_one_ends(tmp_path):
     lightning_job.train(tmp_path / "one")
     on_two(tmp_path / "two")
     same(tmp_path / "two", tmp_path / "one")
-
-
-@pytest.mark.parametrize(
-    ("what", "says"), [("step", ("one file system",) * 2), ("weights only", ("failed on rank 1", "save_weights_only"))]
-)
-def test_a_rank_with_another_file_is_refused(what, says):
-    answers = launch.run(2, lightning_job.go_on_from_own_file, what)
-    for answer, said in zip(answers, says, strict=True):
-        assert said in answer

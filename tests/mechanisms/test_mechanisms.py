@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.mechanisms import reference
 
 import lambdacgd as lc
 from lambdacgd.mechanisms import (
@@ -32,6 +31,7 @@ from lambdacgd.mechanisms import (
     sensitivity,
 )
 from lambdacgd.mechanisms.error import squared_row_norms
+from tests.mechanisms import reference
 
 horizons = st.builds(Horizon, st.integers(1, 6), st.integers(1, 4))
 fractions = st.floats(0, 0.999)

@@ -10,9 +10,9 @@ from scipy.optimize import minimize
 
 from lambdacgd import cache
 from lambdacgd.mechanisms import BISR, BLT, BandInvMF, BandMF, Horizon, rmse, sensitivity
-from lambdacgd.mechanisms.optimize import log_squared_rmse
+from lambdacgd.mechanisms.base import inverse_pullback, multiply, series_inverse
+from lambdacgd.mechanisms.optimised import log_squared_rmse
 from lambdacgd.mechanisms.sensitivity import participation_sum
-from lambdacgd.mechanisms.toeplitz import inverse_pullback, multiply, series_inverse
 
 SEED = 20260131
 
@@ -39,7 +39,7 @@ def test_gradient_of_the_objective_against_finite_differences():
 
 @pytest.mark.parametrize("direct_limit", [10**9, 0], ids=["direct", "fft"])
 def test_series_inverse_and_its_pullback(monkeypatch, direct_limit):
-    monkeypatch.setattr("lambdacgd.mechanisms.toeplitz.DIRECT_LIMIT", direct_limit)
+    monkeypatch.setattr("lambdacgd.mechanisms.base.DIRECT_LIMIT", direct_limit)
     rng = np.random.default_rng(SEED)
     column, weights = np.concatenate([[1.0], 0.1 * rng.normal(size=3)]), rng.normal(size=40)
     inverse = series_inverse(column, 40)
@@ -75,7 +75,7 @@ def test_band_inv_mf_has_no_negative_entries_and_loses_little_for_it(monkeypatch
     horizon = Horizon(b, k)
     with cache.disabled():
         found = BandInvMF(bands).resolve(horizon)
-        monkeypatch.setattr("lambdacgd.mechanisms.band_inv_mf._inverse_is_non_negative", lambda noising, n: True)
+        monkeypatch.setattr("lambdacgd.mechanisms.optimised._inverse_is_non_negative", lambda noising, n: True)
         free = BandInvMF(bands).resolve(horizon)
     strategy = found.strategy(horizon.steps)
     assert strategy.min() >= 0

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.mechanisms import reference
-from tests.mechanisms.test_mechanisms import fractions, horizons, mechanisms_and_horizons
 
 from lambdacgd.mechanisms import (
     BISR,
@@ -29,6 +27,8 @@ from lambdacgd.mechanisms import (
 )
 from lambdacgd.mechanisms.error import squared_row_norms
 from lambdacgd.validation import InvalidInput
+from tests.mechanisms import reference
+from tests.mechanisms.test_mechanisms import fractions, horizons, mechanisms_and_horizons
 
 WORKLOADS = [PREFIX_SUM, Workload(0.9), Workload(0.5, 0.97), Workload(0.8, 0.8), Workload(0.0, 0.9)]
 RESOLVED = [

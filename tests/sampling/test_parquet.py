@@ -14,7 +14,7 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 KEY = SecretKey.from_bytes(bytes(32))
-SAMPLING = BallsInBins(examples=5000, steps_per_epoch=64, epochs=2)
+SAMPLING = BallsInBins("fixed", examples=5000, steps_per_epoch=64, epochs=2)
 
 
 @pytest.fixture(scope="module")
@@ -67,28 +67,32 @@ def test_an_udf_can_compute_the_bins_inside_the_engine(sorted_file: Path) -> Non
 @pytest.mark.parametrize("group", [2, 5000])
 def test_an_id_that_comes_twice_is_refused(tmp_path: Path, group: int) -> None:
     ids = np.array([*range(9), 0])
-    bins = BallsInBins(10, 4, 1).bin_of(KEY, ids)
+    bins = BallsInBins("fixed", examples=10, steps_per_epoch=4, epochs=1).bin_of(KEY, ids)
     order = np.argsort(bins, kind="stable")
     pq.write_table(pa.table({"id": ids[order], "bin": bins[order]}), tmp_path / "twice.parquet", row_group_size=group)
     with pytest.raises(InvalidInput, match="twice"):
-        BinSortedParquet(tmp_path / "twice.parquet", BallsInBins(10, 4, 1)).verify(KEY)
+        BinSortedParquet(
+            tmp_path / "twice.parquet", BallsInBins("fixed", examples=10, steps_per_epoch=4, epochs=1)
+        ).verify(KEY)
 
 
 def test_fresh_bins_have_no_one_order(sorted_file: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"fresh bins need a new one every epoch. Plan with bins='fixed'"):
-        BinSortedParquet(sorted_file, BallsInBins(5000, 64, 2, "fresh"))
+    with pytest.raises(
+        InvalidInput, match=r"fresh bins need a new one every epoch. Plan with sampling=lc.BallsInBins\('fixed'\)"
+    ):
+        BinSortedParquet(sorted_file, BallsInBins("fresh", examples=5000, steps_per_epoch=64, epochs=2))
 
 
 def test_a_file_that_does_not_fit_is_refused(sorted_file: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="5000 rows and the sampling 4000"):
-        BinSortedParquet(sorted_file, BallsInBins(4000, 64, 2))
-    with pytest.raises(InvalidInput, match="bins go from 0 to 9"):
-        BinSortedParquet(sorted_file, BallsInBins(5000, 10, 2))
-    with pytest.raises(InvalidInput, match="has the columns"):
+    with pytest.raises(InvalidInput, match="5000 rows, and the sampling 4000"):
+        BinSortedParquet(sorted_file, BallsInBins("fixed", examples=4000, steps_per_epoch=64, epochs=2))
+    with pytest.raises(InvalidInput, match="Bins go from 0 to 9"):
+        BinSortedParquet(sorted_file, BallsInBins("fixed", examples=5000, steps_per_epoch=10, epochs=2))
+    with pytest.raises(InvalidInput, match="has no column bucket"):
         BinSortedParquet(sorted_file, SAMPLING, bin_column="bucket")
     with pytest.raises(InvalidInput, match="not those of this key"):
         BinSortedParquet(sorted_file, SAMPLING).verify(SecretKey.from_bytes(bytes(31) + b"x"))
     shuffled = tmp_path / "shuffled.parquet"
     pq.write_table(pa.table({"id": [0, 1], "bin": [1, 0]}), shuffled)
-    with pytest.raises(InvalidInput, match="must be sorted by bin: ORDER BY bin"):
-        BinSortedParquet(shuffled, BallsInBins(2, 2, 1))
+    with pytest.raises(InvalidInput, match="not sorted by bin: ORDER BY bin"):
+        BinSortedParquet(shuffled, BallsInBins("fixed", examples=2, steps_per_epoch=2, epochs=1))

@@ -18,7 +18,12 @@ from lambdacgd.validation import InvalidInput
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 OTHER = SecretKey.from_bytes(bytes(range(1, 33)))
-ALL = [BallsInBins(200, 7, 3), BallsInBins(200, 7, 3, "fresh"), Poisson(200, 7, 3), Cyclic(200, 7, 3, 28)]
+ALL = [
+    BallsInBins("fixed", examples=200, steps_per_epoch=7, epochs=3),
+    BallsInBins("fresh", examples=200, steps_per_epoch=7, epochs=3),
+    Poisson(examples=200, steps_per_epoch=7, epochs=3),
+    Cyclic(examples=200, steps_per_epoch=7, epochs=3, batch_size=28),
+]
 
 # prf64(derive("run", "0", "bins", epoch), id) mod 50 for ids 0 … 5 of epochs 1 and 2
 GOLDEN = [[16, 25, 25, 42, 43, 19], [2, 5, 42, 13, 13, 36]]
@@ -70,17 +75,21 @@ def test_a_block_is_what_noise_is_correlated_over(sampling: Sampling) -> None:
 
 def test_a_description_without_bins_means_fixed_ones() -> None:
     """Plans made before there was a choice have fixed bins, and their noise is far too small a guess for others."""
-    old = BallsInBins(200, 7, 3).to_dict()
+    old = BallsInBins("fixed", examples=200, steps_per_epoch=7, epochs=3).to_dict()
     assert old.pop("bins") == "fixed"
-    assert sampling_from_dict(old) == BallsInBins(200, 7, 3, "fixed") != BallsInBins(200, 7, 3, "fresh")
-    assert BallsInBins(200, 7, 3, "fresh").to_dict()["bins"] == "fresh"
+    assert (
+        sampling_from_dict(old)
+        == BallsInBins("fixed", examples=200, steps_per_epoch=7, epochs=3)
+        != BallsInBins("fresh", examples=200, steps_per_epoch=7, epochs=3)
+    )
+    assert BallsInBins("fresh", examples=200, steps_per_epoch=7, epochs=3).to_dict()["bins"] == "fresh"
     for unknown in (None, "", "Fresh", "new", True):
         with pytest.raises(InvalidInput, match=r"^bins is"):
             sampling_from_dict(old | {"bins": unknown})
 
 
 def test_fresh_bins_use_every_example_once_an_epoch() -> None:
-    sampling = BallsInBins(500, 9, 4, "fresh")
+    sampling = BallsInBins("fresh", examples=500, steps_per_epoch=9, epochs=4)
     batches = list(sampling.batches(KEY, run="mine"))
     for epoch in range(1, 5):
         bins = sampling.bin_of(KEY, range(500), run="mine", epoch=epoch)
@@ -93,7 +102,10 @@ def test_fresh_bins_use_every_example_once_an_epoch() -> None:
 def test_fresh_bins_of_an_epoch_are_nobody_elses() -> None:
     """Other epochs, other runs, fixed bins, and runs whose ids look like epochs: all pairs differ nearly everywhere."""
     everyone = range(1000)
-    fresh, fixed = BallsInBins(1000, 50, 3, "fresh"), BallsInBins(1000, 50, 3)
+    fresh, fixed = (
+        BallsInBins("fresh", examples=1000, steps_per_epoch=50, epochs=3),
+        BallsInBins("fixed", examples=1000, steps_per_epoch=50, epochs=3),
+    )
     all_bins = [
         fresh.bin_of(KEY, everyone, run=run, epoch=epoch) for run in ("0", "1", "2", "bins") for epoch in (1, 2, 3)
     ]
@@ -106,8 +118,11 @@ def test_fresh_bins_of_an_epoch_are_nobody_elses() -> None:
 
 
 def test_the_epoch_of_bins() -> None:
-    fresh, fixed = BallsInBins(10, 5, 3, "fresh"), BallsInBins(10, 5, 3)
-    with pytest.raises(InvalidInput, match=r"^epoch is None.*1 to 3"):
+    fresh, fixed = (
+        BallsInBins("fresh", examples=10, steps_per_epoch=5, epochs=3),
+        BallsInBins("fixed", examples=10, steps_per_epoch=5, epochs=3),
+    )
+    with pytest.raises(InvalidInput, match=r"say which epoch, 1 to 3"):
         fresh.bin_of(KEY, [1])
     for sampling in (fresh, fixed):
         for bad in (0, 4, 1.5):
@@ -118,7 +133,7 @@ def test_the_epoch_of_bins() -> None:
 
 
 def test_balls_in_bins_uses_every_example_once_an_epoch_in_the_same_place() -> None:
-    sampling = BallsInBins(500, 9, 4)
+    sampling = BallsInBins("fixed", examples=500, steps_per_epoch=9, epochs=4)
     batches = list(sampling.batches(KEY))
     bins = sampling.bin_of(KEY, range(500))
     for step, batch in enumerate(batches):
@@ -128,13 +143,13 @@ def test_balls_in_bins_uses_every_example_once_an_epoch_in_the_same_place() -> N
 
 @given(ids=st.lists(st.integers(0, 999), max_size=50))
 def test_bins_do_not_depend_on_order_or_company(ids: list[int]) -> None:
-    sampling = BallsInBins(1000, 13, 1)
+    sampling = BallsInBins("fixed", examples=1000, steps_per_epoch=13, epochs=1)
     whole = sampling.bin_of(KEY, range(1000))
     assert sampling.bin_of(KEY, np.array(ids, dtype=np.int64)).tolist() == [whole[i] for i in ids]
 
 
 def test_bins_of_other_key_run_or_count_are_other_bins() -> None:
-    sampling = BallsInBins(1000, 50, 1)
+    sampling = BallsInBins("fixed", examples=1000, steps_per_epoch=50, epochs=1)
     mine = sampling.bin_of(KEY, range(1000))
     assert (sampling.bin_of(OTHER, range(1000)) != mine).mean() > 0.9
     assert (sampling.bin_of(KEY, range(1000), run="1") != mine).mean() > 0.9
@@ -142,8 +157,8 @@ def test_bins_of_other_key_run_or_count_are_other_bins() -> None:
 
 def test_bins_are_uniform_and_independent() -> None:
     """Five χ² tests at N = 10⁶, each with a false-alarm rate of 1e-6 (fixed key: it either always passes or never)."""
-    sampling = BallsInBins(1_000_000, 37, 1)
-    fresh, everyone = BallsInBins(1_000_000, 37, 2, "fresh"), np.arange(1_000_000)
+    sampling = BallsInBins("fixed", examples=1_000_000, steps_per_epoch=37, epochs=1)
+    fresh, everyone = BallsInBins("fresh", examples=1_000_000, steps_per_epoch=37, epochs=2), np.arange(1_000_000)
     bins = sampling.bin_of(KEY, everyone)
     tables = [
         np.bincount(bins, minlength=37),  # uniform
@@ -160,7 +175,7 @@ def test_bins_are_uniform_and_independent() -> None:
 
 @pytest.mark.parametrize("bins", BINS)
 def test_empty_bins_are_yielded_and_nothing_is_rebalanced(bins: Bins) -> None:
-    sizes = [len(batch) for batch in BallsInBins(20, 20, 1, bins).batches(KEY)]
+    sizes = [len(batch) for batch in BallsInBins(bins, examples=20, steps_per_epoch=20, epochs=1).batches(KEY)]
     assert len(sizes) == 20
     assert sum(sizes) == 20
     assert 0 in sizes
@@ -176,19 +191,19 @@ def test_sorting_by_bin_is_a_stable_sort(count: int) -> None:
 
 def test_more_bins_than_examples_is_an_error() -> None:
     with pytest.raises(InvalidInput, match=r"only 10 examples.*at most 10"):
-        BallsInBins(10, 11, 1)
+        BallsInBins("fixed", examples=10, steps_per_epoch=11, epochs=1)
 
 
 @pytest.mark.parametrize("ids", [[-1], [10], [0.5]])
 def test_ids_outside_the_data_set_are_refused(ids: list[int]) -> None:
     with pytest.raises(InvalidInput, match="from 0 to 9"):
-        BallsInBins(10, 2, 1).bin_of(KEY, ids)
-    assert BallsInBins(10, 2, 1).bin_of(KEY, []).shape == (0,)
+        BallsInBins("fixed", examples=10, steps_per_epoch=2, epochs=1).bin_of(KEY, ids)
+    assert BallsInBins("fixed", examples=10, steps_per_epoch=2, epochs=1).bin_of(KEY, []).shape == (0,)
 
 
 def test_poisson_sizes_are_binomial_and_steps_independent() -> None:
     """Total count within the central 1 − 1e-6; repeats between steps as independence says (5 standard errors)."""
-    sampling = Poisson(20_000, 10, 3)
+    sampling = Poisson(examples=20_000, steps_per_epoch=10, epochs=3)
     batches = list(sampling.batches(KEY))
     total = sum(len(batch) for batch in batches)
     assert binom.ppf(5e-7, 600_000, 0.1) <= total <= binom.ppf(1 - 5e-7, 600_000, 0.1)
@@ -200,11 +215,11 @@ def test_poisson_sizes_are_binomial_and_steps_independent() -> None:
 
 
 def test_poisson_with_one_step_an_epoch_takes_everyone() -> None:
-    assert [len(batch) for batch in Poisson(9, 1, 2).batches(KEY)] == [9, 9]
+    assert [len(batch) for batch in Poisson(examples=9, steps_per_epoch=1, epochs=2).batches(KEY)] == [9, 9]
 
 
 def test_cyclic_repeats_one_permutation_and_drops_the_rest() -> None:
-    sampling = Cyclic(103, 10, 3, 10)
+    sampling = Cyclic(examples=103, steps_per_epoch=10, epochs=3, batch_size=10)
     batches = list(sampling.batches(KEY))
     order = sampling.order(KEY)
     assert sorted(order.tolist()) == list(range(103))
@@ -218,14 +233,14 @@ def test_cyclic_repeats_one_permutation_and_drops_the_rest() -> None:
 
 def test_cyclic_needs_enough_examples() -> None:
     with pytest.raises(InvalidInput, match=r"need 110.*there are 103; use at most 10"):
-        Cyclic(103, 10, 1, 11)
+        Cyclic(examples=103, steps_per_epoch=10, epochs=1, batch_size=11)
 
 
 @pytest.mark.parametrize("bad", [0, -3, 2.5, True, None])
 def test_counts_must_be_positive_integers(bad: object) -> None:
     with pytest.raises(InvalidInput):
-        BallsInBins(bad, 1, 1)  # type: ignore[arg-type]
+        BallsInBins("fixed", examples=bad, steps_per_epoch=1, epochs=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput):
-        Poisson(10, bad, 1)  # type: ignore[arg-type]
+        Poisson(examples=10, steps_per_epoch=bad, epochs=1)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput):
-        Cyclic(10, 1, 1, bad)  # type: ignore[arg-type]
+        Cyclic(examples=10, steps_per_epoch=1, epochs=1, batch_size=bad)  # type: ignore[arg-type]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def start(module=None, *, p=None, lr=0.5, optimizer=None, dataset=None, run="one", **options):

@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from lambdacgd.training import captured
+from lambdacgd.training.step import PrivateStep
+
+
+def on_the_host(add_noise: Callable[..., None]) -> Callable[..., None]:
+    """Steps in device memory are for CUDA: the CPU's noise takes a number."""
+    return lambda self, sums, step, **options: add_noise(self, sums, int(step), **options)
 
 
 class Captured(captured.CapturedStep):
@@ -25,14 +31,10 @@ class Captured(captured.CapturedStep):
         super()._work(first, last, width, step)
         self.disturb(self.work)
 
-    def _add_noise(self, sums: dict[str, torch.Tensor], step: torch.Tensor) -> None:
-        if self._stage is not None:
-            self._stage.add_(sums, int(step), check=False)
-
     def memory(self) -> list[torch.Tensor]:
         """All that a graph writes and somebody else reads."""
-        totals, parameters = self._private.clipper._backward_pass.totals, self._private.clipper.parameters.values()
-        states = [x for s in self._private.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
+        totals, parameters = self._loop.clipper._backward_pass.totals, self._loop.clipper.parameters.values()
+        states = [x for s in self._loop.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         sums = [*totals._buffers.values(), *(whole for whole, _ in totals._packs.values())]
         return [self._cursor, self._step, self.loss, *sums, *states, *(p.data for p in parameters)]
 
@@ -59,7 +61,7 @@ class Graphs:
     def graph(self, graph: SimpleNamespace) -> Iterator[None]:
         step = self.step
         assert step is not None
-        filled = dict(step._private.clipper._backward_pass.totals.filled)
+        filled = dict(step._loop.clipper._backward_pass.totals.filled)
         memory = step.memory()
         before = [x.clone() for x in memory]
         try:
@@ -72,21 +74,22 @@ class Graphs:
         graph.replay = lambda: self._replay(step, kind, filled)
 
     def _replay(self, step: Captured, kind: captured.Kind, filled: dict[str, torch.Tensor]) -> None:
-        private = step._private
+        loop = step._loop
         self.steps.append(int(step._step))
-        private.clipper._backward_pass.totals.filled = dict(filled)
-        private.hooks_rest = True
+        loop.clipper._backward_pass.totals.filled = dict(filled)
+        loop.resting = True
         captured.CapturedStep._work(step, *kind, step._step)
-        private.hooks_rest = False
-        private.clipper.zero()
-        for p in private.clipper.parameters.values():
+        loop.resting = False
+        loop.clipper.zero()
+        for p in loop.clipper.parameters.values():
             p.grad = None
 
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Graphs:
     found = Graphs()
-    monkeypatch.setattr(captured, "_check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
+    monkeypatch.setattr(captured, "_check", lambda loop, plan, data: torch.device("cpu"))
     for name in ("Stream", "current_stream", "stream", "CUDAGraph", "graph"):
         monkeypatch.setattr(torch.cuda, name, getattr(found, name))
     return found

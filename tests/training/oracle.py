@@ -48,7 +48,7 @@ def plan(
         epsilon=epsilon,
         delta=1e-5,
         mechanism=mechanism or lc.LambdaCGD(0.6),
-        sampling="cyclic",
+        sampling=lc.Cyclic(),
     )
 
 
@@ -61,13 +61,13 @@ def binned_plan(
     bins: Bins = "fixed",
 ) -> Plan:
     """A Balls-in-Bins plan with a made-up σ: its certificate claims nothing."""
-    sampling = BallsInBins(examples, examples // batch_size, epochs, bins)
+    sampling = BallsInBins(bins, examples=examples, steps_per_epoch=examples // batch_size, epochs=epochs)
     return Plan(
         mechanism=(mechanism or lc.LambdaCGD(0.6)).resolve(sampling.block),
         sampling=sampling,
         epsilon=1.0,
         delta=1e-5,
-        batch_size=batch_size,
+        requested_batch_size=batch_size,
         sensitivity=1.0,
         sigma=sigma,
         rmse=1.0,

@@ -1,4 +1,4 @@
-"""A run that is killed: it resumes FOLDER/checkpoint.pt, trains to the end and saves every step.
+"""A run that is killed: it resumes FOLDER/checkpoint, trains to the end and saves every step.
 
 Everything that could come out differently takes part: dropout, random augmentation in a worker, AdamW, a scheduler, an
 EMA, physical batches.
@@ -11,7 +11,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,6 +18,7 @@ import lambdacgd as lc
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import Bins
 from lambdacgd.training import Private, privatize
+from tests.training import oracle
 
 
 class Jittered(torch.utils.data.Dataset):
@@ -56,7 +56,7 @@ def prepare(folder: Path, bins: Bins = "fixed", **options: int) -> None:
     oracle.binned_plan(60, 15, 5, bins=bins).save(folder / "plan.json")
     lc.SecretKey.from_bytes(oracle.KEY).save(folder / "run.key")
     private, _, scheduler = build(folder, **options)
-    private.save(folder / "checkpoint.pt", extra={"scheduler": scheduler.state_dict()})
+    private.save(folder / "checkpoint", extra={"scheduler": scheduler.state_dict()})
     private.detach()
 
 
@@ -64,17 +64,18 @@ def go_on(
     folder: Path, *, until: int | None = None, on_ready: Callable[[], None] = lambda: None, **options: int
 ) -> tuple[Private, nn.Module]:
     private, module, scheduler = build(folder, **options)
-    scheduler.load_state_dict(private.load(folder / "checkpoint.pt")["scheduler"])
+    scheduler.load_state_dict(private.load(folder / "checkpoint")["scheduler"])
     on_ready()
     if private.finished:
         return private, module
     for x, y in private.loader:
         F.cross_entropy(module(x), y).backward()
         private.optimizer.step()
-        scheduler.step()
+        if private.between_steps:
+            scheduler.step()
         private.optimizer.zero_grad()
         if private.between_steps:
-            private.save(folder / "checkpoint.pt", extra={"scheduler": scheduler.state_dict()})
+            private.save(folder / "checkpoint", extra={"scheduler": scheduler.state_dict()})
             if private.steps_taken == until:
                 break
     return private, module

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def start(folder, *, module=None, p=None, name="run.key", key=None, **options):

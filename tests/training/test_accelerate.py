@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def train(accelerated):
@@ -28,7 +28,8 @@ def train(accelerated):
     for x, y in private.loader:
         backward(F.cross_entropy(model(x), y))
         wrapped.step()
-        schedule.step()
+        if private.between_steps:
+            schedule.step()
         wrapped.zero_grad()
     assert private.finished
     return oracle.weights(module), optimizer.param_groups[0]["lr"]

@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
 from lambdacgd.training.adam import DebiasedAdam
+from tests.training import oracle
 
 
 def test_without_noise_it_is_adamw():

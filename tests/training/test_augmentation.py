@@ -6,11 +6,11 @@ import copy
 import math
 
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def test_augmentations_are_averaged_before_clipping():

@@ -8,12 +8,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from tests.training.test_captured import Eager
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.sampling import BinSortedParquet
+from lambdacgd.training.step import PrivateStep
+from tests.training.graphs import on_the_host
+from tests.training.test_captured import Eager
 
 SEED = 11
 N = 60
@@ -27,7 +29,9 @@ def prepared(tmp_path):
     key = lc.SecretKey.generate()
     key.save(tmp_path / "run.key")
     run_id = key.ledger().new_run()
-    plan = lc.plan(N, 10, epochs=2, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), bins="fixed")
+    plan = lc.plan(
+        N, 10, epochs=2, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), sampling=lc.BallsInBins("fixed")
+    )
     bins = plan.sampling.bin_of(key, np.arange(N), run=run_id)
     table = pa.table({"id": np.arange(N), "bin": bins, "x": x.tolist(), "y": y})
     pq.write_table(table, tmp_path / "data.parquet")
@@ -65,7 +69,8 @@ def test_the_sorted_file_trains_the_same_model(prepared):
 
 def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
     """In the file's order an example's number is not its row: bins by row would put it in two bins of a mixed run."""
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     key, run_id, plan, x, y, target = prepared
     memory = torch.utils.data.TensorDataset(torch.from_numpy(x), torch.from_numpy(y))
     expected = train(memory, key, run_id, plan, options={})
@@ -76,7 +81,7 @@ def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     private = lc.privatize(model, optimizer, file, plan, max_grad_norm=1.0, key=key, run_id=run_id, collate_fn=collate)
     rows = collate([file[i] for i in range(N)])
-    Eager(private, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
+    Eager(private._loop, private.loader, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
     torch.testing.assert_close(model.weight.detach(), expected)
 
 
@@ -85,7 +90,9 @@ def test_a_file_of_another_run_or_sampling_is_refused(prepared):
     file = BinSortedParquet(target, plan.sampling)
     with pytest.raises(ValueError, match="not those of this key, run"):
         train(file, key, None, plan, options={"collate_fn": collate})
-    longer = lc.plan(N, 10, epochs=3, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), bins="fixed")
+    longer = lc.plan(
+        N, 10, epochs=3, epsilon=8.0, delta=1e-3, mechanism=lc.LambdaCGD(0.5), sampling=lc.BallsInBins("fixed")
+    )
     with pytest.raises(lc.TrainingError, match="was sorted for"):
         train(file, key, run_id, longer, options={"collate_fn": collate})
 

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import CapturedStep
+from lambdacgd.training.step import PrivateStep
+from tests.training import oracle
+from tests.training.graphs import on_the_host
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
@@ -161,29 +163,25 @@ class Eager(CapturedStep):
     """All of the captured step but the graph: table, padding, splitting, counters, on any device."""
 
     def _capture(self, kind):
-        self._make_stage()
         return SimpleNamespace(replay=lambda: self._eager(kind))
 
     def _eager(self, kind):
-        self._private.hooks_rest = True
+        self._loop.resting = True
         self._work(*kind, self._step)
-        self._private.hooks_rest = False
-
-    def _add_noise(self, sums, step):
-        if self._stage is not None:
-            self._stage.add_(sums, int(step), check=False)
+        self._loop.resting = False
 
 
 @pytest.mark.parametrize("padded", [None, 5, 96])
 @pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 def test_padding_splitting_and_counting(optimizer, padded, bins, monkeypatch):
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     p = oracle.binned_plan(96, 12, 3, bins=bins)
     ordinary, _ = build(optimizer, p, device="cpu")
     oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
     private, data = build(optimizer, p, device="cpu")
-    step = Eager(private, loss, data, padded)
+    step = Eager(private._loop, private.loader, loss, data, padded)
     step()
     step.run(6)
     assert private.steps_taken == 7
@@ -193,10 +191,13 @@ def test_padding_splitting_and_counting(optimizer, padded, bins, monkeypatch):
 
 
 def test_a_batch_takes_the_smallest_width_that_holds_it(monkeypatch):
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     private, data = build(p=oracle.binned_plan(96, 12, 3, bins="fresh"), device="cpu")
     seen = []
-    step = Eager(private, lambda model, x, y: seen.append(len(x)) or loss(model, x, y), data, None)
+    step = Eager(
+        private._loop, private.loader, lambda model, x, y: seen.append(len(x)) or loss(model, x, y), data, None
+    )
     assert step.widths == [16, 24]
     step.run()
     batches = private.plan.sampling.batches(private.run.key, run=private.run.id)
@@ -227,7 +228,8 @@ class Launches:
 
 @pytest.fixture
 def launched(monkeypatch):
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda private, data: torch.device("cpu"))
+    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
+    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     private, data = build(device="cpu")
     step = private.captured_step(loss, data, padded=96)
     launches = Launches(step)

@@ -6,8 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.graphs import Captured, Graphs, graphs  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,6 +13,8 @@ import lambdacgd as lc
 from lambdacgd.clipping import records
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import _check
+from tests.training import oracle
+from tests.training.graphs import Captured, Graphs, graphs  # noqa: F401
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.5),
@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private, loss, data, padded)
+    graphs.step = Captured(private._loop, private.loader, loss, data, padded)
     return private, graphs.step
 
 
@@ -175,6 +175,6 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch):
     """``torch.cuda.graph`` records one device's streams: work on another would be done at capture and never again."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
-    private = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
+    loop = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
     with pytest.raises(lc.InvalidInput, match="cuda:1, while the current device is cuda:0"):
-        _check(private, (tensor,))
+        _check(loop, PLAN, (tensor,))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 
 def test_a_fused_optimizer_trains_a_channels_last_model():

@@ -1,55 +1,93 @@
-"""Checkpoint files: whole or not there, whatever happens while they are written."""
+"""Checkpoint folders: whole or not there, whatever happens while they are written, and read without running code."""
 
 from __future__ import annotations
 
-import io
+import json
 import os
+import pickle
 import resource
+import shutil
+import threading
 
 import pytest
 import torch
-from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 from lambdacgd.keys import LedgerError
-from lambdacgd.training import CheckpointError
+from lambdacgd.training import CheckpointError, checkpoint
+from tests.training.saved import equal, start, steps
+
+
+def drafts(folder):
+    return list(folder.glob(".step-*.draft"))
+
+
+def newest(folder):
+    (found,) = folder.glob("step-*")
+    return found
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in newest(folder).iterdir()}
+
+
+def killed(*_args, **_kwargs):
+    raise KeyboardInterrupt
 
 
 def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
     private = start(tmp_path)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     steps(private, 2)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(os, "replace", killed)
+    monkeypatch.setattr(checkpoint, "_give_name", killed)
     with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c.pt")
+        private.save(tmp_path / "c")
     monkeypatch.undo()
     private.detach()
-    assert (tmp_path / ".c.pt.draft").exists()
+    assert len(drafts(tmp_path / "c")) == 1
     again = start(tmp_path)
-    again.load(tmp_path / "c.pt")
+    again.load(tmp_path / "c")
     assert again.steps_taken == 2
-    assert not (tmp_path / ".c.pt.draft").exists()
+    assert newest(tmp_path / "c").name == "step-00000002"
+    assert not drafts(tmp_path / "c")
     assert equal(private.model, again.model)
+
+
+def test_killed_between_the_two_renames_of_a_step_saved_twice(tmp_path, monkeypatch):
+    private = start(tmp_path)
+    steps(private, 2)
+    private.save(tmp_path / "c", extra={"time": 1})
+    rename, calls = os.rename, []
+
+    def second(source, target):
+        calls.append(source)
+        return killed() if len(calls) == 2 else rename(source, target)
+
+    monkeypatch.setattr(os, "rename", second)
+    with pytest.raises(KeyboardInterrupt):
+        private.save(tmp_path / "c", extra={"time": 2})
+    monkeypatch.undo()
+    private.detach()
+    assert not list((tmp_path / "c").glob("step-*"))
+    again = start(tmp_path)
+    assert again.resume(tmp_path / "c") == {"time": 2}
+    assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypatch):
     private = start(tmp_path)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(private.run, "release", lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(private.run, "release", killed)
     with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c.pt")
+        private.save(tmp_path / "c")
     private.detach()
-    draft = tmp_path / ".c.pt.draft"
+    (draft,) = drafts(tmp_path / "c")
     if not whole:
-        draft.write_bytes(draft.read_bytes()[:500])
+        (draft / "run.json").unlink()
     again = start(tmp_path)
-    again.load(tmp_path / "c.pt")
+    again.load(tmp_path / "c")
     assert again.steps_taken == 0
     assert not draft.exists()
 
@@ -57,39 +95,65 @@ def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypa
 def test_a_full_disk_while_saving(tmp_path):
     private = start(tmp_path)
     steps(private, 1)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     steps(private, 1)
-    before, ledger = (tmp_path / "c.pt").read_bytes(), (tmp_path / "run.ledger").read_bytes()
+    before, ledger = content(tmp_path / "c"), (tmp_path / "run.ledger").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
         with pytest.raises(CheckpointError, match="make room"):
-            private.save(tmp_path / "c.pt")
+            private.save(tmp_path / "c")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert (tmp_path / "c.pt").read_bytes() == before
+    assert content(tmp_path / "c") == before
     assert (tmp_path / "run.ledger").read_bytes() == ledger
-    assert not list(tmp_path.glob(".*"))
-    private.save(tmp_path / "c.pt")
+    assert not drafts(tmp_path / "c")
+    private.save(tmp_path / "c")
     steps(private, 99)
     assert private.finished
 
 
-def test_a_second_job_by_mistake_while_saving(tmp_path, monkeypatch):
-    """It takes the draft for a dead process's and removes it: nothing may be entered in the ledger that nobody has."""
+@pytest.mark.parametrize("entered", [False, True], ids=["while it writes", "after the ledger's entry"])
+def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, monkeypatch, entered):
+    """The first holds the run's lock. Its draft is not a dead process's, and without it nobody could go on."""
+    monkeypatch.setattr("lambdacgd.training.run._ORPHANS_S", 0.0)
     private = start(tmp_path)
     steps(private, 1)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     steps(private, 1)
-    fsync = os.fsync
-    monkeypatch.setattr(os, "fsync", lambda f: ((tmp_path / ".c.pt.draft").unlink(missing_ok=True), fsync(f)))
-    with pytest.raises(CheckpointError, match="could not be written"):
-        private.save(tmp_path / "c.pt")
+    second = start(tmp_path)
+    seen = []
+    act = checkpoint._give_name if entered else checkpoint._write_facts
+
+    def meanwhile(*given):
+        with pytest.raises(CheckpointError, match="in use by another process"):
+            second.resume(tmp_path / "c")
+        seen.append(len(drafts(tmp_path / "c")))
+        return act(*given)
+
+    monkeypatch.setattr(checkpoint, act.__name__, meanwhile)
+    private.save(tmp_path / "c")
     monkeypatch.undo()
+    assert seen == [1]
     private.detach()
+    second.load(tmp_path / "c")
+    assert second.steps_taken == 2
+
+
+def test_a_draft_is_settled_once_its_process_has_ended(tmp_path, monkeypatch):
+    """A worker of the killed process may hold the lock for a moment longer."""
+    private = start(tmp_path)
+    steps(private, 1)
+    monkeypatch.setattr(checkpoint, "_give_name", killed)
+    with pytest.raises(KeyboardInterrupt):
+        private.save(tmp_path / "c")
+    monkeypatch.undo()
+    timer = threading.Timer(0.3, private.run.close)
+    timer.start()
     again = start(tmp_path)
-    again.load(tmp_path / "c.pt")
+    assert again.resume(tmp_path / "c") == {}
     assert again.steps_taken == 1
+    timer.join()
 
 
 def test_not_within_a_logical_batch(tmp_path):
@@ -98,9 +162,7 @@ def test_not_within_a_logical_batch(tmp_path):
         F.cross_entropy(private.model(x), y).backward()
         assert not private.between_steps
         with pytest.raises(CheckpointError, match="between logical steps"):
-            private.save(tmp_path / "c.pt")
-        with pytest.raises(CheckpointError, match="between logical steps"):
-            private.state_dict()
+            private.save(tmp_path / "c")
         if i == 1:
             break
 
@@ -108,39 +170,136 @@ def test_not_within_a_logical_batch(tmp_path):
 def test_a_damaged_checkpoint_is_refused_with_the_choice(tmp_path):
     private = start(tmp_path)
     steps(private, 2)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     private.detach()
-    content = bytearray((tmp_path / "c.pt").read_bytes())
-    (tmp_path / "c.pt").write_bytes(content[: len(content) // 2])
+    facts = newest(tmp_path / "c") / "run.json"
+    kept = facts.read_bytes()
+    facts.write_bytes(kept[: len(kept) // 2])
     with pytest.raises(CheckpointError, match=r"Restore it from a copy; or.*declare"):
-        start(tmp_path).load(tmp_path / "c.pt")
-    state = torch.load(io.BytesIO(bytes(content)), weights_only=True)
-    state["model"]["0.weight"][0, 0] += 1
-    torch.save(state, tmp_path / "c.pt")
+        start(tmp_path).load(tmp_path / "c")
+    facts.write_bytes(kept)
+    tensors = newest(tmp_path / "c") / "whole.safetensors"
+    changed = bytearray(tensors.read_bytes())
+    changed[-1] ^= 1
+    tensors.write_bytes(changed)
+    private = start(tmp_path)
     with pytest.raises(CheckpointError, match="released with another digest"):
-        start(tmp_path).load(tmp_path / "c.pt")
+        private.load(tmp_path / "c")
+    assert private.steps_taken == 0
+
+
+class Attack:
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("draft", [False, True], ids=["checkpoint", "draft"])
+@pytest.mark.parametrize("name", ["run.json", "whole.safetensors", "rows-00000.safetensors", "run.pt", "metadata"])
+def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "c")
+    private.detach()
+    folder = newest(tmp_path / "c")
+    plants = {"pickle": pickle.dumps, "torch": lambda what: torch.save(what, folder / name)}
+    for kind, plant in plants.items():
+        planted = plant(Attack(tmp_path / "run"))
+        if kind == "pickle":
+            (folder / name).write_bytes(planted)
+        target = folder
+        if draft:
+            target = folder.with_name(f".step-00000001.{private.run.id}.draft")
+            shutil.copytree(folder, target)
+        again = start(tmp_path)
+        with pytest.raises(CheckpointError):
+            again.load(tmp_path / "c")
+        assert not (tmp_path / "run").exists()
+        assert again.steps_taken == 0
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts: [facts],
+        lambda facts: facts | {"step": "1"},
+        lambda facts: facts | {"run": None},
+        lambda facts: facts | {"state": 3},
+        lambda facts: facts | {"groups": 0},
+        lambda facts: (
+            facts | {"sharded": {"state.model.0.weight": {"shape": [16, 5], "parts": [["../../run.key", 0]]}}}
+        ),
+        lambda facts: {k: v for k, v in facts.items() if k != "identity"},
+    ],
+)
+def test_facts_that_were_changed_are_a_sentence_and_no_traceback(tmp_path, change):
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "c")
+    private.detach()
+    path = newest(tmp_path / "c") / "run.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    again = start(tmp_path)
+    with pytest.raises(CheckpointError):
+        again.load(tmp_path / "c")
+    assert again.steps_taken == 0
+
+
+@pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"", b"{}", b'{"format": 1}'])
+def test_files_that_are_no_facts(tmp_path, text):
+    folder = tmp_path / "c" / "step-00000001"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_bytes(text)
+    with pytest.raises(CheckpointError):
+        start(tmp_path).load(tmp_path / "c")
+
+
+def test_old_formats_are_refused_with_a_sentence(tmp_path):
+    torch.save({"format": "lambdacgd-checkpoint-1"}, tmp_path / "file.pt")
+    (tmp_path / "folder" / "step-00000001").mkdir(parents=True)
+    torch.save({"format": "lambdacgd-folder-1"}, tmp_path / "folder" / "step-00000001" / "run.pt")
+    private = start(tmp_path)
+    for name in ("file.pt", "folder"):
+        for act in (private.load, private.resume):
+            with pytest.raises(CheckpointError, match="Earlier versions wrote pickled files"):
+                act(tmp_path / name)
+    with pytest.raises(CheckpointError, match="choose another name"):
+        private.save(tmp_path / "file.pt")
+
+
+def test_only_the_owner_reads_it(tmp_path):
+    private = start(tmp_path)
+    private.save(tmp_path / "c")
+    folder = newest(tmp_path / "c")
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c", folder)} == {0o700}
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
 
 
 def test_what_cannot_be_saved(tmp_path):
     private = start(tmp_path)
-    with pytest.raises(CheckpointError, match="a set cannot be part"):
-        private.save(tmp_path / "c.pt", extra={"bad": {1, 2}})
+    with pytest.raises(CheckpointError, match=r"extra\.bad is a set, which cannot be part"):
+        private.save(tmp_path / "c", extra={"bad": {1, 2}})
+    assert not (tmp_path / "c").exists()
     with pytest.raises(LedgerError):
         private.run.key.ledger().newest("unknown")
 
 
 def test_drafts_of_others_are_left_alone(tmp_path):
-    """An export that was killed leaves a folder, and hidden files may be anybody's."""
+    """Hidden files may be anybody's, and another key's ledger knows what to do with its own drafts."""
     private = start(tmp_path)
     steps(private, 1)
-    private.save(tmp_path / "one.pt")
+    private.save(tmp_path / "c")
     private.detach()
-    (tmp_path / ".release.1a2b3c4d.draft").mkdir()
-    (tmp_path / ".letter.draft").write_text("Dear all")
+    foreign = tmp_path / "c" / f".step-00000009.{'cd' * 16}.draft"
+    foreign.mkdir()
+    (tmp_path / "c" / ".step-letter.draft").write_text("Dear all")
     again = start(tmp_path)
-    again.load(tmp_path / "one.pt")
+    again.load(tmp_path / "c")
     assert again.steps_taken == 1
-    assert (tmp_path / ".letter.draft").read_text() == "Dear all"
+    assert foreign.is_dir()
+    assert (tmp_path / "c" / ".step-letter.draft").read_text() == "Dear all"
 
 
 def test_not_while_the_model_holds_an_average(tmp_path):
@@ -148,5 +307,41 @@ def test_not_while_the_model_holds_an_average(tmp_path):
     average = private.ema(0.9)
     steps(private, 2)
     with average.applied(), pytest.raises(CheckpointError, match=r"ema\.applied"):
-        private.save(tmp_path / "two.pt")
-    private.save(tmp_path / "two.pt")
+        private.save(tmp_path / "two")
+    private.save(tmp_path / "two")
+
+
+def test_another_model_or_other_groups_are_refused_before_anything_changes(tmp_path):
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "c")
+    private.detach()
+    other = start(tmp_path)
+    other.model.register_buffer("counter", torch.zeros(3))
+    with pytest.raises(CheckpointError, match="counter is missing"):
+        other.load(tmp_path / "c")
+    other.detach()
+    grouped = start(tmp_path)
+    grouped.optimizer.param_groups[0]["params"].reverse()
+    with pytest.raises(CheckpointError, match="parameter groups"):
+        grouped.load(tmp_path / "c")
+    assert grouped.steps_taken == 0
+
+
+def test_looking_at_a_checkpoint_needs_no_run(tmp_path):
+    private = start(tmp_path)
+    steps(private, 2)
+    private.save(tmp_path / "c", extra={"note": "mine"})
+    found = checkpoint.read(tmp_path / "c")
+    assert (found["step"], found["extra"]) == (2, {"note": "mine"})
+    assert all(torch.equal(value, found["model"][name]) for name, value in private.model.state_dict().items())
+
+
+def test_weights_alone_cannot_be_resumed_from(tmp_path):
+    private = start(tmp_path)
+    steps(private, 2)
+    checkpoint.save(private, tmp_path / "c", None, weights_only=True)
+    private.detach()
+    assert checkpoint.read(tmp_path / "c")["optimizer"] is None
+    with pytest.raises(CheckpointError, match="weights only"):
+        start(tmp_path).load(tmp_path / "c")

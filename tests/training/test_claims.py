@@ -28,7 +28,7 @@ def test_an_estimated_plan_is_said_to_claim_nothing():
 
 
 def test_a_delta_above_one_over_n_is_said_to_protect_nobody():
-    settings = SMALL | {"sampling": "cyclic", "mechanism": lc.LambdaCGD(0.5)}
+    settings = SMALL | {"sampling": lc.Cyclic(), "mechanism": lc.LambdaCGD(0.5)}
     with pytest.warns(UserWarning, match="above 1/N = 0.017"):
         lc.Noiser(lc.plan(**settings | {"delta": 0.02}), lc.SecretKey.generate())
     with warnings.catch_warnings():
@@ -41,7 +41,7 @@ def test_a_delta_above_one_over_n_is_said_to_protect_nobody():
 )
 def test_a_plan_changed_after_it_was_made_does_not_train(change):
     """Contract 1: nobody trains with a σ computed for something else."""
-    plan = lc.plan(**SMALL, mechanism=lc.LambdaCGD(0.5), sampling="cyclic")
+    plan = lc.plan(**SMALL, mechanism=lc.LambdaCGD(0.5), sampling=lc.Cyclic())
     lc.Noiser(plan, lc.SecretKey.generate())
     with pytest.raises(lc.InvalidInput, match="do not belong together"):
         lc.Noiser(dataclasses.replace(plan, **change), lc.SecretKey.generate())
@@ -52,15 +52,14 @@ def test_a_plan_changed_after_it_was_made_does_not_train(change):
 def test_a_plan_does_not_train_with_another_sampling(mechanism, made):
     """Independent noise has the same errors and sensitivity over all of them: the certificate says which it is of."""
     kinds = {
-        "cyclic": lc.Cyclic(60, 6, 2, 10),
-        "poisson": lc.Poisson(60, 6, 2),
-        "fixed": lc.BallsInBins(60, 6, 2, "fixed"),
-        "fresh": lc.BallsInBins(60, 6, 2, "fresh"),
+        "cyclic": lc.Cyclic(examples=60, steps_per_epoch=6, epochs=2, batch_size=10),
+        "poisson": lc.Poisson(examples=60, steps_per_epoch=6, epochs=2),
+        "fixed": lc.BallsInBins("fixed", examples=60, steps_per_epoch=6, epochs=2),
+        "fresh": lc.BallsInBins("fresh", examples=60, steps_per_epoch=6, epochs=2),
     }
     if made == "poisson" and mechanism != lc.Identity():
         pytest.skip("no accountant")
-    how = {"sampling": made} if made in ("cyclic", "poisson") else {"bins": made}
-    plan = lc.plan(**(SMALL | {"epochs": 2}), mechanism=mechanism, **how)
+    plan = lc.plan(**(SMALL | {"epochs": 2}), mechanism=mechanism, sampling=kinds[made])
     assert plan.sampling == kinds.pop(made)
     lc.Noiser(plan, lc.SecretKey.generate())
     for other in kinds.values():

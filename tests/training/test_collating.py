@@ -7,13 +7,13 @@ import random
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
 from torch.nn import functional as F
 from torch.utils.data import default_collate
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
-from lambdacgd.training.collating import KeepsApart
+from lambdacgd.training.loader import KeepsApart
+from tests.training import oracle
 
 ITEMS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(6)]
 

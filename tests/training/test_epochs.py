@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from tests.training.disturbed import backward, check_same_end, start
 
 from lambdacgd.training import TrainingError
+from tests.training.disturbed import backward, check_same_end, start
 
 
 def test_the_whole_run_within_one_epoch():

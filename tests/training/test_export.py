@@ -11,7 +11,6 @@ import re
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training import oracle
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,6 +19,7 @@ from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
 from lambdacgd.training.card import _rounded_up, replace_one
+from tests.training import oracle
 
 
 def secrets_of(private, losses, sums):
@@ -69,14 +69,16 @@ def trained(tmp_path, p=None):
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 def test_nothing_secret_leaves(tmp_path, bins):
     private, patterns = trained(tmp_path, oracle.binned_plan(48, 12, 2, bins=bins))
-    folder = export(private.model, tmp_path / "out" / "release")
-    private.save(tmp_path / "c.pt")
+    folder = export(private, tmp_path / "out" / "release")
+    private.save(tmp_path / "checkpoint")
     assert sorted(p.name for p in folder.iterdir()) == ["PRIVACY.md", "model.safetensors", "privacy-card.json"]
     public = {path.name: path.read_bytes() for path in folder.iterdir()}
     for what in ("run id", "fingerprint"):
         value = private.run.id if what == "run id" else private.run.key.fingerprint()
         assert not [name for name, content in public.items() if value.encode() in content], what
-    for name, content in {**public, "checkpoint": (tmp_path / "c.pt").read_bytes()}.items():
+    saved = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint").rglob("*") if path.is_file()}
+    assert saved
+    for name, content in {**public, **saved}.items():
         for what, pattern in patterns.items():
             assert pattern not in content, f"{what} is in {name}"
     sizes = [len(i) for i in private.plan.sampling.batches(private.run.key, run=private.run.id)]
@@ -88,16 +90,16 @@ def test_the_grep_finds_what_is_there(tmp_path):
     assert patterns["the key in hex"] in (tmp_path / "run.key").read_bytes()
     assert (
         private.model[0].weight.detach().flatten()[:2].numpy().tobytes()
-        in (export(private.model, tmp_path / "r") / "model.safetensors").read_bytes()
+        in (export(private, tmp_path / "r") / "model.safetensors").read_bytes()
     )
 
 
 def test_the_weights_are_the_models(tmp_path):
     private, _ = trained(tmp_path)
     with private.ema(0.5).applied():
-        export(private.model, tmp_path / "average")
+        export(private, tmp_path / "average")
     private.detach()
-    export(private.model, tmp_path / "plain")
+    export(private, tmp_path / "plain")
     weights = load_file(tmp_path / "plain" / "model.safetensors")
     assert weights.keys() == private.model.state_dict().keys()
     assert all(torch.equal(v, private.model.state_dict()[n]) for n, v in weights.items())
@@ -121,7 +123,7 @@ def test_tied_weights(tmp_path):
         module(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    export(module, tmp_path / "tied")
+    export(private, tmp_path / "tied")
     assert "up.weight" in load_file(tmp_path / "tied" / "model.safetensors") or "down.weight" in load_file(
         tmp_path / "tied" / "model.safetensors"
     )
@@ -130,7 +132,7 @@ def test_tied_weights(tmp_path):
 def test_the_card_says_what_is_claimed(tmp_path):
     p = oracle.plan(epsilon=2.0)
     private, _ = trained(tmp_path, p)
-    folder = export(private.model, tmp_path / "release")
+    folder = export(private, tmp_path / "release")
     card = json.loads((folder / "privacy-card.json").read_text())
     assert card["claim"] == "(2, 1e-05)-differentially private"
     assert (card["epsilon"], card["delta"], card["sigma"]) == (2.0, 1e-5, p.sigma)
@@ -165,7 +167,7 @@ def test_the_card_says_what_is_claimed(tmp_path):
 )
 def test_the_card_says_which_bins(tmp_path, p, words):
     private, _ = trained(tmp_path, p)
-    folder = export(private.model, tmp_path / "r")
+    folder = export(private, tmp_path / "r")
     card = json.loads((folder / "privacy-card.json").read_text())
     assert re.search(words + "$", card["correlation"])
     assert card["sampling"].get("bins") == getattr(p.sampling, "bins", None)
@@ -174,13 +176,13 @@ def test_the_card_says_which_bins(tmp_path, p, words):
 
 def test_a_card_that_claims_nothing(tmp_path):
     private, _ = trained(tmp_path)  # its σ is made up, its certificate an estimate
-    card = json.loads((export(private.model, tmp_path / "r") / "privacy-card.json").read_text())
+    card = json.loads((export(private, tmp_path / "r") / "privacy-card.json").read_text())
     assert card["claim"].startswith("none: the noise was a point estimate")
     module = oracle.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="NOT PRIVATE"):
-        privatize(module, optimizer, oracle.data(), oracle.plan(epsilon=math.inf), max_grad_norm=1.0)
-    card = json.loads((export(module, tmp_path / "inf") / "privacy-card.json").read_text())
+        private = privatize(module, optimizer, oracle.data(), oracle.plan(epsilon=math.inf), max_grad_norm=1.0)
+    card = json.loads((export(private, tmp_path / "inf") / "privacy-card.json").read_text())
     assert card["claim"].startswith("none: trained without noise")
     assert card["epsilon"] == "inf"
 
@@ -195,10 +197,10 @@ def test_replacing_an_example():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(TrainingError, match="not trained by privatize"):
+    with pytest.raises(lc.InvalidInput, match="give what privatize returned"):
         export(nn.Linear(2, 2), tmp_path / "r")
     private, _ = trained(tmp_path)
-    export(private.model, tmp_path / "r")
+    export(private, tmp_path / "r")
     with pytest.raises(TrainingError, match="never overwritten"):
-        export(private.model, tmp_path / "r")
+        export(private, tmp_path / "r")
     assert not list(tmp_path.glob(".*.draft"))

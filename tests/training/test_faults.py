@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import backward, check_same_end, start
 from torch.utils.data import TensorDataset
 
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.training import TrainingError
+from tests.training import oracle
+from tests.training.disturbed import backward, check_same_end, start
 
 
 def test_a_sum_that_is_not_finite():
@@ -46,10 +46,10 @@ def test_ctrl_c_while_noise_is_added(monkeypatch):
     private, module, optimizer = start()
     backward(module, next(iter(private.loader)))
 
-    def pressed(*_):
+    def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(private, "_add_noise", pressed)
+    monkeypatch.setattr(private._step, "add_noise_", pressed)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()

@@ -6,13 +6,13 @@ import copy
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import backward, check_same_end, start
 from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError
 from lambdacgd.training import TrainingError
+from tests.training import oracle
+from tests.training.disturbed import backward, check_same_end, start
 
 
 def test_a_step_twice():

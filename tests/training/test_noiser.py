@@ -7,11 +7,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
 
 import lambdacgd as lc
 from lambdacgd.noise import LayoutError, NonFiniteSum
 from lambdacgd.training import CheckpointError, Noiser, TrainingError
+from tests.training import oracle
 
 SHAPES = {"b.weight": (3, 4), "a": (7,)}
 
@@ -80,23 +80,61 @@ PLANS = {
 @pytest.mark.parametrize("at", [3, 4, 5])
 def test_resumes(tmp_path, p, at):
     """Before, at and after the boundary of epochs, which are 4 steps long."""
-    whole = Noiser(p, file_key(tmp_path))
+    begun, whole = Noiser(p, file_key(tmp_path)), Noiser(p, oracle.key())
+    whole.run._id = begun.run.id
     for _ in range(at):
-        whole.add(zeros())
-    state = whole.state_dict()
-    rest = [(whole.batch().tolist(), whole.add(zeros())) for _ in range(8 - at)]
-    whole.run.close()
+        begun.add(zeros()), whole.add(zeros())
+    state = begun.state_dict()
+    begun.run.close()
     again = Noiser(p, file_key(tmp_path))
     again.load_state_dict(state)
     assert again.steps_taken == at
-    for indices, sums in rest:
-        assert again.batch().tolist() == indices
+    for _ in range(8 - at):
+        assert again.batch().tolist() == whole.batch().tolist()
+        expected = whole.add(zeros())
         for name, value in again.add(zeros()).items():
-            assert torch.equal(value, sums[name])
-    again.state_dict()
+            assert torch.equal(value, expected[name])
     again.run.close()
     with pytest.raises(CheckpointError, match="released weights after step 8"):
         Noiser(p, file_key(tmp_path)).load_state_dict(state)
+
+
+def test_what_was_added_is_in_the_ledger_before_anybody_sees_it(tmp_path):
+    """Killed after ``add``, before the next ``state_dict``: the same noise must not serve another sum."""
+    noiser = Noiser(oracle.plan(), file_key(tmp_path))
+    noiser.add(zeros())
+    state = noiser.state_dict()
+    noiser.add(zeros())
+    noiser.run.close()
+    ledger = file_key(tmp_path).ledger()
+    assert ledger.newest(state["run"]).step == 2
+    again = Noiser(oracle.plan(), file_key(tmp_path))
+    with pytest.raises(CheckpointError, match="released weights after step 2"):
+        again.load_state_dict(state)
+    ledger.declare_destroyed(state["run"], 1)  # nobody saw the second sum
+    again.load_state_dict(state)
+    assert again.steps_taken == 1
+
+
+def test_a_ledger_that_cannot_be_written_lets_nothing_out(tmp_path):
+    noiser = Noiser(oracle.plan(), file_key(tmp_path))
+    noiser.add(zeros())
+    sums = {name: torch.ones(shape) for name, shape in SHAPES.items()}
+    with mock.patch.object(noiser.run, "release", side_effect=OSError("no space")), pytest.raises(OSError, match="no"):
+        noiser.add(sums)
+    assert not any(value.any() for value in sums.values())
+    assert noiser.steps_taken == 1
+    noiser.add(zeros())
+
+
+def test_float64_sums_are_refused():
+    """The noise has 32 random bits a number: with more digits one can tell which sum it was added to."""
+    noiser = Noiser(oracle.plan(), oracle.key())
+    sums = {name: value.double() for name, value in zeros().items()}
+    with pytest.raises(lc.InvalidInput, match="float64"):
+        noiser.add(sums)
+    assert not any(value.any() for value in sums.values())
+    assert noiser.steps_taken == 0
 
 
 @pytest.mark.parametrize("p", [PLANS["fresh"], PLANS["fresh, buffered"]], ids=["regenerated", "buffered"])
@@ -104,13 +142,13 @@ def test_noise_of_an_interrupted_step_serves_that_step_alone(p):
     noiser, twin = Noiser(p, oracle.key()), Noiser(p, oracle.key())
     twin.run._id = noiser.run.id
     noiser.add(zeros()), twin.add(zeros())
-    finish, sums = noiser._stage.add_, zeros()
+    finish, sums = noiser._step.noise.add_, zeros()
 
     def interrupted(*args, **kwargs):
         finish(*args, **kwargs)
         raise KeyboardInterrupt
 
-    with mock.patch.object(noiser._stage, "add_", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(noiser._step.noise, "add_", interrupted), pytest.raises(KeyboardInterrupt):
         noiser.add(sums)
     assert not any(value.any() for value in sums.values())
     assert noiser.steps_taken == 1

@@ -6,12 +6,12 @@ import copy
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.trained import same, train
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.trained import same, train
 
 
 def test_the_loop_is_the_loop():
@@ -116,14 +116,14 @@ def test_what_was_spent():
     assert spent.after_epochs[-1] == p.epsilon
     assert spent.after_epochs[0] < spent.after_epochs[1] < spent.after_epochs[2]
     one = lc.plan(
-        48, 12, epochs=1, epsilon=spent.after_epochs[0], delta=1e-5, mechanism=lc.LambdaCGD(0.9), sampling="cyclic"
+        48, 12, epochs=1, epsilon=spent.after_epochs[0], delta=1e-5, mechanism=lc.LambdaCGD(0.9), sampling=lc.Cyclic()
     )
     assert one.sigma == pytest.approx(p.sigma, rel=2e-3)
 
 
 def test_what_fresh_bins_spend_epoch_by_epoch():
     """Epochs compose: ε after e of them is that of a plan for e epochs with the same σ."""
-    small = {"batch_size": 12, "delta": 1e-4, "mechanism": lc.LambdaCGD(0.5), "bins": "fresh"}
+    small = {"batch_size": 12, "delta": 1e-4, "mechanism": lc.LambdaCGD(0.5), "sampling": lc.BallsInBins("fresh")}
     p = lc.plan(48, epochs=3, epsilon=4.0, **small)
     module = oracle.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)

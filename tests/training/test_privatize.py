@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.trained import ZETA, same, train
 from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import NotPrivateWarning, privatize
+from tests.training import oracle
+from tests.training.trained import ZETA, same, train
 
 
 @pytest.mark.parametrize(

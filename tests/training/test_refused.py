@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import start
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset
@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset
 import lambdacgd as lc
 from lambdacgd.clipping import ClippingError
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.disturbed import start
 
 
 def refused(match, *, module=None, optimizer=None, dataset=None, p=None, error=lc.InvalidInput, **options):
@@ -95,3 +97,12 @@ def test_leftover_gradients():
     module = oracle.model()
     F.cross_entropy(module(torch.randn(2, 5)), torch.tensor([0, 1])).backward()
     refused("zero_grad", module=module)
+
+
+def test_a_float64_model():
+    """The noise has 32 random bits a number: with more digits one can tell which sum it was added to."""
+    refused("many digits of float64", module=oracle.model(dtype=torch.float64))
+    module = oracle.model(dtype=torch.float64)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.warns(lc.NotPrivateWarning):  # without noise there is nothing to betray
+        privatize(module, optimizer, oracle.data(), oracle.plan(epsilon=math.inf), max_grad_norm=1.0)

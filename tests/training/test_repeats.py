@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tests.training import oracle
-from tests.training.saved import start
 from torch.utils.data import ConcatDataset, Subset
 
-from lambdacgd.training.repeats import check_no_repeats
+from lambdacgd.training.privatize import check_no_repeats
 from lambdacgd.validation import InvalidInput
+from tests.training import oracle
+from tests.training.saved import start
 
 DATA, OTHER = oracle.data(), oracle.data()
 

@@ -10,12 +10,12 @@ import time
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle, resumable
-from tests.training.saved import equal, start, steps
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.training import CheckpointError
+from lambdacgd.training import CheckpointError, checkpoint
+from tests.training import oracle, resumable
+from tests.training.saved import equal, start, steps
 
 
 @pytest.mark.parametrize("at", [3, 4, 5])
@@ -31,12 +31,12 @@ def test_resumed_ends_like_uninterrupted(tmp_path, p, at):
     """Before, at and after the boundary of epochs, which are 4 steps long."""
     whole = start(tmp_path, p=p)
     steps(whole, at)
-    whole.save(tmp_path / "three.pt", extra={"note": [1, "two", torch.tensor(3.0)]})
+    whole.save(tmp_path / "three", extra={"note": [1, "two", torch.tensor(3.0)]})
     shutil.copytree(tmp_path, tmp_path / "copy")
     steps(whole, 99)
     whole.detach()
     again = start(tmp_path / "copy", module=oracle.model(seed=9), p=p)
-    extra = again.load(tmp_path / "copy" / "three.pt")
+    extra = again.load(tmp_path / "copy" / "three")
     assert extra == {"note": [1, "two", torch.tensor(3.0)]}
     assert (again.steps_taken, again.run.id) == (at, whole.run.id)
     steps(again, 99)
@@ -93,7 +93,7 @@ def kill_and_compare(folder, kills, seed, workers, bins):
         hits += not finished
     assert hits > 0
     assert run_and_kill(folder, None, workers)[0]
-    one, two = (torch.load(f / "checkpoint.pt", weights_only=True) for f in (folder, folder / "whole"))
+    one, two = (checkpoint.read(f / "checkpoint") for f in (folder, folder / "whole"))
     assert one["step"] == two["step"] == 20
     for name, value in one["model"].items():
         assert torch.equal(value, two["model"][name]), name
@@ -120,35 +120,36 @@ def test_numbers_of_numpy_come_back(tmp_path):
     private = start(tmp_path, max_grad_norm=np.float64(0.7))
     private.optimizer.param_groups[0]["lr"] = np.float64(0.25)
     steps(private, 1)
-    private.save(tmp_path / "c.pt", extra=extra)
+    private.save(tmp_path / "c", extra=extra)
     private.detach()
     again = start(tmp_path, max_grad_norm=0.7)
-    assert again.load(tmp_path / "c.pt") == extra
+    assert again.load(tmp_path / "c") == extra
     assert again.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_state_dict_of_your_own(tmp_path):
+def test_back_in_the_same_process(tmp_path):
+    """Nothing newer was released, so the same steps get the same sums and the same noise."""
     whole = start(tmp_path)
     steps(whole, 3)
-    state = whole.state_dict(extra={"epoch": 1})
+    whole.save(tmp_path / "three", extra={"epoch": 1})
     steps(whole, 99)
     end = oracle.weights(whole.model)
-    assert whole.load_state_dict(state) == {"epoch": 1}  # back in the same process: nothing newer was released
+    assert whole.load(tmp_path / "three") == {"epoch": 1}
     assert whole.steps_taken == 3
     steps(whole, 99)
     assert all(torch.equal(v, end[n]) for n, v in oracle.weights(whole.model).items())
-    later = whole.state_dict()
+    whole.save(tmp_path / "end")
     with pytest.raises(CheckpointError, match="released weights after step 8"):
-        whole.load_state_dict(state)
-    whole.load_state_dict(later)
+        whole.load(tmp_path / "three")
+    whole.load(tmp_path / "end")
 
 
 def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):
     private = start(tmp_path)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     x, y = next(iter(private.loader))
     F.cross_entropy(private.model(x), y).backward()
-    private._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
-    private.load(tmp_path / "c.pt")
+    private._loop._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
+    private.load(tmp_path / "c")
     steps(private, 99)
     assert private.finished

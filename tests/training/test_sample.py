@@ -7,13 +7,13 @@ import copy
 import numpy as np
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.saved import start, steps
 from torch.utils.data import Dataset, Subset
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import CheckpointError
 from lambdacgd.training.sample import Sample, sample_of
+from tests.training import oracle
+from tests.training.saved import start, steps
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 
@@ -21,7 +21,7 @@ KEY = SecretKey.from_bytes(bytes(range(32)))
 def saved(folder, **options):
     private = start(folder, **options)
     steps(private, 2)
-    private.save(folder / "c.pt")
+    private.save(folder / "c")
     private.detach()
 
 
@@ -33,16 +33,16 @@ def shuffled(seed):
 def test_a_dataset_shuffled_anew_is_refused(tmp_path):
     saved(tmp_path, dataset=shuffled(1))
     with pytest.raises(CheckpointError, match="in another order"):
-        start(tmp_path, dataset=shuffled(2)).load(tmp_path / "c.pt")
+        start(tmp_path, dataset=shuffled(2)).load(tmp_path / "c")
     again = start(tmp_path, dataset=shuffled(1))
-    again.load(tmp_path / "c.pt")
+    again.load(tmp_path / "c")
     assert again.steps_taken == 2
 
 
 def test_who_names_the_data_vouches_for_it(tmp_path):
     saved(tmp_path, dataset=shuffled(1))
     private = start(tmp_path, dataset=shuffled(2), data_fingerprint="the same, decoded otherwise")
-    private.load(tmp_path / "c.pt")
+    private.load(tmp_path / "c")
     assert private.steps_taken == 2
 
 
@@ -65,14 +65,14 @@ class Noisy(Dataset):
 def test_reading_that_is_random_tells_nothing(tmp_path):
     saved(tmp_path, dataset=Noisy())
     private = start(tmp_path, dataset=Noisy())
-    private.load(tmp_path / "c.pt")
+    private.load(tmp_path / "c")
     assert private.steps_taken == 2
 
 
 def test_where_workers_read_this_process_does_not(tmp_path):
     data = Noisy()
     private = start(tmp_path, dataset=data, num_workers=1)
-    private.save(tmp_path / "c.pt")
+    private.save(tmp_path / "c")
     assert data.reads == 0
 
 

@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.disturbed import start
 from torch.nn import functional as F
 
 from lambdacgd.training import TrainingError
+from tests.training import oracle
+from tests.training.disturbed import start
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -82,3 +82,13 @@ def test_a_loss_that_is_nan_for_all_and_for_one():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.step()
+
+
+def test_one_example_that_is_nan_is_told_at_the_end_of_each_epoch():
+    x, y = oracle.data().tensors
+    x[17] = float("nan")
+    private, module, optimizer = start(dataset=torch.utils.data.TensorDataset(x, y))
+    with pytest.warns(UserWarning, match=r"1 example\(s\) of the epoch that ends with step") as told:
+        oracle.loop(private, module, optimizer)
+    assert [str(w.message).split("step ")[1][0] for w in told] == ["4", "8"]
+    assert all(torch.isfinite(w).all() for w in module.parameters())

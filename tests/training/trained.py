@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tests.training import oracle
 
 from lambdacgd.training import privatize
+from tests.training import oracle
 
 ZETA = 0.7
 

@@ -1,8 +1,8 @@
 """(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy; torch only where it pays."""
 
-from lambdacgd.accounting.answers import Accountant, accountant_for
-from lambdacgd.accounting.base import AccountingError, Calibration, Certificate
-from lambdacgd.accounting.calibration import check_epsilon, methods
+from lambdacgd.accounting.accountants import accountant_for, adds_independent_noise, check_epsilon, methods
+from lambdacgd.accounting.certificate import Accountant, Calibration, Certificate
+from lambdacgd.errors import AccountingError
 
 __all__ = [
     "Accountant",
@@ -10,6 +10,7 @@ __all__ = [
     "Calibration",
     "Certificate",
     "accountant_for",
+    "adds_independent_noise",
     "check_epsilon",
     "methods",
 ]

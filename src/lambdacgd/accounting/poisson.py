@@ -2,32 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
-from lambdacgd.accounting.base import AccountingError, Calibration, Certificate, calibrate
-from lambdacgd.mechanisms.base import Horizon
+from lambdacgd.accounting.certificate import Calibration, Certificate
+from lambdacgd.accounting.root import smallest
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon
 
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
 ROUND_OFF = 2e-12
 
 
-def poisson_delta(epsilon: float, sigma: float, horizon: Horizon) -> float:
-    """Upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample of rate q = 1/b."""
-    return max(float(_composed(sigma, horizon, _interval(epsilon)).get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
+@dataclass(frozen=True)
+class PoissonSampled:
+    """Accountant of DP-SGD whose every step draws each example with probability 1/b.
+
+    Guarantee
+    ---------
+    (ε, δ)-DP under zero-out (equivalently add-or-remove) of one example, both directions. The privacy loss
+    distribution is rounded pessimistically ("connect the dots"), so the bound is deterministic up to floating point.
+    """
+
+    horizon: Horizon
+
+    def delta(self, sigma: float, epsilon: float) -> Certificate:
+        return Certificate("pld", "both", 1.0, epsilon, self._delta(sigma, epsilon))
+
+    def epsilon(self, sigma: float, delta: float) -> Certificate:
+        _check_delta(delta)
+        epsilon = 1.0
+        for _ in range(2):  # the first answer says how finely to compute the second
+            composed = _composed(sigma, self.horizon, _interval(epsilon))
+            epsilon = float(composed.get_epsilon_for_delta(delta - ROUND_OFF))
+        return Certificate("pld", "both", 1.0, epsilon, delta)
+
+    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
+        _check_delta(delta)
+        sigma = smallest(lambda s: self._delta(s, epsilon), delta, rtol=2e-5, limits=(0.05, 1e7))
+        return Calibration(sigma, Certificate("pld", "both", 1.0, epsilon, delta))
+
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
+        return self.sigma(epsilon, delta).sigma
+
+    def _delta(self, sigma: float, epsilon: float) -> float:
+        """An upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample of rate 1/b."""
+        composed = _composed(sigma, self.horizon, _interval(epsilon))
+        return max(float(composed.get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
 
 
-def check_delta(delta: float) -> None:
+def _check_delta(delta: float) -> None:
     """Refuse a δ that round-off could reach."""
     if delta < 100 * ROUND_OFF:
         raise AccountingError(
             f"δ = {delta:g} is too close to floating-point error for PLD accounting; use δ ≥ {100 * ROUND_OFF:g}"
         )
-
-
-def poisson_epsilon(sigma: float, delta: float, horizon: Horizon) -> float:
-    """Upper bound on ε(δ)."""
-    coarse = float(_composed(sigma, horizon, _interval(1.0)).get_epsilon_for_delta(delta - ROUND_OFF))
-    return float(_composed(sigma, horizon, _interval(coarse)).get_epsilon_for_delta(delta - ROUND_OFF))
 
 
 def _interval(epsilon: float) -> float:
@@ -47,16 +76,3 @@ def _composed(sigma: float, horizon: Horizon, interval: float):  # type: ignore[
         use_connect_dots=True,
     )
     return one_step.self_compose(horizon.steps)
-
-
-def poisson_dp_sgd(horizon: Horizon, *, epsilon: float, delta: float) -> Calibration:
-    """σ of DP-SGD whose every step draws each example with probability 1/b.
-
-    Guarantee
-    ---------
-    (ε, δ)-DP under zero-out (equivalently add-or-remove) of one example, both directions. The privacy loss
-    distribution is rounded pessimistically ("connect the dots"), so the bound is deterministic up to floating point.
-    """
-    check_delta(delta)
-    sigma = calibrate(lambda s: poisson_delta(epsilon, s, horizon), delta, rtol=2e-5, limits=(0.05, 1e7))
-    return Calibration(sigma, Certificate("pld", "both", 1.0, epsilon, delta))

@@ -2,28 +2,44 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.cli.bench import bench
-from lambdacgd.cli.options import flag, number_or_auto
-from lambdacgd.cli.reproduce import reproduce
-from lambdacgd.cli.train import train
+from lambdacgd.cli.options import flag, plan_flags, with_flags
+from lambdacgd.errors import InvalidInput
 from lambdacgd.version import __version__
 
-app = typer.Typer(
-    name="lambdacgd",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    help="Differentially private training whose noise cancels itself.",
-)
 
+def command(arguments: Sequence[str] = ()) -> Any:
+    """Build the command tree.
 
-def command() -> Any:
-    """The command tree, ready to be called with arguments."""
+    The flags of ``plan`` and ``compare`` follow from the mechanisms' and samplings' dataclasses, which need NumPy and
+    SciPy: they are read only where one of the two commands is called.
+
+    Args:
+        arguments: what it will be called with.
+
+    Returns:
+        The tree, ready to be called with the arguments.
+    """
+    app = typer.Typer(
+        name="lambdacgd",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        help="Differentially private training whose noise cancels itself.",
+    )
+    flags = plan_flags() if {"plan", "compare"} & set(arguments) else {}
+    app.callback()(root)
+    app.command()(with_flags(plan, flags))
+    app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
+    app.command()(check)
+    app.command()(demo)
     return typer.main.get_command(app)
 
 
@@ -33,7 +49,6 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     version: Annotated[bool, flag("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
@@ -41,31 +56,17 @@ def root(
 
 
 Examples = Annotated[int, typer.Option("--examples", help="Training examples N.")]
-BatchSize = Annotated[int, typer.Option("--batch-size", help="Expected batch size B, which sums are divided by.")]
-Epochs = Annotated[int, typer.Option("--epochs", help="Epochs k.")]
-Epsilon = Annotated[float, typer.Option("--epsilon", help="Privacy budget ε; inf means no noise at all.")]
-Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 1/N.")]
-Bands = Annotated[int | None, typer.Option("--bands", help="Bands p of a banded mechanism (default 4).")]
-Buffers = Annotated[int | None, typer.Option("--buffers", help="Buffers of BLT (default 3).")]
-SamplingName = Annotated[str, typer.Option("--sampling", help="balls-in-bins, poisson or cyclic (no amplification).")]
-BinsKind = Annotated[
-    str | None,
-    typer.Option(
-        "--bins",
-        help="Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default for λCGD and DP-SGD), "
-        "or once (fixed, the paper's).",
-    ),
+BatchSize = Annotated[
+    int, typer.Option("--batch-size", help="Batch size B: an epoch has b = ⌊N/B⌋ steps, of N/b examples on average.")
 ]
+Epochs = Annotated[int, typer.Option("--epochs", help="Epochs k.")]
+Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 1/N.")]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
 AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
 NoCache = Annotated[bool, flag("--no-cache", help="Compute everything anew, keep nothing on disk.")]
-Estimate = Annotated[
-    bool,
-    flag("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
-]
+COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins")
 
 
-@app.command()
 def plan(
     examples: Examples,
     batch_size: BatchSize,
@@ -78,97 +79,39 @@ def plan(
         float | None,
         typer.Option("--noise-multiplier", help="σ, instead of ε: which ε it gives is computed. λ must be given."),
     ] = None,
-    mechanism: Annotated[
-        str,
-        typer.Option(
-            "--mechanism", help="dp-sgd, lambda-cgd, bisr, bandinvmf, gamma-bifr, blt, bsr, bandmf or diagonal."
-        ),
-    ] = "lambda-cgd",
-    lam: Annotated[
-        str | None, typer.Option("--lambda", help="λ of λCGD: a number in [0, 1) or auto (default).")
-    ] = None,
-    normalized: Annotated[bool, flag("--normalized", help="Column-normalised λCGD.")] = False,
-    bands: Bands = None,
-    buffers: Buffers = None,
-    gamma: Annotated[
-        str | None, typer.Option("--gamma", help="γ of γ-BIFR: a number in [0, 1) or auto (default).")
-    ] = None,
-    amplified: Annotated[
-        bool, flag("--amplified", help="Optimise BandInvMF for the amplified RMSE, the accountant in the loop.")
-    ] = False,
-    objective: Annotated[
-        str | None,
-        typer.Option("--objective", help="What auto minimises: guideline, amplified-rmse, rmse or maxse."),
-    ] = None,
-    sampling: SamplingName = "balls-in-bins",
-    bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
-    estimate: Estimate = False,
+    estimate: Annotated[
+        bool,
+        flag("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
+    ] = False,
     cross_check: Annotated[
         bool, flag("--cross-check", help="Check the certified σ of λCGD against independent Monte Carlo.")
     ] = False,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file, for train --plan.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file: Plan.load reads it.")] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw RMSE and MaxSE over λ (and δ over ε) to this PNG, SVG or PDF.")
     ] = None,
     no_cache: NoCache = False,
-    parameters: Annotated[
-        str | None,
-        typer.Option("--parameters", help="Parameters of the model, such as 7e9: estimate memory and time per step."),
-    ] = None,
-    trainable: Annotated[
-        str | None, typer.Option("--trainable", help="How many of them are trained (LoRA); by default all.")
-    ] = None,
-    devices: Annotated[int, typer.Option("--devices", help="Devices that share the work.")] = 1,
-    tokens: Annotated[
-        int | None, typer.Option("--tokens", help="Tokens an example, to estimate the whole step.")
-    ] = None,
-    precision: Annotated[str, typer.Option("--precision", help="Of the step's estimate: bf16 or tf32.")] = "bf16",
+    **described: Any,
 ) -> None:
     """How much noise a private training run needs, and how wrong it makes the model."""
-    from lambdacgd.cli import planner, size
+    from lambdacgd.cli import planner
 
-    machine = size.machine(parameters, trainable, devices, tokens, precision)
-    with planner.session(no_cache):
+    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
+    with planner.caching(not no_cache):
         planner.show_plan(
-            machine=machine,
-            examples=examples,
-            batch_size=batch_size,
-            epochs=epochs,
-            epsilon=epsilon,
-            noise_multiplier=noise_multiplier,
-            delta=delta,
-            mechanism=mechanism,
-            lam=number_or_auto("lam", lam),
-            normalized=normalized or None,
-            bands=bands,
-            buffers=buffers,
-            gamma=number_or_auto("gamma", gamma),
-            amplified=amplified or None,
-            objective=objective,
-            sampling=sampling,
-            bins=bins,
-            steps_per_epoch=steps_per_epoch,
-            estimate=estimate,
-            cross_check=cross_check,
-            as_json=as_json,
-            out=out,
-            plot=plot,
+            request | {"estimate": estimate} | described, as_json=as_json, out=out, plot=plot, cross_check=cross_check
         )
 
 
-@app.command()
 def compare(
     examples: Examples,
     batch_size: BatchSize,
     epochs: Epochs,
-    epsilon: Epsilon,
+    epsilon: Annotated[float, typer.Option("--epsilon", help="Privacy budget ε.")],
     delta: Delta,
-    bands: Bands = None,
-    buffers: Buffers = None,
-    sampling: SamplingName = "balls-in-bins",
-    bins: BinsKind = None,
     steps_per_epoch: StepsPerEpoch = None,
     certify: Annotated[
         bool, flag("--certify", help="Certify every σ, not only the exact ones; takes longer still.")
@@ -176,32 +119,67 @@ def compare(
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
     no_cache: NoCache = False,
+    **described: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    with planner.session(no_cache):
-        planner.show_comparison(
-            examples=examples,
-            batch_size=batch_size,
-            epochs=epochs,
-            epsilon=epsilon,
-            delta=delta,
-            bands=bands,
-            buffers=buffers,
-            sampling=sampling,
-            bins=bins,
-            steps_per_epoch=steps_per_epoch,
-            estimate=not certify,
-            as_json=as_json,
-            plot=plot,
+    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    with planner.caching(not no_cache):
+        planner.show_comparison(request | described, as_json=as_json, plot=plot)
+
+
+def check(
+    factory: Annotated[
+        str,
+        typer.Argument(
+            help="module:function of yours that returns a model, a batch of three or more examples and the training "
+            "loss as a function of both.",
+            show_default=False,
+        ),
+    ],
+    loss_reduction: Annotated[
+        str, typer.Option("--loss-reduction", help="Whether the loss is the mean or the sum over examples.")
+    ] = "mean",
+) -> None:
+    """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
+    if loss_reduction not in ("mean", "sum"):
+        raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
+    made = _imported(factory)()
+    from torch import nn
+
+    from lambdacgd.clipping import check_model
+
+    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+        raise InvalidInput(
+            "factory",
+            f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
         )
+    model, batch, loss = made
+    report = check_model(model, batch, loss=loss, loss_reduction="mean" if loss_reduction == "mean" else "sum")
+    print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
 
 
-app.command()(train)
+def _imported(factory: str) -> Callable[[], Any]:
+    """The function that ``factory`` names as module:function; modules of the current folder can be named, too."""
+    module, _, name = factory.partition(":")
+    if not module or not name:
+        raise InvalidInput("factory", factory, "it must be module:function, such as models:make for make in models.py")
+    sys.path.insert(0, "")  # a console script does not look into the current folder, as ``python -m`` does
+    try:
+        function = getattr(importlib.import_module(module), name, None)
+    except ModuleNotFoundError as error:
+        if not (module + ".").startswith(f"{error.name}."):
+            raise  # something that the user's module needs
+        raise InvalidInput("factory", factory, f"there is no module {module} here") from None
+    finally:
+        sys.path.remove("")
+    if not callable(function):
+        raise InvalidInput("factory", factory, f"{module} has no function {name}")
+    return function
 
 
-@app.command()
 def demo(
     seeds: Annotated[int, typer.Option("--seeds", help="Runs of each, with other weights, batches and noise.")] = 5,
 ) -> None:
@@ -209,7 +187,3 @@ def demo(
     from lambdacgd.cli import demo as digits
 
     digits.demo(seeds)
-
-
-app.command()(reproduce)
-app.add_typer(bench, name="bench")

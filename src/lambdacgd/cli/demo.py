@@ -5,12 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
+from lambdacgd.errors import integer
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism
-from lambdacgd.validation import integer
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE = 2.0, 1e-4, 2, 8
 
@@ -21,46 +20,42 @@ class Method:
 
     name: str
     mechanism: Mechanism
-    sampling: dict[str, Any]
+    sampling: Sampling
     learning_rate: float
     max_grad_norm: float
 
 
 METHODS = (
-    Method("DP-SGD (Poisson)", Identity(), {"sampling": "poisson"}, 0.03125, 4.0),
-    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), {"bins": "fixed"}, 0.0625, 2.0),
-    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), {"bins": "fresh"}, 0.25, 1.0),
+    Method("DP-SGD (Poisson)", Identity(), Poisson(), 0.03125, 4.0),
+    Method("DP-λCGD, fixed bins", LambdaCGD(0.8), BallsInBins("fixed"), 0.0625, 2.0),
+    Method("DP-λCGD, fresh bins", LambdaCGD(0.8), BallsInBins("fresh"), 0.25, 1.0),
 )
 
 
-def demo(
-    seeds: Annotated[
-        int, typer.Option("--seeds", help="Runs of each method, with other weights, batches and noise.")
-    ] = 5,
-) -> None:
-    """Train DP-SGD and DP-λCGD on handwritten digits at the same (ε, δ) and compare their test accuracy."""
+def demo(seeds: int) -> None:
+    """Train every method ``seeds`` times, with other weights, batches and noise, and print the test accuracies."""
     integer("seeds", seeds)
     import torch
     from rich.console import Console
     from rich.table import Table
 
+    from lambdacgd import digits
     from lambdacgd.planning import plan as make_plan
-    from lambdacgd.training.tasks import TASKS
 
     console, began = Console(), time.monotonic()
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
-    splits = TASKS["digits"].load(None)
+    train, test = digits.load()
     plans = []
     for method in METHODS:
         with console.status(f"calibrating the noise of {method.name}"):
             plan = make_plan(
-                splits.train,
+                train,
                 BATCH_SIZE,
                 epochs=EPOCHS,
                 epsilon=EPSILON,
                 delta=DELTA,
                 mechanism=method.mechanism,
-                **method.sampling,
+                sampling=method.sampling,
             )
         plans.append(plan)
         console.print(
@@ -68,19 +63,17 @@ def demo(
             f"({plan.certificate.method}, confidence {plan.certificate.confidence:g})",
             highlight=False,
         )
-    found: list[list[float]] = [[] for _ in METHODS]
-    table = Table(
-        title=f"Test accuracy on {len(splits.test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left"
-    )
+    accuracies: list[list[float]] = [[] for _ in METHODS]
+    table = Table(title=f"Test accuracy on {len(test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left")
     for heading in ("seed", *(method.name for method in METHODS)):
         table.add_column(heading, justify="right")
     for seed in range(seeds):
         for i, (method, plan) in enumerate(zip(METHODS, plans, strict=True)):
             with console.status(f"seed {seed + 1} of {seeds}: {method.name}, {plan.steps} steps"):
-                found[i].append(train_once(splits, plan, method, seed))
-        table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in found))
+                accuracies[i].append(train_once(train, test, plan, method, seed))
+        table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in accuracies))
     table.add_section()
-    table.add_row("mean", *(f"{_mean(values)}" for values in found), style="bold")
+    table.add_row("mean", *(f"{_mean(values)}" for values in accuracies), style="bold")
     console.print(table)
     console.print(
         f"{EPOCHS} epochs of {plans[0].steps_per_epoch} steps, expected batch size {BATCH_SIZE}, SGD; λ = 0.8. "
@@ -91,25 +84,26 @@ def demo(
     )
 
 
-def train_once(splits: Any, plan: Any, method: Method, seed: int) -> float:
+def train_once(train: Any, test: Any, plan: Any, method: Method, seed: int) -> float:
     """The test accuracy of one private run."""
     import torch
     from torch.nn import functional as F
 
+    from lambdacgd import digits
     from lambdacgd.training.privatize import privatize
-    from lambdacgd.training.session import accuracy
-    from lambdacgd.training.tasks import digits_model
 
     torch.manual_seed(seed)
-    model = digits_model()
+    model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate)
-    private = privatize(model, optimizer, splits.train, plan, max_grad_norm=method.max_grad_norm)
+    private = privatize(model, optimizer, train, plan, max_grad_norm=method.max_grad_norm)
     for x, y in private.loader:
         F.cross_entropy(model(x), y).backward()
         optimizer.step()
         optimizer.zero_grad()
     private.detach()
-    return accuracy(model, splits.test, torch.device("cpu"))
+    images, labels = test.tensors
+    with torch.no_grad():
+        return float((model(images).argmax(1) == labels).double().mean())
 
 
 def _mean(values: list[float]) -> str:

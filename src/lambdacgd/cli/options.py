@@ -1,27 +1,30 @@
-"""What several commands read the same way."""
+"""What several commands read the same way: flags, and the mechanisms and samplings that they name."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import Field, fields
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput
+
+FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK", "factory": "FACTORY"}
+"""Parameters whose flag is not simply their name with dashes."""
+
+
+def flag_of(parameter: str) -> str:
+    """How the command line calls a parameter."""
+    return FLAGS.get(parameter, "--" + parameter.replace("_", "-"))
 
 
 def flag(name: str, *, help: str, **how: Any) -> Any:
     """An option without a value: help must not say <bool> behind it, as if one were to follow."""
     return typer.Option(name, help=help, metavar="", **how)
-
-
-def usable_device(name: str | None) -> str:
-    """The device called so, if it is here; CUDA where there is one if none is named."""
-    import torch
-
-    from lambdacgd.training.session import check_device
-
-    return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def place_for(parameter: str, path: Path | None) -> Path | None:
@@ -41,3 +44,90 @@ def number_or_auto(parameter: str, text: str | None) -> float | str | None:
         return float(text)
     except ValueError:
         raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
+
+
+def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
+    """The parameters of mechanisms or samplings that have a flag: the fields whose metadata has a ``"help"``."""
+    return {field.name: field for cls in classes for field in fields(cls) if "help" in field.metadata}
+
+
+def plan_flags() -> dict[str, Any]:
+    """The flags that describe a mechanism and a sampling, as annotations by parameter: read off the dataclasses."""
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.sampling import SAMPLINGS, BallsInBins
+
+    named = {
+        "mechanism": f"{', '.join(MECHANISMS)} (default {LambdaCGD.name}).",
+        "sampling": f"{', '.join(SAMPLINGS)} (default {BallsInBins.name}; cyclic has no amplification).",
+    }
+    options: dict[str, Any] = {
+        name: Annotated[str | None, typer.Option(flag_of(name), help=help)] for name, help in named.items()
+    }
+    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()]).items():
+        help = field.metadata["help"]
+        if isinstance(field.default, bool):
+            options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
+        else:
+            kind = int if isinstance(field.default, int) else str
+            options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
+    return options
+
+
+def with_flags(command: Callable[..., None], flags: dict[str, Any]) -> Callable[..., None]:
+    """Give a command more options: ``command`` gets their values by keyword, None where an option is not given."""
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        command(**given)
+
+    own = inspect.signature(command, eval_str=True).parameters.values()
+    kept = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+        for name, annotation in flags.items()
+    ]
+    called.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *more]}
+    return called
+
+
+def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
+    """Turn names into objects: what a command line or a file says about a plan into arguments of ``lc.plan``.
+
+    Args:
+        request: ``mechanism`` and ``sampling`` by name, the parameters of both (``lam``, ``bands``, ``bins``, …; those
+            that are None count as not given), and any other arguments of ``lc.plan``, which are passed on.
+
+    Returns:
+        Keyword arguments for ``lc.plan``.
+
+    Raises:
+        InvalidInput: a name is not known, or a parameter does not apply to what is named.
+    """
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.sampling import SAMPLINGS, BallsInBins
+
+    given = {name: value for name, value in request.items() if value is not None}
+    mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
+    asked = {"sampling", *parameters_of(SAMPLINGS.values())} & set(given)
+    sampling = _named("sampling", given, SAMPLINGS, BallsInBins.name)
+    # Plain Balls-in-Bins are not asked for by name: which bins are the default depends on the mechanism.
+    if asked <= {"sampling"} and isinstance(sampling, BallsInBins):
+        return given | {"mechanism": mechanism}
+    return given | {"mechanism": mechanism, "sampling": sampling}
+
+
+def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]], default: str) -> Any:
+    """Take a name and the parameters that go with it out of ``given``, and make what they describe."""
+    name = given.pop(parameter, default)
+    if name not in classes:
+        raise InvalidInput(parameter, name, f"it must be one of {', '.join(classes)}")
+    takes = parameters_of([classes[name]])
+    values = {}
+    for key in [key for key in parameters_of(classes.values()) if key in given]:
+        value = given.pop(key)
+        if key not in takes:
+            owners = [other for other, cls in classes.items() if key in parameters_of([cls])]
+            raise InvalidInput(key, value, f"it applies to {', '.join(owners)}, not to {name}; leave it out")
+        values[key] = number_or_auto(key, value) if takes[key].default == "auto" and isinstance(value, str) else value
+    return classes[name](**values)

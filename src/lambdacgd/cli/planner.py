@@ -8,6 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich import box
@@ -16,117 +17,121 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from lambdacgd import cache, footprint
-from lambdacgd.cli import size as sizes
-from lambdacgd.cli.options import place_for
-from lambdacgd.footprint import Machine
-from lambdacgd.mechanisms import Mechanism
+from lambdacgd import cache
+from lambdacgd.accounting import accountant_for
+from lambdacgd.cli.options import place_for, plan_arguments
+from lambdacgd.errors import InvalidInput
+from lambdacgd.mechanisms import (
+    BISR,
+    BLT,
+    BSR,
+    BandInvMF,
+    BandMF,
+    GammaBIFR,
+    Identity,
+    LambdaCGD,
+    Mechanism,
+    Objective,
+)
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
-from lambdacgd.sampling import BallsInBins
-from lambdacgd.validation import InvalidInput
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
 
-def compared(
-    sampling: str, bands: int | None, buffers: int | None, bins: str | None = None
-) -> list[tuple[str, str, dict[str, Any]]]:
-    """What ``compare`` sets side by side: mechanism, sampling and parameters.
+def compared(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    """What ``compare`` sets side by side.
 
-    Where bins may be of either kind, fresh ones are shown, and DP-SGD and λCGD over fixed ones beside them.
+    Args:
+        sampling: the sampling to compare under. None means Balls-in-Bins of either kind: all mechanisms with fresh
+            ones, and DP-SGD and λCGD with fixed ones beside them.
+        bands: of the banded mechanisms.
+        buffers: of BLT.
     """
-    if sampling == "poisson":
-        return [("dp-sgd", "poisson", {})]
-    amplified = sampling == "balls-in-bins"
-    best = {"objective": "amplified-rmse" if amplified else "rmse"}
-    banded = {"bands": bands}
-    rows: list[tuple[str, dict[str, Any]]] = [
-        ("dp-sgd", {}),
-        ("lambda-cgd", best),
-        ("lambda-cgd", best | {"normalized": True}),
-        ("gamma-bifr", best | banded),
-        ("bisr", banded),
-        ("bandinvmf", banded),
-        ("blt", {"buffers": buffers}),
-        ("bsr", banded),
-        ("bandmf", banded),
+    if isinstance(sampling, Poisson):
+        return [(Identity(), sampling)]
+    shown = sampling or BallsInBins("fresh")
+    best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
+    mechanisms = [
+        Identity(),
+        LambdaCGD(objective=best),
+        LambdaCGD(normalized=True, objective=best),
+        GammaBIFR(bands, objective=best),
+        BISR(bands),
+        BandInvMF(bands),
+        BLT(buffers),
+        BSR(bands),
+        BandMF(bands),
     ]
-    if amplified and bins == "fixed":
-        rows.insert(1, ("lambda-cgd", {"objective": "guideline"}))
-    if not amplified:
-        return [(name, sampling, parameters) for name, parameters in rows]
-    found = [("dp-sgd", "poisson", dict[str, Any]())]
-    found += [(name, sampling, parameters | {"bins": bins or "fresh"}) for name, parameters in rows]
-    if bins is None:  # the paper's, for comparison
-        found += [("dp-sgd", sampling, {"bins": "fixed"}), ("lambda-cgd", sampling, best | {"bins": "fixed"})]
-    return found
+    if not isinstance(shown, BallsInBins):
+        return [(mechanism, shown) for mechanism in mechanisms]
+    if shown.bins == "fixed":
+        mechanisms.insert(1, LambdaCGD(objective="guideline"))
+    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
+    if sampling is None:  # the paper's, for comparison
+        rows += [(mechanism, BallsInBins("fixed")) for mechanism in (Identity(), LambdaCGD(objective=best))]
+    return rows
 
 
-@contextlib.contextmanager
-def session(no_cache: bool) -> Iterator[None]:
-    """One command: with or without the disk cache."""
-    with cache.disabled() if no_cache else contextlib.nullcontext():
-        yield
+def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
+    """One command, with or without the disk cache."""
+    return contextlib.nullcontext() if wanted else cache.disabled()
+
+
+def plots() -> ModuleType:
+    """What draws figures: imported where one is asked for, because it needs matplotlib."""
+    from lambdacgd.cli import plots
+
+    return plots
 
 
 def show_plan(
-    *,
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
-    cross_check: bool,
-    machine: Machine | None = None,
-    **request: Any,
+    request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool
 ) -> None:
+    """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
-    _check_ending(plot)
+    if plot:  # before the work rather than after it
+        plots().check_ending(plot)
+    arguments = plan_arguments(request)
     with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(request.pop("examples"), request.pop("batch_size"), **request)
-        check = _cross_check(plan) if cross_check else None
+        plan = make_plan(**arguments)
+        accountant = accountant_for(plan.mechanism, plan.sampling)
+        check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
-        from lambdacgd.cli import plots
-
-        plots.plan_figure(plan, plot)
-    size = footprint.report(plan, machine) if machine else None
+        plots().plan_figure(plan, plot)
     if as_json:
-        more = ({"cross_check": check} if check else {}) | ({"size": size} if size else {})
-        print(json.dumps(plan.to_dict() | more, indent=2))
+        print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(
-        Panel(_plan_table(plan, check), title=f"{describe(plan.mechanism)}, {plan.sampling.kind}", expand=False)
-    )
+    console.print(Panel(_plan_table(plan, check), title=f"{plan.mechanism}, {plan.sampling.kind}", expand=False))
     for line in _remarks(plan):
         console.print(line)
-    if size:
-        console.print(sizes.table(size))
-        for line in sizes.remarks(size):
-            console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
         if path:
             console.print(f"{name} written to {path}")
 
 
-def show_comparison(
-    *, as_json: bool, plot: Path | None, bands: int | None, buffers: int | None, estimate: bool, **request: Any
-) -> None:
-    examples, batch_size, sampling = request.pop("examples"), request.pop("batch_size"), request.pop("sampling")
-    bins = request.pop("bins")
-    if bins is not None and sampling != BallsInBins.name:
-        raise InvalidInput("bins", bins, f"it applies to balls-in-bins, not to {sampling}; leave it out")
-    if request["epsilon"] == math.inf:
+def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
+    """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
+    bands, buffers = request.pop("bands", None), request.pop("buffers", None)
+    arguments = plan_arguments(request)
+    if arguments["epsilon"] == math.inf:
         raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
-    _check_ending(plot)
+    if plot:  # before the work rather than after it
+        plots().check_ending(plot)
+    sampling = arguments.pop("sampling", None)
+    # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
+    steps = make_plan(**arguments | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}).block.steps
+    rows = compared(
+        sampling, bands=min(4, steps) if bands is None else bands, buffers=3 if buffers is None else buffers
+    )
     plans = []
-    for name, how, parameters in compared(sampling, bands, buffers, bins):
-        with _busy(as_json, f"{name}, {how}"):
-            described = {"mechanism": name, "sampling": how} | parameters | request
-            plans.append(make_plan(examples, batch_size, estimate=estimate, **described))
+    for mechanism, drawn in rows:
+        with _busy(as_json, f"{mechanism}, {drawn.kind}"):
+            plans.append(make_plan(**arguments | {"mechanism": mechanism, "sampling": drawn}))
     if plot:
-        from lambdacgd.cli import plots
-
-        plots.comparison_figure(plans, plot)
+        plots().comparison_figure(plans, plot)
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
@@ -142,56 +147,10 @@ def show_comparison(
         console.print(f"figure written to {plot}")
 
 
-def _check_ending(plot: Path | None) -> None:
-    """Before the work rather than after it."""
-    if plot:
-        from lambdacgd.cli import plots
-
-        plots.check_ending(plot)
-
-
-_TITLES = {
-    "dp-sgd": "DP-SGD",
-    "lambda-cgd": "λCGD",
-    "bisr": "BISR",
-    "bandinvmf": "BandInvMF",
-    "gamma-bifr": "γ-BIFR",
-    "blt": "BLT",
-    "bsr": "BSR",
-    "bandmf": "BandMF",
-    "diagonal": "diagonal",
-}
-_SYMBOLS = {"lam": "λ", "bands": "p", "gamma": "γ", "buffers": "m"}
-
-
-def describe(mechanism: Mechanism) -> str:
-    """A mechanism in a few words.
-
-    >>> from lambdacgd.mechanisms import LambdaCGD
-    >>> describe(LambdaCGD(0.9, normalized=True))
-    'λCGD λ=0.9 normalised'
-    >>> describe(LambdaCGD(0.99999))
-    'λCGD λ=0.99999'
-    """
-    fields = mechanism.to_dict()
-    words = [f"{symbol}={_short(fields[name])}" for name, symbol in _SYMBOLS.items() if name in fields]
-    if fields.get("normalized"):
-        words.append("normalised")
-    return " ".join([_TITLES[mechanism.name], *words])
-
-
-def _short(value: float) -> str:
-    """Four digits, or all of them where those would make 1 of something below."""
-    text = f"{value:.4g}"
-    return text if value >= 1 or float(text) < 1 else repr(value)
-
-
-def memory(mechanism: Mechanism, steps: int) -> str:
-    """What the noise needs beside the gradient, in vectors of its size."""
-    past = mechanism.past_vectors(steps)
-    if past == 0:
-        return "nothing"
-    return f"regenerates {past}" if mechanism.regenerates(steps) else f"stores {past}"
+def _stored(plan: Plan) -> int:
+    """How many noise vectors of the model's size are kept."""
+    steps = plan.block.steps
+    return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
 
 
 def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
@@ -200,12 +159,15 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
     add(
         "training",
-        f"{plan.examples} examples, batch {plan.batch_size}, {plan.epochs} epochs × {plan.steps_per_epoch} steps",
+        f"{plan.examples} examples, {plan.epochs} epochs × {plan.steps_per_epoch} steps of about "
+        f"{plan.described_batch_size}",
     )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
-    add("past noise", f"{memory(plan.mechanism, plan.block.steps)} (vectors of the model's size)")
+    past = plan.mechanism.past_vectors(plan.block.steps)
+    verb = "stores" if _stored(plan) else "regenerates"
+    add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")
     certificate = plan.certificate
     sure = (
         "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
@@ -233,9 +195,11 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(
             f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
         )
-    if plan.choice:
-        lines.append(f"{plan.choice['parameter']} was chosen by {plan.choice['objective']}: {plan.choice['because']}")
-        for candidate in plan.choice.get("candidates", ()):
+    if plan.selection:
+        lines.append(
+            f"{plan.selection['parameter']} was chosen by {plan.selection['objective']}: {plan.selection['because']}"
+        )
+        for candidate in plan.selection.get("candidates", ()):
             where = "amplified" if candidate["amplified"] else "at unit noise"
             lines.append(
                 f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}"
@@ -246,7 +210,8 @@ def _remarks(plan: Plan) -> list[str]:
 def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     settings = (
-        f"N = {usual.examples}, B = {usual.batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, δ = {usual.delta:g}"
+        f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, "
+        f"δ = {usual.delta:g}"
     )
     table = Table(title=f"{settings}, {usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
@@ -260,26 +225,15 @@ def _comparison_table(plans: list[Plan]) -> Table:
         if plan.sampling.kind != usual.sampling.kind:
             apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
         table.add_row(
-            describe(plan.mechanism) + apart,
+            str(plan.mechanism) + apart,
             f"{mark}{plan.sigma:.4g}",
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
-            _stored(plan),
+            str(_stored(plan)),
             plan.certificate.method,
             style="bold" if plan.rmse == best else "",
         )
     return table
-
-
-def _stored(plan: Plan) -> str:
-    n = plan.block.steps
-    return "0" if plan.mechanism.regenerates(n) else str(plan.mechanism.past_vectors(n))
-
-
-def _cross_check(plan: Plan) -> dict[str, Any]:
-    from lambdacgd.accounting.calibration import cross_check
-
-    return cross_check(plan.mechanism, plan.sampling, sigma=plan.sigma, epsilon=plan.epsilon)
 
 
 @contextlib.contextmanager

@@ -1,28 +1,18 @@
-"""Figures of the planner, drawn without a display."""
+"""Figures of the planner. Only this module needs matplotlib; it draws to files, without a display."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
-
-import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
 
-from lambdacgd.accounting.balls_in_bins import exact_accountant
-from lambdacgd.accounting.base import SMALLEST_EPSILON
-from lambdacgd.accounting.fresh_bins import METHOD as COMPOSED
-from lambdacgd.accounting.fresh_bins import exact_accountant as composed_accountant
+from lambdacgd.accounting import accountant_for
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
 from lambdacgd.planning import Plan
-from lambdacgd.sampling import BallsInBins
-from lambdacgd.validation import InvalidInput
 
 
 def check_ending(path: Path) -> None:
@@ -32,47 +22,40 @@ def check_ending(path: Path) -> None:
         raise InvalidInput("plot", str(path), f"its ending must be one of {', '.join(sorted(known))}")
 
 
-@contextmanager
-def _figure(path: Path, **how: Any) -> Iterator[Any]:
-    check_ending(path)
-    figure, axes = plt.subplots(**how)
-    try:
-        yield axes
-        figure.tight_layout()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=150)
-    finally:
-        plt.close(figure)
+def _save(figure: Figure, path: Path) -> None:
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
 
 
 def plan_figure(plan: Plan, path: Path) -> None:
-    """RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ."""
+    """Draw RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ.
+
+    Args:
+        plan: the plan.
+        path: where the figure is written; its ending says of which kind it is.
+    """
     bounds = _trade_off(plan)
-    if not bounds:
-        with _figure(path, figsize=(6, 4)) as axes:
-            _errors_over_lambda(plan, axes)
-        return
-    with _figure(path, ncols=2, figsize=(11, 4)) as (left, right):
-        _errors_over_lambda(plan, left)
+    figure = Figure(figsize=(11, 4) if bounds else (6, 4))
+    left, *others = figure.subplots(ncols=2 if bounds else 1, squeeze=False)[0]
+    _errors_over_lambda(plan, left)
+    for right in others:
         right.semilogy(*zip(*bounds, strict=True), label="the larger of both directions")
         right.plot(plan.epsilon, plan.delta, "k*", label="this plan")
         right.set_xlabel("ε")
         right.set_ylabel("δ, an upper bound")
         right.set_title(f"privacy at σ = {plan.sigma:.4g}")
         right.legend()
+    _save(figure, path)
 
 
 def _trade_off(plan: Plan) -> list[tuple[float, float]]:
     """(ε, δ) at the plan's σ where they are computed exactly; nothing elsewhere."""
-    if not isinstance(plan.sampling, BallsInBins) or not plan.certificate.method.startswith("transfer-matrix"):
+    if not plan.certificate.method.startswith("transfer-matrix"):
         return []
-    epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if SMALLEST_EPSILON <= e <= 20]
-    composed = plan.certificate.method == COMPOSED
-    fresh = composed_accountant(plan.mechanism, plan.horizon) if composed else None
-    if fresh is not None:
-        return [(b.epsilon, b.delta) for b in fresh.curve(plan.sigma, epsilons, delta=plan.delta)]
-    fixed = exact_accountant(plan.mechanism, plan.horizon)
-    return [] if fixed is None else [(b.epsilon, b.delta) for b in fixed.curve(plan.sigma, epsilons)]
+    # Exact accountants take ε from .001 to 20.
+    epsilons = [float(e) for e in np.linspace(0.25, 1.25, 11) * plan.epsilon if 1e-3 <= e <= 20]
+    return accountant_for(plan.mechanism, plan.sampling).curve(plan.sigma, epsilons, plan.delta)
 
 
 def _errors_over_lambda(plan: Plan, axes: Any) -> None:
@@ -83,11 +66,11 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
             error(LambdaCGD(1 - 1 / memory), plan.horizon, restart_every=plan.restart_every) * scale
             for memory in memories
         ]
-        (line,) = axes.loglog(memories, values, label=f"{name} of λCGD at this σ / sensitivity")
+        (line,) = axes.loglog(memories, values, label=f"{name} of λCGD, no amplification")
         best = int(np.argmin(values))
         axes.plot(memories[best], values[best], "o", color=line.get_color())
     if isinstance(plan.mechanism, LambdaCGD):
-        here = 1 / (1 - plan.mechanism.lam)
+        here = 1 / (1 - plan.mechanism.resolved_lam)
         axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=f"this plan, λ = {plan.mechanism.lam:.4g}")
     axes.set_xlabel("1 / (1 − λ)")
     axes.set_ylabel("error, in clipping norms")
@@ -96,16 +79,22 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
 
 
 def comparison_figure(plans: list[Plan], path: Path) -> None:
-    """RMSE of each mechanism as bars: blue where no noise is stored, grey where it is."""
-    from lambdacgd.cli.planner import describe
+    """Draw the RMSE of each plan as a bar: blue where no noise is stored, grey where it is; ~ marks an estimate.
 
+    Args:
+        plans: what is compared.
+        path: where the figure is written; its ending says of which kind it is.
+    """
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
-    labels = [f"{describe(plan.mechanism)}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
+    labels = [f"{plan.mechanism}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
     colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
-    with _figure(path, figsize=(8, 0.45 * len(plans) + 1.5)) as axes:
-        axes.barh(labels, [plan.rmse for plan in ordered], color=colors)
-        for row, plan in enumerate(ordered):
-            axes.text(plan.rmse, row, f" {plan.rmse:.3g}", va="center")
-        axes.set_xlabel("RMSE in clipping norms; blue: no noise stored")
-        axes.set_title(f"ε = {plans[0].epsilon:g}, δ = {plans[0].delta:g}, n = {plans[0].steps}")
-        axes.margins(x=0.12)
+    figure = Figure(figsize=(8, 0.45 * len(plans) + 1.5))
+    axes = figure.subplots()
+    axes.barh(labels, [plan.rmse for plan in ordered], color=colors)
+    for row, plan in enumerate(ordered):
+        mark = "" if plan.certificate.kind == "bound" else "~"
+        axes.text(plan.rmse, row, f" {mark}{plan.rmse:.3g}", va="center")
+    axes.set_xlabel("RMSE in clipping norms; blue: no noise stored; ~: an estimate, not certified")
+    axes.set_title(f"ε = {plans[0].epsilon:g}, δ = {plans[0].delta:g}, n = {plans[0].steps}")
+    axes.margins(x=0.12)
+    _save(figure, path)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd.mechanisms.band_inv_mf import BandInvMF, BandMF
-from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Horizon, Mechanism
-from lambdacgd.mechanisms.blt import BLT
-from lambdacgd.mechanisms.diagonal import Diagonal
+from lambdacgd.errors import InvalidInput
+from lambdacgd.mechanisms.base import (
+    PREFIX_SUM,
+    Auto,
+    BandedInverse,
+    BandedStrategy,
+    BufferedToeplitz,
+    Horizon,
+    Mechanism,
+    Objective,
+    Workload,
+)
 from lambdacgd.mechanisms.error import error_norms, maxse, rmse
-from lambdacgd.mechanisms.lambda_cgd import Identity, LambdaCGD
+from lambdacgd.mechanisms.families import BISR, BSR, Diagonal, GammaBIFR, Identity, LambdaCGD
+from lambdacgd.mechanisms.optimised import BLT, BandInvMF, BandMF
 from lambdacgd.mechanisms.sensitivity import Sensitivity, sensitivity
-from lambdacgd.mechanisms.square_root import BISR, BSR, GammaBIFR
-from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
-from lambdacgd.validation import InvalidInput
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     cls.name: cls for cls in (Identity, LambdaCGD, BISR, BandInvMF, GammaBIFR, BLT, BSR, BandMF, Diagonal)
@@ -21,7 +27,15 @@ MECHANISMS: dict[str, type[Mechanism]] = {
 
 
 def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
-    """The mechanism that ``to_dict`` described."""
+    """Make the mechanism that ``to_dict`` described.
+
+    Args:
+        data: the name and the parameters.
+
+    Raises:
+        InvalidInput: the name is not that of a mechanism of this package.
+        ValueError: a parameter is not known, or its value cannot be used.
+    """
     parameters = dict(data)
     name = parameters.pop("name", None)
     if name not in MECHANISMS:
@@ -40,6 +54,7 @@ __all__ = [
     "BSR",
     "MECHANISMS",
     "PREFIX_SUM",
+    "Auto",
     "BandInvMF",
     "BandMF",
     "BandedInverse",
@@ -51,6 +66,7 @@ __all__ = [
     "Identity",
     "LambdaCGD",
     "Mechanism",
+    "Objective",
     "Sensitivity",
     "Workload",
     "error_norms",

@@ -1,31 +1,45 @@
 """What every noise mechanism is made of: a recurrence that correlates the noise, and column scales.
 
-A mechanism releases ``G + C⁻¹Z``: clipped gradient sums G (n rows, one a step) plus noise Z correlated by C⁻¹.
+A mechanism releases ``G + C⁻¹Z``: clipped gradient sums G (n rows, one per step) plus noise Z correlated by C⁻¹.
 Here the strategy is always ``C = T·D⁻¹``, with T lower-triangular Toeplitz (first column ``strategy(n)``) and D a
 positive diagonal (``column_scales(n)``; absent means the identity). One of three recurrences generates the noise,
 and the recurrence is all that a mechanism has to say: the columns of T and T⁻¹ follow from it.
+
+Lower-triangular Toeplitz matrices are power series cut off at degree n: products are convolutions, inverses are
+reciprocals. Nothing here builds an n×n matrix.
 """
 
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar, Self
+from dataclasses import Field, dataclass, fields
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.signal import lfilter
+from scipy.signal import fftconvolve, lfilter
 
-from lambdacgd.mechanisms.toeplitz import series_inverse
+from lambdacgd.errors import InvalidInput, integer, number
 
 Array = NDArray[np.float64]
+
+Auto = Literal["auto"]
+"""The value of a parameter that ``lc.plan`` chooses."""
+
+Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
+"""What an automatic parameter is chosen by."""
 
 
 @dataclass(frozen=True)
 class Horizon:
     """How often an example can take part: once in each of k epochs of b steps, in the same place each time.
 
-    ``steps_per_epoch`` is the paper's b, ``epochs`` its k, and ``steps`` its n = k·b.
+    Args:
+        steps_per_epoch: the paper's b.
+        epochs: the paper's k.
+
+    Raises:
+        InvalidInput: a number is not an integer of at least 1.
     """
 
     steps_per_epoch: int
@@ -33,15 +47,91 @@ class Horizon:
 
     def __post_init__(self) -> None:
         for name in ("steps_per_epoch", "epochs"):
-            value = getattr(self, name)
-            if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, integer(name, getattr(self, name)))
 
     @property
     def steps(self) -> int:
         """n = k·b."""
         return self.steps_per_epoch * self.epochs
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the noisy gradients are used for: A maps the sequence of gradients to the sequence of models.
+
+    For SGD with momentum β and weight decay A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j. The default is plain SGD,
+    whose A is the prefix-sum matrix of ones.
+
+    Args:
+        momentum: β in [0, 1).
+        decay: α in (0, 1], what is left of a weight after one step (1 − learning rate · weight decay).
+
+    Raises:
+        InvalidInput: a number is outside its range.
+    """
+
+    momentum: float = 0.0
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "momentum", number("momentum", self.momentum, above=0, below=1, include=(0,)))
+        object.__setattr__(self, "decay", number("decay", self.decay, above=0, below=1, include=(1,)))
+
+    def column(self, n: int) -> Array:
+        """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter([1.0], [1.0, -(self.decay + self.momentum), self.decay * self.momentum], impulse)
+
+
+PREFIX_SUM = Workload()
+
+
+# A direct recursion costs n·p multiplications and is accurate term by term; beyond this many the FFT takes over.
+DIRECT_LIMIT = 1_000_000_000
+
+
+def series_inverse(column: Array, n: int) -> Array:
+    """First n coefficients of 1 / (column_0 + column_1 x + …).
+
+    >>> series_inverse(np.array([1.0, -0.5]), 4)
+    array([1.   , 0.5  , 0.25 , 0.125])
+    """
+    column = np.asarray(column, dtype=np.float64)[:n]
+    if len(column) * n <= DIRECT_LIMIT:
+        impulse = np.zeros(n)
+        impulse[0] = 1.0
+        return lfilter([1.0], column, impulse)
+    # Newton's iteration y ← y(2 − cy) doubles the number of correct coefficients.
+    inverse = np.array([1.0 / column[0]])
+    while len(inverse) < n:
+        size = min(2 * len(inverse), n)
+        residual = -multiply(column[:size], inverse, size)
+        residual[0] += 2.0
+        inverse = multiply(inverse, residual, size)
+    return inverse
+
+
+def multiply(left: Array, right: Array, n: int) -> Array:
+    """First n coefficients of the product of two series."""
+    left, right = left[:n], right[:n]
+    direct = len(left) * len(right) <= DIRECT_LIMIT
+    product = (np.convolve(left, right) if direct else fftconvolve(left, right))[:n]
+    return np.pad(product, (0, n - len(product)))
+
+
+def inverse_pullback(column: Array, inverse: Array, gradient: Array) -> Array:
+    """Gradient with respect to ``column`` of a function of ``inverse = series_inverse(column, n)``.
+
+    With T the Toeplitz matrix of ``column``: d(inverse) = −T⁻¹ T(d column) inverse, so the pulled-back gradient is
+    −⟨shift_j(inverse), T⁻ᵀ gradient⟩ for each j.
+    """
+    n, p = len(inverse), len(column)
+    if p * n <= DIRECT_LIMIT:
+        adjoint = lfilter([1.0], column, gradient[::-1])[::-1]
+    else:
+        adjoint = multiply(inverse, gradient[::-1], n)[::-1]
+    return -fftconvolve(adjoint, inverse[::-1])[n - 1 : n - 1 + p]
 
 
 @dataclass(frozen=True)
@@ -83,7 +173,7 @@ class BandedStrategy:
 
 @dataclass(frozen=True)
 class BufferedToeplitz:
-    """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j a pair (θ, ω), zero at the start."""
+    """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j per pair (θ, ω), zero at the start."""
 
     decays: tuple[float, ...]
     weights: tuple[float, ...]
@@ -117,15 +207,51 @@ Recurrence = BandedInverse | BandedStrategy | BufferedToeplitz
 class Mechanism:
     """A noise mechanism: public parameters only, printable, comparable and serialisable.
 
-    Optimised mechanisms depend on the horizon. ``resolve(horizon)`` returns the same mechanism with its
-    coefficients filled in; only a resolved mechanism enters a Plan, so that a run never depends on an optimiser.
+    Some mechanisms are asked for before all of their numbers are known: an "auto" parameter depends on the privacy
+    budget and the sampling, and optimised coefficients depend on the horizon. ``lc.plan`` fills in both, so that a run
+    never depends on an optimiser; ``resolve(horizon)`` fills in the latter alone.
+
+    ``name`` stands in plan files and on the command line, ``title`` in tables; a class of one's own needs no title.
+    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``; ``"symbol"`` is how tables call it. One
+    with ``"request"`` says how a number is to be chosen; it is left out of ``to_dict`` where it has its default, which
+    it has in every resolved mechanism.
     """
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+
+    def __str__(self) -> str:
+        """The mechanism in a few words, as tables show it."""
+        words = [self.title or self.name]
+        for f in fields(self):
+            value, symbol = getattr(self, f.name), f.metadata.get("symbol")
+            if value is True:
+                words.append(symbol or f.name)
+            elif isinstance(value, str | float | int) and value is not False and (symbol or value != f.default):
+                words.append(f"{symbol or f.name}={value if isinstance(value, str) else _short(value)}")
+        return " ".join(words)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether all numbers are known. Only a resolved mechanism can be asked about its noise."""
+        return True
 
     def resolve(self, horizon: Horizon) -> Self:
-        """The mechanism with everything that depends on the horizon fixed (itself, unless it is optimised)."""
+        """Fix everything that depends on the horizon.
+
+        Args:
+            horizon: the stretch over which noise is correlated (``sampling.block``).
+
+        Returns:
+            The resolved mechanism: this one itself, unless it is optimised.
+
+        Raises:
+            InvalidInput: the mechanism makes no sense over this horizon.
+            ValueError: a parameter must be chosen by ``lc.plan``.
+        """
         self.validate(horizon)
+        if not self.resolved:
+            raise not_chosen(self)
         return self
 
     def validate(self, horizon: Horizon) -> None:
@@ -157,7 +283,8 @@ class Mechanism:
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the parameters, as plan files hold them."""
-        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(self).items()}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if not _default_request(f, self)}
+        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     @property
     def foreign(self) -> bool:
@@ -167,8 +294,8 @@ class Mechanism:
     def question(self, n: int) -> dict[str, Any]:
         """What a cached answer about this mechanism over n steps is filed under.
 
-        Parameters say all about the classes of this package, whose code is part of the cache's keys. Those of anybody
-        else's class do not: it may be another one by tomorrow, under the same name. What it computes goes along.
+        Name and parameters say all about the classes of this package, whose code is part of the cache's keys. Code of
+        a user's class is not, and it may change while its name stays: so what it computes is part of the question.
         """
         if not self.foreign:
             return {"mechanism": self.to_dict()}
@@ -179,10 +306,54 @@ class Mechanism:
 
     @classmethod
     def from_fields(cls, data: dict[str, Any]) -> Self:
-        """A mechanism of this class from the parameters of ``to_dict``; unknown ones are refused."""
+        """Make a mechanism of this class.
+
+        Args:
+            data: the parameters of ``to_dict``, without the name.
+
+        Raises:
+            ValueError: a parameter is not known, or its value cannot be used.
+        """
         known = {f.name for f in fields(cls)}
         if unknown := set(data) - known:
             raise ValueError(
                 f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
             )
         return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
+
+
+def _short(value: float) -> str:
+    """Four digits, or all of them where four would round something below 1 to 1."""
+    text = f"{value:.4g}"
+    return text if value >= 1 or float(text) < 1 else repr(value)
+
+
+def _default_request(field: Field[Any], mechanism: Mechanism) -> bool:
+    return bool(field.metadata.get("request")) and getattr(mechanism, field.name) == field.default
+
+
+def number_or_auto(parameter: str, value: float | str) -> float | Auto:
+    """Check a parameter that is a number in [0, 1) or "auto"."""
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        raise InvalidInput(parameter, value, "it must be a number at least 0 and below 1, or 'auto'")
+    return number(parameter, value, above=0, below=1, include=(0,))
+
+
+def check_objective(objective: str | None, parameter: str, value: float | Auto) -> None:
+    """Refuse an objective that is not known, or that has nothing to choose."""
+    if objective is None:
+        return
+    if objective not in get_args(Objective):
+        raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
+    if value != "auto":
+        raise InvalidInput("objective", objective, f"it applies where {parameter} is auto; leave one of them out")
+
+
+def not_chosen(mechanism: Mechanism) -> ValueError:
+    """The error of a mechanism that is asked about its noise before ``lc.plan`` has chosen a parameter."""
+    return ValueError(
+        f"{mechanism.name} is not resolved: lc.plan chooses its parameters for the privacy budget and the sampling. "
+        "Ask plan.mechanism instead, or give them"
+    )

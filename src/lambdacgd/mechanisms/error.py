@@ -6,15 +6,15 @@ mechanism's C over b steps, and a row of A·C⁻¹ is made of what completed blo
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from scipy.signal import fftconvolve
 
-from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_errors
+from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
+from lambdacgd.mechanisms.families import LambdaCGD
 from lambdacgd.mechanisms.sensitivity import check_question, sensitivity
-from lambdacgd.mechanisms.toeplitz import multiply
-from lambdacgd.mechanisms.workload import PREFIX_SUM, Workload
-from lambdacgd.validation import InvalidInput, integer
 
 
 def squared_row_norms(
@@ -86,7 +86,19 @@ def _without_restarts(mechanism: Mechanism, n: int, workload: Workload) -> Array
 def error_norms(
     mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
 ) -> tuple[float, float]:
-    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}): multiply by σ for the RMSE and the MaxSE of a calibrated mechanism.
+    """The norms that make an RMSE and a MaxSE of a noise multiplier.
+
+    Args:
+        mechanism: a resolved mechanism.
+        n: the number of steps.
+        workload: A; plain SGD by default.
+        restart_every: after how many steps the noise restarts; None for never.
+
+    Returns:
+        (1/√n)‖AC⁻¹‖_F and ‖AC⁻¹‖_{2→∞}: times σ they are the RMSE and the MaxSE of a calibrated mechanism.
+
+    Raises:
+        InvalidInput: n is not a whole number of stretches between restarts.
 
     For prefix sums the t-th row of restarted noise has squared norm e·S + R_r after e completed blocks and r steps of
     the current one, with R the squared row norms within a block and S = R_b. For λCGD R_r = 1 + (r−1)(1−λ)².
@@ -100,7 +112,7 @@ def error_norms(
     b = n if restart_every is None else _stretch(n, restart_every)
     earlier = n // b - 1
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.lam, b))
+        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.resolved_lam, b))
         left = largest
     else:
         within = _without_restarts(mechanism, b, workload)
@@ -108,13 +120,31 @@ def error_norms(
     return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
 
 
+def closed_form_errors(lam: float, n: int) -> tuple[float, float]:
+    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}) of plain λCGD for prefix sums."""
+    growth = (1 - lam) ** 2 * (n - 1)
+    return math.sqrt(1 + growth / 2), math.sqrt(1 + growth)
+
+
 def rmse(
     mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
 ) -> float:
-    """(1/√n)‖AC⁻¹‖_F · sens(C): the RMSE without amplification, at unit Gaussian noise.
+    """The root-mean-square error without amplification, at unit Gaussian noise: (1/√n)‖AC⁻¹‖_F · sens(C).
 
     Times the Gaussian mechanism's σ at (ε, δ) it is the RMSE of the running sum of gradients, in units of the clipping
     norm. ``Plan.rmse`` is (1/√n)‖AC⁻¹‖_F times the plan's own σ, amplification included.
+
+    Args:
+        mechanism: a resolved mechanism.
+        horizon: the whole training, k epochs of b steps.
+        workload: A; plain SGD by default.
+        restart_every: b, if the noise restarts every epoch (fresh bins); else None.
+
+    Returns:
+        The error.
+
+    Raises:
+        InvalidInput: an argument cannot be used.
     """
     check_question(mechanism, horizon)
     norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
@@ -124,7 +154,20 @@ def rmse(
 def maxse(
     mechanism: Mechanism, horizon: Horizon, *, workload: Workload = PREFIX_SUM, restart_every: int | None = None
 ) -> float:
-    """‖AC⁻¹‖_{2→∞} · sens(C): the MaxSE without amplification, at unit Gaussian noise; units as those of ``rmse``."""
+    """The largest standard error without amplification, at unit Gaussian noise: ‖AC⁻¹‖_{2→∞} · sens(C).
+
+    Args:
+        mechanism: a resolved mechanism.
+        horizon: the whole training, k epochs of b steps.
+        workload: A; plain SGD by default.
+        restart_every: b, if the noise restarts every epoch (fresh bins); else None.
+
+    Returns:
+        The error, in the units of ``rmse``.
+
+    Raises:
+        InvalidInput: an argument cannot be used.
+    """
     check_question(mechanism, horizon)
     norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
     return norms[1] * sensitivity(mechanism, horizon, restart_every=restart_every).value

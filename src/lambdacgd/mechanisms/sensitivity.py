@@ -5,15 +5,15 @@ An example adds a vector of norm at most 1 (clipping norms are accounted for els
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms.base import Array, Horizon, Mechanism
-from lambdacgd.mechanisms.diagonal import Diagonal
-from lambdacgd.mechanisms.lambda_cgd import LambdaCGD, closed_form_sensitivity
-from lambdacgd.validation import InvalidInput
+from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
 Participation = Literal["cyclic", "min-separation"]
 
@@ -52,7 +52,19 @@ def sensitivity(
     participation: Participation = "cyclic",
     restart_every: int | None = None,
 ) -> Sensitivity:
-    """Sensitivity of ``mechanism`` when each example takes part once in each of ``horizon.epochs`` epochs.
+    """How far one example can move C·G, when it takes part once in each of ``horizon.epochs`` epochs.
+
+    Args:
+        mechanism: a resolved mechanism.
+        horizon: the whole training, k epochs of b steps.
+        participation: "cyclic" (the same step of every epoch) or "min-separation" (any k steps at least b apart).
+        restart_every: b, if the noise restarts every epoch (fresh bins); else None.
+
+    Returns:
+        The value, whether it is exact, and the statement it rests on.
+
+    Raises:
+        InvalidInput: an argument cannot be used, C grows beyond all floats, or no bound is known.
 
     Guarantee
     ---------
@@ -74,14 +86,14 @@ def sensitivity(
         )
     with np.errstate(over="ignore", invalid="ignore"):
         if restart_every is None:
-            found = _sensitivity(mechanism, horizon, participation)
+            answer = _sensitivity(mechanism, horizon, participation)
         else:
-            found = _with_restarts(mechanism, horizon)
-    if not np.isfinite(found.value):
+            answer = _with_restarts(mechanism, horizon)
+    if not np.isfinite(answer.value):
         raise InvalidInput(
-            "mechanism", mechanism.name, f"its strategy C grows beyond all floats over {horizon.steps} steps"
+            "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
         )
-    return found
+    return answer
 
 
 def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
@@ -98,7 +110,7 @@ def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Particip
     n = horizon.steps
     # Closed forms and lemmas are of the class itself: a subclass may correlate its noise in another way.
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        return Sensitivity(closed_form_sensitivity(mechanism.lam, horizon), True, "closed form of λCGD")
+        return Sensitivity(closed_form_sensitivity(mechanism.resolved_lam, horizon), True, "closed form of λCGD")
     scales = mechanism.column_scales(n)
     column = mechanism.strategy(n)
     magnitudes = np.abs(column)
@@ -115,6 +127,16 @@ def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Particip
     value = float(np.linalg.norm(participation_sum(majorant, horizon)))
     because = "non-increasing C ≥ 0 (Theorem 2)" if decreasing else "Theorem 2 for the least non-increasing c̄ ≥ |c|"
     return Sensitivity(value, decreasing, because)
+
+
+def closed_form_sensitivity(lam: float, horizon: Horizon) -> float:
+    """sens of plain λCGD: sqrt((1−λ^{2b}) / ((1−λ²)(1−λ^b)²) · Σ_{j=1..k} (1−λ^{bj})²)."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    if lam == 0.0:
+        return math.sqrt(k)
+    rate = math.log(lam)
+    geometric = np.expm1(rate * b * np.arange(1, k + 1)) / math.expm1(rate * b)
+    return math.sqrt(math.expm1(2 * rate * b) / math.expm1(2 * rate) * float(geometric @ geometric))
 
 
 def _scaled(
@@ -136,9 +158,8 @@ def _scaled(
     if participation == "min-separation" or n * b > _DENSE_LIMIT:
         raise InvalidInput(
             "participation",
-            participation,
-            f"a column-scaled {mechanism.name} over {n} steps has a known sensitivity only for cyclic participation "
-            f"and n·b ≤ {_DENSE_LIMIT}",
+            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for cyclic participation "
+            f"only, and for n·b ≤ {_DENSE_LIMIT}.",
         )
     value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
     return Sensitivity(value, not signed, "cyclic participation, all bins")

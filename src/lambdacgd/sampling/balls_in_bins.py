@@ -1,17 +1,17 @@
-"""Balls-in-Bins: every example has one bin an epoch, known from the key alone. Fixed bins stay, fresh ones do not."""
+"""Balls-in-Bins sampling: in every epoch each example sits in one bin, which is a function of the key alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey, prf64
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
-from lambdacgd.validation import InvalidInput, integer
 
 Bins = Literal["fresh", "fixed"]
 BINS: tuple[Bins, ...] = get_args(Bins)
@@ -19,11 +19,18 @@ BINS: tuple[Bins, ...] = get_args(Bins)
 
 @dataclass(frozen=True)
 class BallsInBins(Sampling):
-    """Example e sits in bin ``prf(key, e) mod b``; step t trains on bin (t−1) mod b.
+    """Every example sits in one of b bins, and step t trains on bin (t−1) mod b.
 
-    ``bins`` is "fixed" (the paper's: the same bins in every epoch) or "fresh" (``prf(key, epoch, e) mod b``: new bins
-    in every epoch, and noise that restarts at each epoch's first step, so ``restart_every`` is b). A description that
-    does not say which means fixed bins.
+    Args:
+        bins: "fresh" redraws the bins in every epoch (example e sits in bin ``prf(key, epoch, e) mod b``), and the
+            noise restarts at each epoch's first step, so ``restart_every`` is b. "fixed" draws them once, as in the
+            paper: example e sits in bin ``prf(key, e) mod b`` in every epoch.
+        examples: N; see ``Sampling``, as for the other two.
+        steps_per_epoch: b.
+        epochs: k.
+
+    Raises:
+        InvalidInput: ``bins`` is neither, a number cannot be used, or there are more bins than examples.
 
     Guarantee
     ---------
@@ -35,12 +42,18 @@ class BallsInBins(Sampling):
     Adjacency is zero-out of one example: N, b and the example ids are public; the bins are not.
 
     >>> key = SecretKey.from_bytes(bytes(32))
-    >>> sampling = BallsInBins(examples=8, steps_per_epoch=3, epochs=2)
+    >>> sampling = BallsInBins("fixed", examples=8, steps_per_epoch=3, epochs=2)
     >>> sampling.bin_of(key, [0, 5, 7]).tolist() == sampling.bin_of(key, range(8))[[0, 5, 7]].tolist()
     True
     """
 
-    bins: Bins = "fixed"
+    bins: Bins = field(
+        default="fresh",
+        metadata={
+            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default for λCGD and "
+            "DP-SGD), or once (fixed, the paper's)."
+        },
+    )
     name: ClassVar[str] = "balls-in-bins"
 
     def __post_init__(self) -> None:
@@ -63,7 +76,7 @@ class BallsInBins(Sampling):
     @property
     def restart_every(self) -> int | None:
         """b with fresh bins: the accounting composes epochs, so no noise may be cancelled across their boundary."""
-        return self.steps_per_epoch if self.bins == "fresh" else None
+        return self.horizon.steps_per_epoch if self.bins == "fresh" else None
 
     def bin_of(
         self,
@@ -73,19 +86,31 @@ class BallsInBins(Sampling):
         run: str = DEFAULT_RUN,
         epoch: int | None = None,
     ) -> Indices:
-        """The bin (0 … b−1) of each example id: a pure function, the same on any machine, in any order or shard.
+        """Compute the bins of examples: a pure function, the same on any machine, in any order or shard.
 
-        Fresh bins are those of an ``epoch`` (1 … k), which must be given; fixed bins are the same in all of them.
         Memory beyond the output is bounded by a constant.
+
+        Args:
+            key: the secret key.
+            ids: example ids, 0 … N−1.
+            run: the run's id.
+            epoch: 1 … k. It must be given for fresh bins; fixed bins are the same in all epochs.
+
+        Returns:
+            The bin, 0 … b−1, of each id.
+
+        Raises:
+            InvalidInput: an id or the epoch is out of range, or fresh bins are asked for without an epoch.
         """
+        self._check_bound()
         if epoch is not None:
             epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
         elif self.bins == "fresh":
-            raise InvalidInput("epoch", None, f"fresh bins are drawn every epoch; say which, 1 to {self.epochs}")
+            raise InvalidInput("epoch", f"Fresh bins are drawn every epoch: say which epoch, 1 to {self.epochs}.")
         asked = np.asarray(ids)
         if asked.size and (asked.dtype.kind not in "iu" or int(asked.min()) < 0 or int(asked.max()) >= self.examples):
             raise InvalidInput(
-                "ids", f"array of {asked.dtype}", f"example ids must be integers from 0 to {self.examples - 1}"
+                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {asked.dtype}."
             )
         if asked.size == 0:
             return np.zeros(asked.shape, dtype=np.int64)

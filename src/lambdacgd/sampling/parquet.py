@@ -13,18 +13,28 @@ from typing import Any
 
 import numpy as np
 
+from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.balls_in_bins import BallsInBins
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices
-from lambdacgd.validation import InvalidInput, integer
 
 
 class BinSortedParquet:
     """A Parquet file whose rows are sorted by the column ``bin``, read row by row or bin by bin.
 
     A map-style data set: ``len(data)``, ``data[i]`` (a dict of row ``i`` of the file) and ``data.fetch(indices)``
-    (many rows, each row group read once). ``rows(step)`` are the rows of a step: a contiguous run, found from bin
+    (many rows, each row group read once). ``rows(step)`` are the rows of a step: a contiguous stretch, looked up in bin
     offsets that are computed once from the ``bin`` column alone. Bins are secret: keep the file as private as the data.
+
+    Args:
+        path: the Parquet file.
+        sampling: the plan's sampling, with fixed bins.
+        bin_column: the name of the column of bins.
+        id_column: the name of the column of example ids, which ``verify`` reads.
+
+    Raises:
+        ImportError: pyarrow is not installed.
+        InvalidInput: the file is not sorted by the bins of such a sampling, or the bins are fresh ones.
 
     Guarantee
     ---------
@@ -42,18 +52,18 @@ class BinSortedParquet:
         if sampling.bins != "fixed":
             raise InvalidInput(
                 "sampling",
-                f"balls-in-bins with {sampling.bins} bins",
-                "one order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
-                "bins='fixed', or train from a data set that reads any row (fresh bins need no sorting there)",
+                "One order on disk serves fixed bins only, and fresh bins need a new one every epoch. Plan with "
+                "sampling=lc.BallsInBins('fixed'), or train from a data set that reads any row (fresh bins need no "
+                "sorting there).",
             )
         self.path, self.sampling = Path(path), sampling
         self._bin_column, self._id_column = bin_column, id_column
         self._file = pyarrow.parquet.ParquetFile(self.path)
         names = self._file.schema_arrow.names
         if bin_column not in names:
-            raise InvalidInput("bin_column", bin_column, f"{self.path} has the columns {', '.join(names)}")
+            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {', '.join(names)}.")
         if (rows := self._file.metadata.num_rows) != sampling.examples:
-            raise InvalidInput("path", str(path), f"it has {rows} rows and the sampling {sampling.examples} examples")
+            raise InvalidInput("path", f"{path} has {rows} rows, and the sampling {sampling.examples} examples.")
         counts = np.zeros(sampling.steps_per_epoch, dtype=np.int64)
         last = -1
         for batch in self._file.iter_batches(columns=[bin_column]):
@@ -61,9 +71,12 @@ class BinSortedParquet:
             if not len(bins):
                 continue
             if bins.min() < 0 or bins.max() >= sampling.steps_per_epoch:
-                raise InvalidInput(bin_column, int(bins.max()), f"bins go from 0 to {sampling.steps_per_epoch - 1}")
+                raise InvalidInput(
+                    "path",
+                    f"Bins go from 0 to {sampling.steps_per_epoch - 1}, and {path} has {bins.min()} to {bins.max()}.",
+                )
             if bins[0] < last or (np.diff(bins) < 0).any():
-                raise InvalidInput("path", str(path), f"its rows must be sorted by {bin_column}: ORDER BY {bin_column}")
+                raise InvalidInput("path", f"The rows of {path} are not sorted by {bin_column}: ORDER BY {bin_column}.")
             last = int(bins[-1])
             counts += np.bincount(bins, minlength=sampling.steps_per_epoch)
         self.offsets: Indices = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -76,13 +89,13 @@ class BinSortedParquet:
 
     def __getitem__(self, row: int) -> dict[str, Any]:
         integer("row", row, minimum=0, maximum=len(self) - 1)
-        found: dict[str, Any] = self.fetch(np.array([row])).to_pylist()[0]
-        return found
+        example: dict[str, Any] = self.fetch(np.array([row])).to_pylist()[0]
+        return example
 
     def __getitems__(self, rows: list[int]) -> list[dict[str, Any]]:
         """Many rows at once, as torch's data loader asks for them."""
-        found: list[dict[str, Any]] = self.fetch(np.asarray(rows)).to_pylist()
-        return found
+        examples: list[dict[str, Any]] = self.fetch(np.asarray(rows)).to_pylist()
+        return examples
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Worker processes open the file themselves."""
@@ -117,10 +130,15 @@ class BinSortedParquet:
         return pyarrow.concat_tables(tables).take(np.argsort(np.concatenate(positions), kind="stable"))
 
     def verify(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> None:
-        """Check every row against the key: an error if the file was sorted with another key or run, or an id is not
-        there exactly once (two rows of one id would share a bin, and one would give the other's away).
+        """Check every row against the key. Takes one byte of memory per example.
 
-        Takes one byte of memory an example.
+        Args:
+            key: the secret key.
+            run: the run's id.
+
+        Raises:
+            InvalidInput: the file was sorted with another key or for another run, or an id is not there exactly once
+                (two rows of one id would share a bin, and one would give the other's away).
         """
         seen = np.zeros(self.sampling.examples, dtype=bool)
         for batch in self._file.iter_batches(columns=[self._id_column, self._bin_column]):
@@ -130,13 +148,12 @@ class BinSortedParquet:
             if (self.sampling.bin_of(key, ids, run=run) != bins).any():
                 raise InvalidInput(
                     "path",
-                    str(self.path),
-                    "its bins are not those of this key, run and number of steps. Prepare a run with "
-                    "key.ledger().new_run(), sort by its bins, and give its id to privatize",
+                    f"The bins in {self.path} are not those of this key, run and number of steps. Prepare a run with "
+                    "key.ledger().new_run(), sort by its bins, and give its id to privatize.",
                 )
             if seen[ids].any() or len(np.unique(ids)) < len(ids):
                 raise InvalidInput(
-                    "path", str(self.path), f"an {self._id_column} stands in it twice; every example has one of its own"
+                    "path", f"An {self._id_column} is twice in {self.path}: every example has one of its own."
                 )
             seen[ids] = True
 

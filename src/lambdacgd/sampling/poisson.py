@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from lambdacgd.errors import integer
 from lambdacgd.keys import SecretKey, prf64_range
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices, Sampling
-from lambdacgd.validation import integer
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,19 @@ class Poisson(Sampling):
         return 1.0 / self.steps_per_epoch
 
     def members(self, key: SecretKey, step: int, *, run: str = DEFAULT_RUN) -> Indices:
-        """Who takes part in one step (1 … n): a pure function of key, run, step and example."""
+        """Draw the batch of one step: a pure function of key, run, step and example.
+
+        Args:
+            key: the secret key.
+            step: 1 … n.
+            run: the run's id.
+
+        Returns:
+            The indices of those who take part, in increasing order.
+
+        Raises:
+            InvalidInput: the step is beyond the horizon, or the sampling is not bound.
+        """
         step = integer("step", step, maximum=self.steps, why=": the horizon is fixed")
         if self.steps_per_epoch == 1:
             return np.arange(self.examples)

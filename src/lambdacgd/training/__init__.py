@@ -1,13 +1,13 @@
 """Private training that drops into any PyTorch loop: `privatize` binds a Plan to model, optimizer and dataset."""
 
+from lambdacgd.errors import CheckpointError, NotPrivateWarning, TrainingError
+from lambdacgd.training.card import Spent
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.training.export import export
 from lambdacgd.training.loader import Epoch
 from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.private import Private
 from lambdacgd.training.privatize import privatize
-from lambdacgd.training.spent import Spent
 
 __all__ = [
     "EMA",

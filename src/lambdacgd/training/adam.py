@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lambdacgd.accounting.calibration import adds_independent_noise
+from lambdacgd.accounting import adds_independent_noise
+from lambdacgd.errors import InvalidInput, number
 from lambdacgd.planning import Plan
-from lambdacgd.validation import InvalidInput, number
 
 
 class DebiasedAdam(Optimizer):

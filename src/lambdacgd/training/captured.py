@@ -10,21 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lambdacgd.noise import RegeneratedNoise
-from lambdacgd.training.cycle import Phase
-from lambdacgd.training.distributed.shards import gradient_like
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.training.loader import cut
-from lambdacgd.training.stage import noise_stage
-from lambdacgd.validation import InvalidInput, integer
-
-if TYPE_CHECKING:
-    from lambdacgd.training.private import Private
+from lambdacgd.errors import InvalidInput, TrainingError, integer
+from lambdacgd.planning import Plan
+from lambdacgd.training.guards import Phase
+from lambdacgd.training.loader import Loader, cut
+from lambdacgd.training.loop import Loop
+from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads
@@ -44,10 +40,14 @@ class CapturedStep:
     so, and the run goes on from its last checkpoint.
     """
 
-    def __init__(self, private: Private, loss: LossFunction, data: Sequence[Tensor], padded: int | None) -> None:
-        self._private, self._loss_of, self._data = private, loss, tuple(data)
-        self._device = _check(private, self._data)
-        plan = private.plan
+    def __init__(
+        self, loop: Loop, loader: Loader, loss: LossFunction, data: Sequence[Tensor], padded: int | None
+    ) -> None:
+        self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
+        plan = self._plan = loop.step.plan
+        self._device = _check(loop, plan, self._data)
+        # One of its own: graphs hold its noise's memory, and the loop's is made anew when a run is resumed.
+        self._private_step = PrivateStep(plan, loop.step.run, loop.step.layout, max_grad_norm=loop.step.max_grad_norm)
         if padded is None:
             padded = min(plan.examples, _spread(plan.batch_size, 3))
         self.padded = integer("padded", padded)
@@ -62,7 +62,6 @@ class CapturedStep:
         self._at = 0  # the step that the counters in device memory stand at; ordinary steps and loading leave it behind
         self._graphs: dict[Kind, torch.cuda.CUDAGraph] = {}
         self._held: list[Any] = []  # what the graphs hold as constants
-        self._stage: RegeneratedNoise | None = None
 
     def __call__(self) -> None:
         """One logical step."""
@@ -70,23 +69,25 @@ class CapturedStep:
 
     def run(self, steps: int | None = None) -> None:
         """The next ``steps`` logical steps, or the rest of the run."""
-        private = self._private
-        private.check_usable()
-        private.gradients.check_parameters()
-        left = private.plan.steps - private.steps_taken
-        private.cycle.refuse_half_done()
-        if not private.between_steps:
+        loop, cycle, plan = self._loop, self._loop.cycle, self._plan
+        loop.check_usable()
+        loop.gradients.check_parameters()
+        loop.note_changes()
+        left = plan.steps - cycle.done
+        cycle.refuse_half_done()
+        if cycle.phase is not Phase.IDLE:
             raise TrainingError("an ordinary logical batch is under way; finish it before a captured step")
         if left == 0 or (steps is not None and steps > left):
-            raise TrainingError(f"{left} of the plan's {private.plan.steps} steps are left; the horizon is fixed")
+            raise TrainingError(f"{left} of the plan's {plan.steps} steps are left; the horizon is fixed")
         for _ in range(left if steps is None else steps):
-            self._one()
-        if self._stage is not None:
-            self._stage.check()
+            self._launch()
+        if plan.sigma:
+            self._private_step.noise.check()
 
-    def _one(self) -> None:
-        private = self._private
-        step = private.cycle.current
+    def _launch(self) -> None:
+        """One logical step: fill the table and capture what is missing, then replay."""
+        cycle = self._loop.cycle
+        step = cycle.current
         if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
         if self._held != self._constants():
@@ -97,38 +98,37 @@ class CapturedStep:
             self._graphs[kind] = self._capture(kind)
         if missing:
             self._held = self._constants()  # after capturing, which makes the optimizer's state
-        private.cycle.phase = Phase.NOISED  # Ctrl-C leaves unknown whether the device went on: no z may serve twice
+        cycle.phase = Phase.NOISED  # Ctrl-C leaves unknown whether the device went on: no z may serve twice
         try:
             for kind in kinds:
                 self._graphs[kind].replay()
-            private.cycle.acted()
-            self._at = private.cycle.current
+            self._loop.acted()
+            self._at = cycle.current
         except BaseException:
             self._at = 0  # counters in device memory are set anew
             raise
-        private.trained.steps_taken = private.cycle.done
-        private.loader.restart()
-        for act in private.after_step:
+        self._loop.moved()
+        for act in self._loop.after_step:
             act()
 
     def _constants(self) -> list[Any]:
         """What the graphs hold: the optimizer's options, and where weights and its state lie. A change (a scheduler's,
         a checkpoint loaded, weights moved) means capturing again: an old address may be anybody's memory by now.
         """
-        optimizer = self._private.optimizer
+        optimizer = self._loop.optimizer
         options = [
             {k: _constant(v) for k, v in group.items() if isinstance(v, (int, float, bool, tuple, Tensor))}
             for group in optimizer.param_groups
         ]
-        parameters = self._private.clipper.parameters.values()
+        parameters = self._loop.clipper.parameters.values()
         states = (value for p in parameters for value in optimizer.state.get(p, {}).values())
         return [options, *(x.data_ptr() for x in (*parameters, *states) if isinstance(x, Tensor))]
 
     def _fill_table(self, step: int) -> None:
         """The rows of the rest of this epoch, in one copy to the device."""
-        private, plan = self._private, self._private.plan
+        plan = self._plan
         end = -(-step // plan.steps_per_epoch) * plan.steps_per_epoch
-        batches = private.loader.batches(step)
+        batches = self._loader.batches(step)
         rows, parts = [], []
         for number in range(step, end + 1):
             kinds = []
@@ -149,50 +149,30 @@ class CapturedStep:
         self._parts, self._first_step, self._at = parts, step, step  # last: Ctrl-C before means filling again
 
     def _work(self, first: bool, last: bool, width: int, step: Tensor) -> None:
-        private, clipper = self._private, self._private.clipper
+        loop, clipper = self._loop, self._loop.clipper
         row = self._table.index_select(0, self._cursor).view(-1)[:width]
         chosen = row.clamp_min(0)
         if first:
             clipper.zero()
         clipper.weigh((row >= 0).to(torch.float32))
-        loss = self._loss_of(private.model, *(tensor.index_select(0, chosen) for tensor in self._data))
+        loss = self._loss_of(loop.model, *(tensor.index_select(0, chosen) for tensor in self._data))
         loss.backward()
         self.loss.copy_(loss.detach())
         self._cursor.add_(1)
         if not last:
             return
+        self._private_step(clipper, step, check=False)
         with torch.no_grad():
-            sums = clipper.take()
-            self._add_noise(sums, step)
-            torch._foreach_div_(list(sums.values()), private.plan.batch_size)
-            for name, p in clipper.parameters.items():
-                p.grad = gradient_like(p, sums[name].data)
-            private.optimizer.step()
+            loop.optimizer.step()
             step.add_(1)
 
-    def _add_noise(self, sums: dict[str, Tensor], step: Tensor) -> None:
-        if self._stage is not None:
-            self._stage.add_(sums, step, check=False)
-
-    def _make_stage(self) -> None:
-        private = self._private
-        if self._stage is None and private.plan.sigma:
-            stage = noise_stage(
-                private.plan,
-                private.run.key,
-                run_id=private.run.id,
-                layout=private.layout,
-                max_grad_norm=private.max_grad_norm,
-            )
-            assert isinstance(stage, RegeneratedNoise)
-            self._stage = stage
-
     def _capture(self, kind: Kind) -> torch.cuda.CUDAGraph:
-        private = self._private
-        self._make_stage()
+        loop = self._loop
+        if self._plan.sigma:
+            _ = self._private_step.noise  # made before the graph is: its memory is not the graph's own
         cursor, step = self._cursor.clone(), self._step.clone()
         at, self._at = self._at, 0  # whoever goes on after a failure here sets the counters anew
-        private.hooks_rest = True
+        loop.resting = True
         try:
             side = torch.cuda.Stream(self._device)
             side.wait_stream(torch.cuda.current_stream(self._device))
@@ -211,10 +191,10 @@ class CapturedStep:
             self._step.copy_(step)
             self._at = at
         finally:
-            private.hooks_rest = False
-            private.clipper.zero()
-            private.clipper.weigh(None)
-            for p in private.clipper.parameters.values():
+            loop.resting = False
+            loop.clipper.zero()
+            loop.clipper.weigh(None)
+            for p in loop.clipper.parameters.values():
                 p.grad = None
         return graph
 
@@ -229,10 +209,10 @@ class CapturedStep:
         """Whole steps, so that the optimizer's state exists; then everything as it was, also where they fail: their
         noise is that of the step to come.
         """
-        private = self._private
-        weights = {id(p): p.detach().clone() for p in private.clipper.parameters.values()}
-        states = {id(p): _tensors(state) for p, state in private.optimizer.state.items()}
-        private._broken = _NOT_PUT_BACK
+        loop = self._loop
+        weights = {id(p): p.detach().clone() for p in loop.clipper.parameters.values()}
+        states = {id(p): _tensors(state) for p, state in loop.optimizer.state.items()}
+        loop.broken = _NOT_PUT_BACK
         try:
             for _ in range(_WARM_UP):
                 self._cursor.copy_(cursor)
@@ -241,22 +221,22 @@ class CapturedStep:
                 self._work(kind[0], True, kind[2], self._step)
         finally:
             self._restore(weights, states)
-            private._broken = None
+            loop.broken = None
 
     @torch.no_grad()
     def _restore(self, weights: dict[int, Tensor], states: dict[int, dict[str, Tensor]]) -> None:
         """Undo what warming up did, in place: captured kernels know these addresses. Allocates nothing: memory may be
         what it failed for.
         """
-        for p in self._private.clipper.parameters.values():
+        for p in self._loop.clipper.parameters.values():
             p.copy_(weights[id(p)])
             before = states.get(id(p), {})
-            for name, value in self._private.optimizer.state.get(p, {}).items():
+            for name, value in self._loop.optimizer.state.get(p, {}).items():
                 if isinstance(value, Tensor):
                     value.copy_(before[name]) if name in before else value.zero_()
 
 
-def _spread(batch_size: int, deviations: int) -> int:
+def _spread(batch_size: float, deviations: int) -> int:
     """So many standard deviations above the mean batch, as a multiple of eight."""
     return 8 * math.ceil((batch_size + deviations * math.sqrt(batch_size)) / 8)
 
@@ -272,8 +252,8 @@ def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
 
 
-def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
-    devices = {p.device for p in private.clipper.parameters.values()} | {tensor.device for tensor in data}
+def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
+    devices = {p.device for p in loop.clipper.parameters.values()} | {tensor.device for tensor in data}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise InvalidInput(
             "data",
@@ -287,21 +267,21 @@ def _check(private: Private, data: tuple[Tensor, ...]) -> torch.device:
             f"on {device}, while the current device is cuda:{torch.cuda.current_device()}",
             "a graph captures the current device's work only; call torch.cuda.set_device first",
         )
-    if not data or any(len(tensor) != private.plan.examples for tensor in data):
+    if not data or any(len(tensor) != plan.examples for tensor in data):
         raise InvalidInput(
             "data",
             [len(tensor) for tensor in data],
-            f"give tensors of {private.plan.examples} rows, in the dataset's order",
+            f"give tensors of {plan.examples} rows, in the dataset's order",
         )
-    if private.augmentations != 1:
-        raise InvalidInput("augmentations", private.augmentations, "a captured step reads examples once; use the loop")
-    if not private.plan.mechanism.regenerates(private.plan.block.steps):
+    if loop.clipper.views != 1:
+        raise InvalidInput("augmentations", loop.clipper.views, "a captured step reads examples once; use the loop")
+    if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
             "plan",
-            private.plan.mechanism.name,
+            plan.mechanism.name,
             "its noise needs buffers that advance on the host; use the ordinary loop",
         )
-    _check_optimizer(private.optimizer)
+    _check_optimizer(loop.optimizer)
     return device
 
 

@@ -1,31 +1,198 @@
-"""The privacy card: what may be claimed about released weights, for machines (JSON) and for people (Markdown).
+"""What may be claimed about released weights, and what cannot be: the privacy card and what it is made of.
 
-It holds public facts only. Training loss, norms, batch sizes, bins, the key and anything computed from it never enter
-it.
+The card is written for machines (JSON) and for people (Markdown). It holds public facts only: training loss, norms,
+batch sizes, bins, the key and anything computed from it never enter it.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
+from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.training.trained import Trained
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-privacy-card-1"
+CARD_JSON, CARD_MARKDOWN = "privacy-card.json", "PRIVACY.md"
 
 NOT_COVERED = (
     "choosing hyperparameters, stopping times or models by looking at the private data",
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
     "frozen parameters and buffers, which are released as they were before training",
     "whoever holds the secret key: with it the noise can be subtracted",
-    "rounding of sums and noise to floating point",
+    "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
+
+NOT_DECLARED = "what these weights went through before this run was not declared"
+
+#: What `privatize` takes as one of its ``earlier`` cards: the card itself, its file, or the folder of an export.
+GivenCard = Mapping[str, Any] | str | os.PathLike[str]
+
+
+# --- what a run costs ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Spent:
+    """The claim of a run. Releasing its weights after any number of steps costs the plan's (ε, δ), no less.
+
+    ``after_epochs`` (on request) is informational: the ε that the same σ would give a run *planned* for 1, 2, …
+    epochs. With fixed bins it is not what stopping early costs. With fresh bins, whose epochs compose, it is what the
+    weights after so many whole epochs have cost, provided that the private data had no say in when to stop.
+    """
+
+    epsilon: float
+    delta: float
+    certificate: Certificate
+    steps_taken: int
+    steps: int
+    after_epochs: tuple[float, ...] | None = None
+
+    @property
+    def share(self) -> float:
+        """The share of the plan's steps that were taken."""
+        return self.steps_taken / self.steps
+
+    @property
+    def private(self) -> bool:
+        """Whether anything is claimed: not for ε = inf, not for an estimate."""
+        return math.isfinite(self.epsilon) and self.certificate.kind == "bound"
+
+    def __str__(self) -> str:
+        if not math.isfinite(self.epsilon):
+            return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
+        what = "" if self.certificate.kind == "bound" else " (a point estimate, not a claim)"
+        return f"(ε = {self.epsilon:g}, δ = {self.delta:g}){what}, {self.steps_taken} of {self.steps} steps taken"
+
+
+def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
+    """ε at the plan's σ and δ for a run planned over 1, 2, …, k epochs with the same mechanism. Informational."""
+    if plan.sigma == 0:
+        return (math.inf,) * plan.epochs
+    accountant = accountant_for(plan.mechanism, plan.sampling)
+    return (*accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta)[:-1], plan.epsilon)
+
+
+# --- what the weights went through besides ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class History:
+    """What a run's weights went through besides its own steps, as far as that is known.
+
+    Attributes:
+        runs: (ε, δ) of every earlier private run; ε = inf where one claimed nothing.
+        declared: Whether somebody said what the weights went through before: ``runs``, and nothing else private.
+        changed: Whether something other than the run's own steps changed the weights between two of them.
+    """
+
+    runs: tuple[tuple[float, float], ...] = ()
+    declared: bool = False
+    changed: bool = False
+
+    @classmethod
+    def of(cls, earlier: Iterable[GivenCard] | None) -> History:
+        """The history that ``privatize(…, earlier=…)`` declares; None declares nothing.
+
+        Raises:
+            InvalidInput: Something given is no privacy card.
+        """
+        if earlier is None:
+            return cls()
+        if isinstance(earlier, (str, os.PathLike, Mapping)):
+            raise InvalidInput("earlier", type(earlier).__name__, "give a list of cards, also if it is only one")
+        runs: list[tuple[float, float]] = []
+        declared, changed = True, False
+        for given in earlier:
+            facts = _read_card(given)
+            runs += _runs_of(facts)
+            declared &= bool(facts.get("history_declared", False))
+            changed |= bool(facts.get("changed_between_steps", False))
+        return cls(tuple(runs), declared, changed)
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any]) -> History:
+        """The history that ``to_dict`` wrote."""
+        runs = tuple((float(epsilon), float(delta)) for epsilon, delta in saved["runs"])
+        return cls(runs, bool(saved["declared"]), bool(saved["changed"]))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain facts for a checkpoint; ε = inf as a string, which JSON can hold."""
+        runs = [[_finite(epsilon), delta] for epsilon, delta in self.runs]
+        return {"runs": runs, "declared": self.declared, "changed": self.changed}
+
+    def resumed(self, saved: History) -> History:
+        """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.
+
+        Raises:
+            CheckpointError: Both declare, and not the same.
+        """
+        if self.declared and saved.declared and self.runs != saved.runs:
+            raise CheckpointError(
+                f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
+                f"{_counted(self.runs)}: give the same cards, or leave earlier= out"
+            )
+        # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
+        runs = max(self.runs, saved.runs, key=len)
+        return History(runs, self.declared or saved.declared, self.changed or saved.changed)
+
+    @property
+    def text(self) -> str:
+        """A sentence for the card."""
+        if not self.declared:
+            known = f"; {_counted(self.runs)} among it, added up in ε and δ" if self.runs else ""
+            return NOT_DECLARED + known
+        return f"{_counted(self.runs)}, added up in ε and δ" if self.runs else "declared: no private data"
+
+
+def _counted(runs: tuple[tuple[float, float], ...]) -> str:
+    return f"{len(runs) or 'no'} earlier run" + ("" if len(runs) == 1 else "s")
+
+
+def _read_card(given: GivenCard) -> Mapping[str, Any]:
+    """A card, from wherever it is."""
+    facts: Any = given
+    if isinstance(given, (str, os.PathLike)):
+        path = Path(given)
+        path = path / CARD_JSON if path.is_dir() else path
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidInput("earlier", str(given), f"there is no privacy card to be read ({error})") from None
+    if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
+        raise InvalidInput(
+            "earlier",
+            str(given) if isinstance(given, (str, os.PathLike)) else type(given).__name__,
+            f"it must be a privacy card (format {FORMAT}), the path of its {CARD_JSON}, or an export's folder",
+        )
+    return facts
+
+
+def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """(ε, δ) of every run on a card. A card that claims nothing has ε = inf."""
+    try:
+        entries = [*facts["earlier_runs"], facts.get("this_run", facts)]
+        runs = [(float(entry["epsilon"]), float(entry["delta"])) for entry in entries]
+        if "this_run" not in facts:  # an older card: its ε and δ are sums over all its runs
+            runs = runs[-1:]
+        claims_nothing = str(facts["claim"]).startswith("none")
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidInput("earlier", "a damaged privacy card", f"an entry is missing or no number ({error})") from None
+    if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
+        raise InvalidInput("earlier", "a damaged privacy card", "ε must not be negative and δ must lie in [0, 1]")
+    return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs
+
+
+# --- the card --------------------------------------------------------------------------------------------------------
 
 
 def replace_one(plan: Plan) -> tuple[float, float, str]:
@@ -46,49 +213,58 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
     return 2 * epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
-def card(trained: Trained) -> dict[str, Any]:
-    """The card of a model trained by ``privatize``.
+def card(
+    plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
+) -> dict[str, Any]:
+    """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
-    Where other runs took steps on the same weights before, ε and δ are sums over all of them (basic composition), as if
-    all had read the same examples. Weights that an optimizer outside of the run has changed since have no card.
+    Args:
+        plan: What the run was trained by.
+        history: What the weights went through besides. The ε and δ of earlier runs are added to the plan's (basic
+            composition), as if all had read the same examples.
+        steps_taken: Steps of the plan that were taken.
+        max_grad_norm: The clipping norm ζ.
+        clipping: The clipping mode.
+        augmentations: Readings of an example whose gradients are averaged before clipping.
+
+    Returns:
+        The facts, in the order in which a person would read them.
     """
-    if trained.otherwise:
-        raise TrainingError(
-            "after its private run this model was trained by an optimizer outside of it, so the run's (ε, δ) is not "
-            "that of these weights. Export before training on. If the further data was public, save the weights "
-            "yourself and keep the card of that export with them"
-        )
-    plan = trained.plan
-    spent = [*trained.earlier, (plan.epsilon, plan.delta)]
-    epsilon, delta = sum(e for e, _ in spent), min(1.0, sum(d for _, d in spent))
-    if not trained.earlier:
-        swapped = replace_one(plan)
+    own = (plan.epsilon if plan.certificate.kind == "bound" else math.inf, plan.delta)
+    runs = [*history.runs, (plan.epsilon, plan.delta)]
+    epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
+    if not history.runs:
+        replaced = replace_one(plan)
     else:
-        swapped = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
-    certificate = plan.certificate.to_dict()
+        replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
     return {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
-        "claim": _claim(plan, trained.earlier),
+        "claim": _claim(plan, history),
         "epsilon": _finite(epsilon),
         "delta": delta,
-        "earlier_runs": [{"epsilon": _finite(e), "delta": d} for e, d in trained.earlier],
+        "this_run": {"epsilon": _finite(own[0]), "delta": own[1]},
+        "earlier_runs": [{"epsilon": _finite(e), "delta": d} for e, d in history.runs],
+        "history": history.text,
+        "history_declared": history.declared,
+        "changed_between_steps": history.changed,
         "adjacency": "zero-out of one example; the number of examples, of bins and the example ids are public",
-        "replace_one": {"epsilon": _finite(swapped[0]), "delta": swapped[1], "reading": swapped[2]},
+        "replace_one": {"epsilon": _finite(replaced[0]), "delta": replaced[1], "reading": replaced[2]},
         "mechanism": plan.mechanism.to_dict(),
         "sampling": plan.sampling.to_dict(),
         "correlation": _correlation(plan),
         "sigma": plan.sigma,
-        "max_grad_norm": _finite(trained.max_grad_norm),
-        "clipping": trained.clipping_mode,
-        "augmentations": trained.augmentations,
+        "max_grad_norm": _finite(max_grad_norm),
+        "clipping": clipping,
+        "augmentations": augmentations,
         "batch_size": plan.batch_size,
+        "requested_batch_size": plan.requested_batch_size,
         "steps": {
             "planned": plan.steps,
-            "taken": trained.steps_taken,
+            "taken": steps_taken,
             "note": "the claim is that of all planned steps",
         },
-        "certificate": {key: _finite(value) for key, value in certificate.items()},
+        "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
@@ -102,23 +278,28 @@ def _correlation(plan: Plan) -> str:
     return f"over all {plan.steps} steps{dealt}"
 
 
-def _claim(plan: Plan, earlier: tuple[tuple[float, float], ...]) -> str:
+def _claim(plan: Plan, history: History) -> str:
     if not math.isfinite(plan.epsilon):
         return "none: trained without noise and clipping, for debugging"
     if plan.certificate.kind != "bound":
         return "none: the noise was a point estimate, not certified"
-    if any(not math.isfinite(epsilon) for epsilon, _ in earlier):
+    if any(not math.isfinite(epsilon) for epsilon, _ in history.runs):
         return "none: an earlier run on these weights claimed nothing (ε = inf, an estimate, or not private at all)"
     sure = (
         ""
         if plan.certificate.confidence == 1
         else f", with confidence {plan.certificate.confidence} in the certificate"
     )
-    own = f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}"
-    if not earlier:
+    provided = (
+        ", provided that what changed the weights between its steps, other than this run, used no private data"
+        if history.changed
+        else ""
+    )
+    own = f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}{provided}"
+    if not history.runs:
         return own
-    epsilon, delta = (sum(parts) for parts in zip(*earlier, (plan.epsilon, plan.delta), strict=True))
-    before = f"{len(earlier)} earlier run" + ("s" if len(earlier) > 1 else "")
+    epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
+    before = _counted(history.runs)
     return f"({epsilon:g}, {delta:g})-differentially private together with {before} on these weights; the last: {own}"
 
 
@@ -145,13 +326,14 @@ def to_markdown(facts: dict[str, Any]) -> str:
     rows = [
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
+        ("Before this run", facts["history"]),
         ("Adjacency", facts["adjacency"]),
         ("Replace-one", f"ε ≤ {_rounded_up(other['epsilon'])}, δ ≤ {_rounded_up(other['delta'])} ({other['reading']})"),
         ("Mechanism", _described(mechanism)),
         ("Sampling", _described(sampling)),
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
-        ("Expected batch size", facts["batch_size"]),
+        ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),

@@ -1,42 +1,260 @@
-"""Saving a run and going on from it, exactly.
+"""Saving a run and going on from it, exactly: one folder format for one process, several, FSDP2 and the integrations.
 
-A checkpoint holds the weights, the optimizer's state, torch's and Python's generators, and what identifies the run. It
-holds no key, no noise and no sum. It exists only between logical steps, and every one is entered in the ledger beside
-the key before its file gets its final name, so that a run never goes back behind weights that left the process.
+``checkpoint/step-00000012/`` holds ``run.json`` (what identifies the run, and all plain data), ``whole.safetensors``
+(tensors that every process holds, written by rank 0) and, for a sharded model, one ``rows-….safetensors`` per rank with
+the rows that it keeps. Any number of processes can go on from it. It holds weights, the optimizer's state, running
+averages, torch's and Python's generators, and the user's ``extra``; no key, no noise and no sum. Nothing in it is
+pickled. All ranks need the same file system.
 
 Guarantee
 ---------
-A run killed at any moment resumes from its newest checkpoint by itself: a draft that the ledger knows is completed,
-any other is discarded. On one device with the same libraries the resumed run ends with the same bits. Resuming from
-anything older than the newest release is refused unless the later ones are declared destroyed.
+A checkpoint exists only between logical steps. It is written under another name, synced, entered in the ledger beside
+the key, and only then gets its name; the one before is removed after that. A run killed at any moment therefore resumes
+from its newest checkpoint by itself: a draft that the ledger knows is completed, any other is discarded, and both
+happen only while the run's lock is held. On one device with the same libraries the resumed run ends with the same bits.
+Resuming from anything older than the newest release is refused unless the later ones are declared destroyed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
 import random
+import re
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from lambdacgd.clipping import Clipper
+from lambdacgd.errors import CheckpointError
 from lambdacgd.keys import LedgerError
-from lambdacgd.training.cycle import Phase
-from lambdacgd.training.distributed import folder
-from lambdacgd.training.distributed.compare import compare_weights
-from lambdacgd.training.errors import CheckpointError
-from lambdacgd.training.identity import check_identity, content_digest, read_state
+from lambdacgd.noise import Layout
+from lambdacgd.planning import Plan
+from lambdacgd.training.card import History
+from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
+from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
+from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
+from lambdacgd.training.distributed.world import World
+from lambdacgd.training.ema import EMA
+from lambdacgd.training.guards import Cycle
+from lambdacgd.training.run import Run
+from lambdacgd.training.sample import Sample
 from lambdacgd.version import __version__
 
-if TYPE_CHECKING:
-    from lambdacgd.training.private import Private
+FORMAT = "lambdacgd-checkpoint-2"
+FACTS, WHOLE = "run.json", "whole.safetensors"
+_OLD_FACTS = "run.pt"
+_DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
-FORMAT = "lambdacgd-checkpoint-1"
+
+class SavedRun(Protocol):
+    """What a checkpoint is made of and goes back to: `Private`, as far as this file knows it."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    dataset: Any
+    clipper: Clipper
+    layout: Layout
+    run: Run
+    world: World
+    sample: Sample
+    augmentations: int
+    data_fingerprint: str | None
+
+    @property
+    def plan(self) -> Plan: ...
+    @property
+    def max_grad_norm(self) -> float: ...
+    @property
+    def steps_taken(self) -> int: ...
+    @property
+    def between_steps(self) -> bool: ...
+    @property
+    def cycle(self) -> Cycle: ...
+    @property
+    def averages(self) -> list[EMA]: ...
+    @property
+    def history(self) -> History: ...
+    def adopt(self, saved: dict[str, Any]) -> None: ...
+    def check_usable(self) -> None: ...
+    def check_whole(self) -> None: ...
+    def going_on_from(self, step: int) -> contextlib.AbstractContextManager[None]: ...
 
 
-def identity(private: Private) -> dict[str, Any]:
+# --- save, load, exists ----------------------------------------------------------------------------------------------
+
+
+def save(
+    private: SavedRun,
+    path: str | os.PathLike[str],
+    extra: dict[str, Any] | None,
+    *,
+    frozen: bool = True,
+    weights_only: bool = False,
+) -> None:
+    """Write a checkpoint, whole or not at all, and enter it in the ledger. All ranks must call it.
+
+    Args:
+        private: The run, which must stand between two logical steps.
+        path: The folder; the checkpoint becomes ``path/step-…``, and those that were there before are removed.
+        extra: Plain data of the caller's own (see `codec.encode`); rank 0's is kept.
+        frozen: Whether parameters that are not trained are written too.
+        weights_only: Leave the optimizer's state out; nothing can resume from the result.
+
+    Raises:
+        CheckpointError: It could not be written, or could not be read again. The previous checkpoint and the ledger
+            are as they were.
+    """
+    world, folder = private.world, Path(path)
+    run_id = private.run.id
+    reshard(private.model)
+    with world.together("saving"):
+        check_savable(private)
+        _refuse_file(folder)
+        state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
+    compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
+    state["generators"] = world.gather(generators())
+    with world.together("saving"):
+        facts, tensors = encode(
+            {"identity": identity(private), "plan": private.plan.to_json(), "groups": _groups(private), "state": state}
+        )
+    facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
+    facts["resumable"] = not weights_only
+    name = f"step-{private.steps_taken:08d}"
+    draft, target = folder / f".{name}.{run_id}.draft", folder / name
+    with contextlib.ExitStack() as held:  # a detached run has let go of its lock
+        world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
+        try:
+            world.from_first("saving", lambda: _make_draft(draft, run_id))
+            with world.together("saving"):
+                digests, rows = _write_tensors(draft, tensors, world)
+            written = world.gather((digests, rows))
+            digest = world.from_first("saving", lambda: _write_facts(draft, facts, written))
+        except Exception as error:  # a full disk, a folder that not all ranks see, whatever the file system says
+            if world.first:
+                shutil.rmtree(draft, ignore_errors=True)
+            raise CheckpointError(
+                f"{folder} could not be written ({error}). The previous checkpoint and the ledger are as they were: "
+                "make room or choose another place (one that all ranks see), and save again"
+            ) from error
+
+        def release() -> None:
+            private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
+            _give_name(draft, target)
+
+        world.from_first("saving", release)
+
+
+def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Go on from a checkpoint, written by any number of ranks. All ranks must call it.
+
+    Everything is checked before anything changes, and the ledger is asked before a weight is read.
+
+    Args:
+        private: A run that has not begun, or the checkpoint's own.
+        path: The folder that was given to `save`.
+
+    Returns:
+        What was given as ``extra``.
+
+    Raises:
+        CheckpointError: It is not this run's, not its newest release, damaged, or of an older format.
+    """
+    world, folder = private.world, Path(path)
+    source, facts = world.from_first("loading", lambda: _newest(private, folder))
+    reshard(private.model)
+    with world.together("loading"):
+        private.check_usable()
+        with _damage(source):
+            saved = _Saved(source, facts)
+            who = decode(facts["identity"], saved.whole)
+            check_belongs(private, who)
+        if not facts["resumable"]:
+            raise CheckpointError(
+                f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the optimizer's "
+                "state and the loop's position are missing"
+            )
+        with _damage(source):
+            _check_fits(private, saved)
+        seen = _view(source)
+    world.agree("loading", {str(source): seen}, {str(source): "All ranks must see one file system"})
+    digest = _digest(source, world)
+    try:
+        private.run.resume(facts["run"], facts["step"], digest)
+    except LedgerError as error:
+        raise CheckpointError(str(error)) from error
+    with private.going_on_from(facts["step"]):
+        with world.together("loading"):
+            _apply(private, saved)
+            extra: dict[str, Any] = saved.value("extra")
+        compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
+    adopt(private, who)
+    return extra
+
+
+def exists(private: SavedRun, path: str | os.PathLike[str]) -> bool:
+    """Whether there is a checkpoint, or what is left of one that a killed process had entered in the ledger.
+
+    For rank 0. Drafts are settled first, for which the run must not be in use by another process.
+    """
+    folder = Path(path)
+    _settle(private, folder)
+    return folder.is_file() or bool(_steps(folder))
+
+
+def has_traces(path: str | os.PathLike[str]) -> bool:
+    """Whether anything of a checkpoint is there: a whole one, a draft, or one of an older format."""
+    folder = Path(path)
+    return folder.is_file() or bool(_steps(folder)) or any(folder.glob(".step-*.draft"))
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint holds, in host memory, without going on from it: for evaluation and for looking.
+
+    Args:
+        path: The folder that was given to `save`.
+
+    Returns:
+        ``step``, ``model`` (a state_dict), ``optimizer``, ``averages`` and ``extra``.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged or of an older format.
+    """
+    source, facts = _newest(None, Path(path))
+    with _damage(source):
+        saved = _Saved(source, facts)
+        parts = {name: saved.value(name) for name in ("model", "optimizer", "averages", "extra")}
+    return {"step": facts["step"], **parts}
+
+
+# --- whose checkpoint it is ------------------------------------------------------------------------------------------
+
+# What each entry is called when it differs, and what to do about it.
+_MEANING = {
+    "plan": "the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
+    "layout": "the trainable parameters (names or shapes): noise could not cancel. Build the same model",
+    "max_grad_norm": "the clipping norm: it is fixed for a run",
+    "clipping_mode": "the clipping mode: it is fixed for a run",
+    "augmentations": "the number of augmentations: it is fixed for a run",
+    "loss_reduction": "the loss reduction: it is fixed for a run",
+    "examples": "the length of the dataset",
+    "data_fingerprint": "the data fingerprint: this is other data",
+    "optimizer": "the optimizer's class, whose state goes on: use the one that the run was started with",
+    "key": "the key (by its fingerprint): use the key file that the run was started with",
+}
+
+
+def identity(private: SavedRun) -> dict[str, Any]:
+    """What must be the same for whoever goes on with this run."""
     return {
         "plan": private.plan.digest,
         "layout": private.layout.digest,
@@ -49,26 +267,43 @@ def identity(private: Private) -> dict[str, Any]:
         "optimizer": type(private.optimizer).__name__,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
-        "earlier": [list(claim) for claim in private.trained.history],
+        "history": private.history.to_dict(),
     }
 
 
-def check_belongs(private: Private, saved: dict[str, Any]) -> None:
+def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
+    """Refuse a state of another run, plan, model, key or dataset, naming everything that differs."""
+    differs = [name for name in _MEANING if name in current and saved.get(name) != current[name]]
+    if saved.get("data_fingerprint") is None and "data_fingerprint" in differs:
+        differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
+    if differs:
+        lines = [
+            f"- {_MEANING[name]} (saved {_short(saved.get(name))}, here {_short(current[name])})" for name in differs
+        ]
+        raise CheckpointError("this checkpoint does not belong here. What differs:\n" + "\n".join(lines))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 16 else text[:13] + "…'"
+
+
+def check_belongs(private: SavedRun, saved: dict[str, Any]) -> None:
     """Refuse a checkpoint whose ``identity`` is not that of this run."""
     check_identity(saved, identity(private))
+    private.history.resumed(History.from_dict(saved["history"]))
     private.sample.check(saved.get("sample"), private.run.key)
 
 
-def adopt(private: Private, saved: dict[str, Any]) -> None:
+def adopt(private: SavedRun, saved: dict[str, Any]) -> None:
     """The weights are the checkpoint's now: what they went through before is what it says."""
-    private.trained.earlier = tuple((epsilon, delta) for epsilon, delta in saved.get("earlier", ()))
-    private.trained.otherwise = False
+    private.adopt(saved["history"])
 
 
-def check_savable(private: Private) -> None:
+def check_savable(private: SavedRun) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     private.check_whole()
-    if private.cycle.phase is not Phase.IDLE:
+    if not private.between_steps:
         raise CheckpointError(
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
             "after an optimizer.step() that acted (private.between_steps is then True)"
@@ -81,166 +316,109 @@ def check_savable(private: Private) -> None:
     private.run.check_ledger()
 
 
-def gather(private: Private, extra: dict[str, Any] | None, *, frozen: bool = True) -> dict[str, Any]:
-    """The run's state as it is: tensors are those in use, not copies. ``frozen=False`` leaves frozen parameters out."""
-    check_savable(private)
+# --- a run's state, and going on from it -----------------------------------------------------------------------------
+
+
+def _state(private: SavedRun, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
+    """The run's state as it is: tensors are those in use, not copies."""
+    left_out = set() if frozen else _frozen(private)
+    if not weights_only:
+        _check_optimizer(private)
     return {
-        "format": FORMAT,
-        "version": __version__,
-        "identity": identity(private),
-        "run": private.run.id,
-        "step": private.steps_taken,
-        "plan": private.plan.to_json(),
-        "model": _weights(private, frozen),
-        "optimizer": private.optimizer.state_dict(),
+        "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
+        "optimizer": None if weights_only else private.optimizer.state_dict(),
         "averages": [average.state_dict() for average in private.averages],
-        "generators": generators(),
         "extra": {} if extra is None else extra,
     }
 
 
-def _weights(private: Private, frozen: bool) -> dict[str, Any]:
-    left_out = set() if frozen else _frozen(private)
-    return {name: value for name, value in private.model.state_dict().items() if name not in left_out}
-
-
-def _frozen(private: Private) -> set[str]:
+def _frozen(private: SavedRun) -> set[str]:
     """Names of parameters that training does not change: whoever builds the model again has them."""
     return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def apply(private: Private, state: dict[str, Any]) -> None:
-    """Go on from a state: everything is checked before anything changes."""
-    with private.world.together("loading"):
-        _check(private, state)
-    try:
-        private.run.resume(state["run"], state["step"], content_digest(state))
-    except LedgerError as error:
-        raise CheckpointError(str(error)) from error
-    with private.going_on_from(state["step"]):
-        with private.world.together("loading"):
-            kept = {name: value for name, value in private.model.state_dict().items() if name not in state["model"]}
-            own = {name: kept[name] for name in _frozen(private) & kept.keys()}
-            private.model.load_state_dict(state["model"] | own)
-            private.optimizer.load_state_dict(state["optimizer"])
-            for average, saved in zip(private.averages, state["averages"], strict=True):
-                average.load_state_dict(saved)
-            set_generators(state["generators"])
-        compare_weights(private)
-    adopt(private, state["identity"])
+def _groups(private: SavedRun) -> list[list[str]]:
+    return [group["names"] for group in groups_by_name(private.clipper.parameters, private.optimizer)]
 
 
-def _check(private: Private, state: dict[str, Any]) -> None:
-    private.check_usable()
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"this is not a checkpoint of format {FORMAT}")
-    check_belongs(private, state["identity"])
-    if len(state["averages"]) != len(private.averages):
+def _parameters(private: SavedRun) -> list[Any]:
+    """The optimizer's parameters in the order in which its state_dict counts them."""
+    return [p for group in private.optimizer.param_groups for p in group["params"]]
+
+
+def _check_optimizer(private: SavedRun) -> None:
+    """Refuse state of a sharded parameter that is not sharded like it: other numbers of ranks could not read it."""
+    for p in filter(is_sharded, _parameters(private)):
+        for key, value in private.optimizer.state.get(p, {}).items():
+            if isinstance(value, Tensor) and not (is_sharded(value) and value.shape == p.shape):
+                _check_replicated(key, value.shape, sharded=is_sharded(value))
+
+
+def _check_replicated(key: Any, shape: Any, *, sharded: bool = False) -> None:
+    if sharded or int(np.prod(shape)) > 1:
         raise CheckpointError(
-            f"the checkpoint has {len(state['averages'])} running averages of the weights and this run "
+            f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers of "
+            "processes could not take over: use an optimizer whose state has the parameters' shapes"
+        )
+
+
+def _check_fits(private: SavedRun, saved: _Saved) -> None:
+    """Refuse what could not be loaded, before the run becomes the checkpoint's."""
+    if saved.facts["groups"] != _groups(private):
+        raise CheckpointError(
+            "the optimizer's parameter groups are not those of the checkpoint: make the same groups, in the same order"
+        )
+    averages = saved.handles("averages")
+    if len(averages) != len(private.averages):
+        raise CheckpointError(
+            f"the checkpoint has {len(averages)} running averages of the weights and this run "
             f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
         )
+    own, weights = private.model.state_dict(), saved.handles("model")
+    missing = own.keys() - weights.keys() - _frozen(private)
+    other = {
+        name
+        for name in own.keys() & weights.keys()
+        if isinstance(own[name], Tensor) and tuple(own[name].shape) != weights[name].shape
+    }
+    if missing or other or weights.keys() - own.keys():
+        names = ", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4])
+        raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
+    for index, values in saved.handles("optimizer")["state"].items():
+        for key, value in values.items() if isinstance(index, int) else ():
+            p = _parameters(private)[index]
+            if is_sharded(p) and isinstance(value, _Handle) and value.shape != tuple(p.shape):
+                _check_replicated(key, value.shape)
 
 
-def save(private: Private, path: str | os.PathLike[str], extra: dict[str, Any] | None, *, frozen: bool = True) -> None:
-    """Write a checkpoint: draft, sync, ledger, rename. A failure leaves the previous file and the ledger alone."""
-    target = Path(path)
-    # What several processes began, one goes on with: a file could not take the folder's name.
-    if private.world.group is not None or private.shards is not None or target.is_dir():
-        folder.save(private, target, extra, frozen=frozen)
-        return
-    state = gather(private, extra, frozen=frozen)
-    digest = content_digest(state)
-    draft = target.with_name(f".{target.name}.draft")
-    try:
-        with open(draft, "wb") as file:
-            torch.save(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.stat()  # a second job, started by mistake, may have taken it for a dead one's: before the ledger knows it
-    except (OSError, RuntimeError) as error:  # torch reports a short write as a RuntimeError
-        with contextlib.suppress(OSError):
-            draft.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{target} could not be written ({error}). The previous checkpoint and the ledger are as they were: make "
-            "room or choose another place, and save again"
-        ) from error
-    private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
-    os.replace(draft, target)
-    sync_folder(target.parent)
-
-
-def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Go on from a checkpoint file or folder; returns its ``extra``."""
-    source = Path(path)
-    if private.world.from_first("loading", source.is_dir):
-        return folder.load(private, source)
-    if private.world.many or private.shards is not None:
-        raise CheckpointError(
-            f"{source} is no checkpoint folder. What one process saved without torch.distributed is a file, which "
-            "several cannot go on from: load it in one process with torch.distributed initialised, and save it from "
-            "there under another name"
-        )
-    _settle_drafts(private, source)
-    state = _read(source)
-    if state is None:
-        raise CheckpointError(
-            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every "
-            "copy, declare it destroyed in the ledger (key.ledger().declare_destroyed(run, step)) and resume from "
-            "the one before; or start a new run"
-        )
-    apply(private, state)
-    return dict(state["extra"])
-
-
-def exists(private: Private, path: str | os.PathLike[str]) -> bool:
-    """Whether there is a checkpoint, or what is left of one that a killed process had entered in the ledger."""
-    source = Path(path)
-    if source.is_dir():
-        return folder.exists(private, source)
-    _settle_drafts(private, source)
-    return source.is_file()
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        state = read_state(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"there is no checkpoint at {path}") from None
-    except Exception:  # a damaged file fails in whatever way its damage leads to
-        return None
-    return state if isinstance(state, dict) and state.get("format") == FORMAT else None
-
-
-def _settle_drafts(private: Private, source: Path) -> None:
-    """A draft that the ledger knows was whole when the process died: finish its renaming. Others never completed.
-
-    What cannot be read is removed only where ``source`` was being written: anything else may be somebody's own.
-    """
-    if private.run.key.path is None:
-        return
-    ledger, where = private.run.key.ledger(), source.parent
-    for draft in where.glob(".*.draft"):
-        if not draft.is_file():  # an export that never completed
-            continue
-        state = _read(draft)
-        with contextlib.suppress(LedgerError):
-            newest = None if state is None else ledger.newest(state["run"])
-            if newest is not None and newest.digest == content_digest(state):
-                os.replace(draft, where / draft.name[1 : -len(".draft")])
-                sync_folder(where)
-                continue
-            ours = state is not None and state["identity"]["key"] == private.run.key.fingerprint()
-            if ours or (state is None and draft.name == f".{source.name}.draft"):
-                draft.unlink(missing_ok=True)
-
-
-def sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+@torch.no_grad()
+def _apply(private: SavedRun, saved: _Saved) -> None:
+    weights = private.model.state_dict()
+    for name, handle in saved.handles("model").items():
+        if isinstance(handle, _Handle) and is_sharded(weights[name]):
+            local(weights[name]).copy_(handle.rows_of(weights[name]))
+        else:
+            weights[name] = saved.materialise(handle)
+    private.model.load_state_dict(weights)
+    parameters = _parameters(private)
+    optimizer = saved.handles("optimizer")
+    optimizer["state"] = {
+        index: {
+            key: handle.like(parameters[index]) if isinstance(handle, _Handle) else handle
+            for key, handle in values.items()
+        }
+        if isinstance(index, int)
+        else values
+        for index, values in optimizer["state"].items()
+    }
+    private.optimizer.load_state_dict(saved.materialise(optimizer))
+    for average, values in zip(private.averages, saved.handles("averages"), strict=True):
+        own = average.state_dict()["average"]
+        values["average"] = {name: handle.like(own[name]) for name, handle in values["average"].items()}
+        average.load_state_dict(values)
+    states = saved.value("generators")
+    if len(states) == private.world.size:  # other worlds give ranks other examples, so other dropout
+        set_generators(states[private.world.rank])
 
 
 def generators() -> dict[str, Any]:
@@ -250,16 +428,270 @@ def generators() -> dict[str, Any]:
     return {
         "torch": torch.get_rng_state(),
         "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-        "python": [version, list(words), gauss],
-        "numpy": [legacy[0], legacy[1].tolist(), int(legacy[2]), int(legacy[3]), float(legacy[4])],
+        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
+        "numpy": [legacy[0], torch.tensor(legacy[1].tolist(), dtype=torch.int64), *map(float, legacy[2:])],
     }
 
 
 def set_generators(state: dict[str, Any]) -> None:
+    """Go on with the random numbers of `generators`."""
     torch.set_rng_state(state["torch"])
     if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state["cuda"])
     version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
+    random.setstate((version, tuple(words.tolist()), gauss))
     name, numbers, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.asarray(numbers, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    words = np.asarray(numbers.tolist(), dtype=np.uint32)
+    np.random.set_state((name, words, int(position), int(has_gauss), cached))  # noqa: NPY002
+
+
+# --- the folder: drafts, the ledger, names ---------------------------------------------------------------------------
+
+
+def _steps(folder: Path) -> list[Path]:
+    """Whole checkpoints, newest last; those of an older format too, so that they are refused and not passed over."""
+    return sorted(p for p in folder.glob("step-*") if (p / FACTS).is_file() or (p / _OLD_FACTS).is_file())
+
+
+def _newest(private: SavedRun | None, folder: Path) -> tuple[Path, dict[str, Any]]:
+    _refuse_file(folder)
+    if private is not None:
+        _settle(private, folder)
+    steps = _steps(folder)
+    if not steps:
+        raise CheckpointError(f"there is no checkpoint in {folder}")
+    if not (steps[-1] / FACTS).is_file():
+        _refuse_old(steps[-1])
+    with _damage(steps[-1]):
+        return steps[-1], _read_facts(steps[-1])
+
+
+def _refuse_file(path: Path) -> None:
+    if path.is_file():
+        _refuse_old(path)
+
+
+def _refuse_old(path: Path) -> None:
+    raise CheckpointError(
+        f"{path} is not a checkpoint folder of this version. Earlier versions wrote pickled files, which are not read: "
+        "opening one could run code of whoever wrote it. Finish that run with the version that began it, or choose "
+        "another name and start a new run, which costs its own (ε, δ)"
+    )
+
+
+@contextlib.contextmanager
+def _damage(source: Path) -> Iterator[None]:
+    """Whatever way a damaged file fails in, in this block, is one error that says what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged file fails in whatever way its damage leads to
+        raise CheckpointError(
+            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every "
+            "copy, declare it destroyed in the ledger (key.ledger().declare_destroyed(run, step)) and resume from "
+            "the one before; or start a new run"
+        ) from error
+
+
+def _settle(private: SavedRun, folder: Path) -> None:
+    """Complete drafts that the ledger knows, and remove others, which never left the process whole.
+
+    Only with the run's lock in hand: another process may be writing the draft at this moment. Runs that are not in
+    this key's ledger are left alone.
+    """
+    if private.run.key.path is None or not folder.is_dir():
+        return
+    ledger = private.run.key.ledger()
+    for draft in folder.glob(".step-*.draft"):
+        match = _DRAFT.fullmatch(draft.name)
+        if match is None or match[2] not in ledger.runs():
+            continue
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(private.run.holding(match[2]))
+                newest = ledger.newest(match[2])
+            except LedgerError as error:
+                raise CheckpointError(str(error)) from error
+            if not draft.is_dir():  # whoever held the run before us has settled it
+                continue
+            if newest is not None and newest.digest == _digest(draft, World(None)):
+                _give_name(draft, folder / match[1])
+            else:
+                shutil.rmtree(draft, ignore_errors=True)
+
+
+def _make_draft(draft: Path, run_id: str) -> None:
+    folder = draft.parent
+    if not folder.is_dir():
+        folder.mkdir(parents=True, mode=0o700)
+        sync_folder(folder.parent)
+    for old in folder.glob(f".step-*.{run_id}.draft"):  # this process's own, left by an error
+        shutil.rmtree(old, ignore_errors=True)
+    draft.mkdir(mode=0o700)
+
+
+def _give_name(draft: Path, target: Path) -> None:
+    """The ledger knows the draft: give it its name, and remove the checkpoints before."""
+    if target.exists():  # this step was saved before; the ledger knows both
+        aside = target.with_name(f".{target.name}.old")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(target, aside)
+    os.rename(draft, target)
+    sync_folder(target.parent)
+    for old in (*target.parent.glob("step-*"), *target.parent.glob(".step-*.old")):
+        if old != target:
+            shutil.rmtree(old, ignore_errors=True)
+
+
+# --- what is in it ---------------------------------------------------------------------------------------------------
+
+
+def _write_tensors(draft: Path, tensors: dict[str, Tensor], world: World) -> tuple[dict[str, str], dict[str, Any]]:
+    """This rank's files: returns their digests, and of each sharded tensor the rows that are in them."""
+    digests, rows, parts = {}, {}, {}
+    file = f"rows-{world.rank:05d}.safetensors"
+    for name, value in tensors.items():
+        if is_sharded(value):
+            place = place_of(name, value)
+            first = min(place.rank * place.rows, place.shape[0])
+            if value.device_mesh.get_local_rank(0) == 0 or value.device_mesh.ndim == 1:  # type: ignore[attr-defined]
+                parts[name] = local(value)
+                rows[name] = {"shape": list(value.shape), "file": file, "first": first}
+    if world.first:
+        whole = {name: value for name, value in tensors.items() if not is_sharded(value)}
+        digests[WHOLE] = write_tensors(draft / WHOLE, whole)
+    if parts:
+        digests[file] = write_tensors(draft / file, parts)
+    return digests, rows
+
+
+def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[str, str], dict[str, Any]]]) -> str:
+    """``run.json``, which comes last; returns the digest of the whole."""
+    sharded: dict[str, Any] = {}
+    for _, rows in written:
+        for name, part in rows.items():
+            entry = sharded.setdefault(name, {"shape": part["shape"], "parts": []})
+            entry["parts"].append([part["file"], part["first"]])
+    digests = {name: digest for own, _ in written for name, digest in own.items()}
+    digests[FACTS] = write_json(draft / FACTS, facts | {"sharded": sharded})
+    sync_folder(draft)
+    return _joined(digests)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+    if facts["format"] != FORMAT:
+        raise CheckpointError(
+            f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
+            "version that wrote it"
+        )
+    if not isinstance(facts["run"], str) or type(facts["step"]) is not int:
+        raise ValueError("run or step")
+    return facts
+
+
+def _view(folder: Path) -> str:
+    """What this rank sees of a folder: sizes of all files, and what names the run. Files' contents are shared work."""
+    sizes = sorted((p.name, p.stat().st_size) for p in folder.iterdir())
+    return hashlib.sha256(repr(sizes).encode() + (folder / FACTS).read_bytes()).hexdigest()
+
+
+def _digest(folder: Path, world: World) -> str:
+    """SHA-256 over the names and bytes of all files. Ranks share the work, so all must call it."""
+    names = world.from_first("reading", lambda: sorted(p.name for p in folder.iterdir()))
+    own: dict[str, str] = {}
+    with world.together("reading"):
+        for name in names[world.rank :: world.size]:
+            with open(folder / name, "rb") as file:
+                own[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return _joined({name: digest for part in world.gather(own) for name, digest in part.items()})
+
+
+def _joined(digests: Mapping[str, str]) -> str:
+    return hashlib.sha256("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode()).hexdigest()
+
+
+class _Saved:
+    """An open checkpoint: its facts, and its tensors where they are asked for."""
+
+    def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
+        self._folder, self.facts = folder, facts
+        self._sharded: dict[str, Any] = facts["sharded"]
+        self._files: dict[str, Any] = {}
+
+    def handles(self, part: str) -> Any:
+        """A part of the state with a `_Handle` in the place of every tensor."""
+        return decode(self.facts["state"][part], lambda name: _Handle(self, name))
+
+    def value(self, part: str) -> Any:
+        """A part of the state with whole tensors, in host memory."""
+        return decode(self.facts["state"][part], self.whole)
+
+    def materialise(self, value: Any) -> Any:
+        """Whole tensors in the place of handles."""
+        if isinstance(value, _Handle):
+            return self.whole(value.name)
+        if isinstance(value, dict):
+            return {key: self.materialise(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return type(value)(self.materialise(item) for item in value)
+        return value
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name in self._sharded:
+            return tuple(self._sharded[name]["shape"])
+        return tuple(self._file(WHOLE).get_slice(name).get_shape())
+
+    def whole(self, name: str) -> Tensor:
+        # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
+        if name in self._sharded:
+            return self.rows(name, 0, self.shape(name)[0])
+        found: Tensor = self._file(WHOLE).get_tensor(name)
+        return found.clone()
+
+    def rows(self, name: str, first: int, count: int) -> Tensor:
+        """``count`` rows of a tensor, from ``first`` on, whoever wrote them."""
+        parts: list[Any] = self._sharded[name]["parts"] if name in self._sharded else [[WHOLE, 0]]
+        found: list[Tensor] = []
+        for file, begins in parts:
+            held = self._file(file).get_slice(name)
+            low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
+            if low < high or not found:
+                found.append(held[max(0, low - begins) : max(0, high - begins)])
+        joined = torch.cat(found)
+        if joined.shape[0] != count:
+            raise ValueError(f"{name} has rows missing")
+        return joined
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            if Path(name).name != name:
+                raise ValueError("a file outside of the checkpoint")
+            self._files[name] = safe_open(self._folder / name, framework="pt")
+        return self._files[name]
+
+
+class _Handle:
+    """A tensor of a checkpoint, not yet read."""
+
+    def __init__(self, saved: _Saved, name: str) -> None:
+        self._saved, self.name = saved, name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._saved.shape(self.name)
+
+    def rows_of(self, p: Any) -> Tensor:
+        """The rows of a sharded tensor that this rank keeps."""
+        place = place_of(self.name, p)
+        return self._saved.rows(self.name, min(place.rank * place.rows, place.shape[0]), place.local_shape[0])
+
+    def like(self, p: Any) -> Tensor:
+        """The tensor, distributed as ``p`` is, if it has its shape; else whole."""
+        if not is_sharded(p) or self.shape != tuple(p.shape):
+            return self._saved.whole(self.name)
+        rows = self.rows_of(p)
+        made = torch.empty_like(p, dtype=rows.dtype)
+        local(made).copy_(rows)
+        return made

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.training.distributed.shards import reshard
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import number
+from lambdacgd import torch_private
+from lambdacgd.errors import TrainingError, number
+from lambdacgd.training.distributed.models import reshard
 
 
 class EMA:
@@ -21,7 +21,15 @@ class EMA:
     model's own weights come back at the end.
     """
 
-    def __init__(self, model: nn.Module, decay: float) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        decay: float,
+        *,
+        put_back: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> None:
+        """``put_back()`` is entered around ``applied()``: whoever watches the weights learns that they come back."""
+        self._put_back = put_back
         self.decay = number("decay", decay, above=0, below=1, include=(0,))
         self._model = model
         reshard(model)
@@ -43,7 +51,7 @@ class EMA:
         averages = [self._average[name] for name in self._parameters]
         new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
         if all(type(tensor) is Tensor for tensor in new):
-            torch._foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
+            torch_private.foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
             return
         for average, tensor in zip(averages, new, strict=True):  # sharded tensors know fewer operations
             average.lerp_(tensor, 1 - decay)
@@ -52,13 +60,14 @@ class EMA:
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average in place of its weights."""
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._copy(self._average)
-        self.in_use = True
-        try:
-            yield self._model
-        finally:
-            self.in_use = False
-            self._copy(own)
+        with self._put_back():
+            self._copy(self._average)
+            self.in_use = True
+            try:
+                yield self._model
+            finally:
+                self.in_use = False
+                self._copy(own)
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:

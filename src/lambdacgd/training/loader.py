@@ -11,24 +11,28 @@ augmentation does depends on the run, the step and the place in the logical batc
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import random
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from lambdacgd import torch_private
+from lambdacgd.clipping import Replaced, batch_size
+from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
-from lambdacgd.training.collating import KeepsApart
-from lambdacgd.training.cycle import Phase
-from lambdacgd.training.errors import TrainingError
+from lambdacgd.torch_private import tree_flatten, tree_unflatten
+from lambdacgd.training.guards import Phase
+from lambdacgd.training.loop import Loop
 
-if TYPE_CHECKING:
-    from lambdacgd.training.private import Private
+Collate = Callable[[list[Any]], Any]
 
 
 class Chunk(NamedTuple):
@@ -53,23 +57,23 @@ class Chunks:
         self.given: deque[Chunk] = deque()
 
     def __iter__(self) -> Iterator[Chunk]:
-        for step, found in enumerate(self._batches, start=self._start):
-            for chunk in cut(step, found, self._size, rank=self._rank, ranks=self._ranks):
+        for step, batch in enumerate(self._batches, start=self._start):
+            for chunk in cut(step, batch, self._size, rank=self._rank, ranks=self._ranks):
                 self.given.append(chunk)
                 yield chunk
 
 
-def cut(step: int, found: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
+def cut(step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
     """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
 
     With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
     have as many parts as the one with the most examples, so that they go through them together.
     """
-    own, most = found[rank::ranks], max(1, -(-len(found) // ranks))
+    own, most = batch[rank::ranks], max(1, -(-len(batch) // ranks))
     size = size or most
     for first in range(0, most, size):
         part = own[first : first + size].tolist()
-        least = min(size, max(0, len(found) // ranks - first))
+        least = min(size, max(0, len(batch) // ranks - first))
         yield Chunk(step, rank + ranks * first, part or [0], first + size >= most, empty=not part, least=least)
 
 
@@ -92,11 +96,11 @@ class Examples(Dataset[Any]):
 
 
 @contextlib.contextmanager
-def random_numbers_of(name: str) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators set by a name; outside worker processes put back afterwards."""
+def random_numbers_of(name: str, *, put_back: bool | None = None) -> Iterator[None]:
+    """Python's, NumPy's and torch's generators set by a name, and put back afterwards (by default not in workers)."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-    alone = get_worker_info() is None
-    before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if alone else None  # noqa: NPY002
+    put_back = get_worker_info() is None if put_back is None else put_back
+    before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if put_back else None  # noqa: NPY002
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
@@ -114,81 +118,105 @@ class Loader:
 
     def __init__(
         self,
-        private: Private,
+        loop: Loop,
+        dataset: Any,
         *,
         max_physical_batch_size: int | None,
         views: int,
         options: dict[str, Any],
     ) -> None:
-        self._private, self._size, self._views, self._options = private, max_physical_batch_size, views, dict(options)
+        """``options`` go to ``torch.utils.data.DataLoader``; every example is read ``views`` times."""
+        self._loop, self._dataset, self._views, self._options = loop, dataset, views, dict(options)
+        self._plan, self._size = loop.step.plan, max_physical_batch_size
         if options.get("collate_fn") is not None:
             self._options["collate_fn"] = KeepsApart(options["collate_fn"])
         self._reading: Reading | None = None
         self._turn = 0
         self._verified = False  # whether a bin-sorted file has been checked against the run
-        self.untouched: Epoch | None = None  # handed out by `private.epochs()`, and nobody has asked for its batches
+        self._untouched: Epoch | None = None  # handed out by `epochs`, and nobody has asked for its batches
+        loop.when_moved.append(self.restart)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.untouched is not None:
-            self.untouched = None  # said once: a notebook's traceback may keep the loop over epochs alive
+        if self._untouched is not None:
+            self._untouched = None  # said once: a notebook's traceback may keep the loop over epochs alive
             raise TrainingError(
                 "private.loader iterates the whole run, so it would all be one epoch here. Loop over the epoch: "
                 "for epoch in private.epochs(): for batch in epoch: …"
             )
-        return self.until(self._private.plan.steps)
+        return self.until(self._plan.steps)
 
     def __len__(self) -> int:
         if self._size is not None:
             raise TypeError(
                 "how many physical batches are left depends on the bins; the plan's steps are private.plan.steps"
             )
-        return self._private.plan.steps - self._private.steps_taken
+        return self._plan.steps - self._loop.cycle.done
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The rest of the run, epoch by epoch."""
+        cycle, plan = self._loop.cycle, self._plan
+        self._loop.check_usable()
+        try:
+            while cycle.done < plan.steps:
+                done = cycle.done
+                number = done // plan.steps_per_epoch + 1
+                epoch = self._untouched = Epoch(self, number, number * plan.steps_per_epoch)
+                yield epoch
+                if self._untouched is epoch and cycle.done == done:  # it would come again, for ever
+                    raise TrainingError(
+                        f"epoch {epoch.number} was passed over: its batches were not asked for. Epochs cannot be "
+                        "skipped (private.load goes to where a run stopped): for batch in epoch: …"
+                    )
+        finally:
+            self._untouched = None
 
     def until(self, last_step: int) -> Iterator[Any]:
         """The physical batches of the steps up to ``last_step``. A logical batch under way starts again."""
-        private = self._private
-        private.check_usable()
-        if private.steps_taken >= private.plan.steps:
+        self._untouched = None
+        self._loop.check_usable()
+        if self._loop.cycle.done >= self._plan.steps:
             raise TrainingError(
-                f"all {private.plan.steps} steps of the plan are done; the horizon is fixed. The loader iterates the "
+                f"all {self._plan.steps} steps of the plan are done; the horizon is fixed. The loader iterates the "
                 "whole run: loop over private.epochs() to have it epoch by epoch"
             )
-        private.drop_batch()
-        private.begin()
+        self._loop.begin()
         self._turn += 1
         return self._iterate(last_step, self._turn)
 
     def _iterate(self, last_step: int, turn: int) -> Iterator[Any]:
-        cycle = self._private.cycle
+        loop, cycle = self._loop, self._loop.cycle
         while True:
             if turn != self._turn:
                 raise TrainingError("another iteration of the loader has begun; there is one position in a run")
-            self._private.check_usable()
+            loop.check_usable()
             cycle.before_batch()
             if cycle.phase is Phase.IDLE and cycle.done >= last_step:
                 return
             data, chunk = self._ready().next()
-            self._private.hand_out(chunk)
+            loop.hand_out(chunk.step, len(chunk.indices), last=chunk.last, empty=chunk.empty, least=chunk.least)
             yield data
 
     def _ready(self) -> Reading:
         """The reading under way if it stands where the run stands, else (a failed step, a resumed run) a new one."""
-        if self._reading is None or not self._reading.stands_at(self._private.cycle.current, self._private.cycle.phase):
-            self._private.drop_batch()
-            self._reading = self._start(self._private.cycle.current)
+        cycle = self._loop.cycle
+        if self._reading is None or not self._reading.stands_at(cycle.current, cycle.phase):
+            self._loop.drop_batch()
+            self._reading = self._start(cycle.current)
         return self._reading
 
     def _start(self, step: int) -> Reading:
-        private = self._private
-        private.check_dataset()
-        warn_of_search(private.model, private.plan.sampling)
-        batches = self.batches(step)
-        world = private.world
-        chunks = Chunks(iter(batches), step, self._size, rank=world.rank, ranks=world.size)
+        if len(self._dataset) != self._plan.examples:
+            raise TrainingError(
+                f"the dataset now has {len(self._dataset)} examples and the plan {self._plan.examples}; it must not "
+                "change mid-run"
+            )
+        warn_of_search(self._loop.model, self._plan.sampling)
+        world = self._loop.world
+        chunks = Chunks(self.batches(step), step, self._size, rank=world.rank, ranks=world.size)
         # A generator of its own: starting to read must not move the generator that dropout uses.
         generator = torch.Generator().manual_seed(step)
         loader = DataLoader(
-            Examples(private.dataset, private.run.id, self._views),
+            Examples(self._dataset, self._loop.step.run.id, self._views),
             batch_sampler=chunks,  # type: ignore[arg-type]  # chunks, which Examples understands
             generator=generator,
             **self._options,
@@ -197,11 +225,13 @@ class Loader:
 
     def batches(self, step: int) -> Iterator[np.ndarray]:
         """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
-        plan, run, data = self._private.plan, self._private.run, self._private.dataset
+        data, run = self._dataset, self._loop.step.run
         if not isinstance(data, BinSortedParquet):
-            return plan.sampling.batches(run.key, run=run.id, start_step=step)
-        if data.sampling != plan.sampling:
-            raise TrainingError(f"{data.path} was sorted for {data.sampling}, and the plan samples {plan.sampling}")
+            return self._loop.step.batches(step)
+        if data.sampling != self._plan.sampling:
+            raise TrainingError(
+                f"{data.path} was sorted for {data.sampling}, and the plan samples {self._plan.sampling}"
+            )
         if not self._verified:
             data.verify(run.key, run=run.id)
             self._verified = True
@@ -212,24 +242,28 @@ class Loader:
         self._reading = None
         self._turn += 1
 
+    def left_until(self, last_step: int) -> int:
+        """Logical steps left; physical batches are more where logical ones are split."""
+        if self._size is not None:
+            raise TypeError(
+                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
+            )
+        return max(0, last_step - self._loop.cycle.done)
+
 
 class Epoch:
     """What is left of one epoch. ``number`` counts from 1."""
 
-    def __init__(self, private: Private, number: int) -> None:
-        self._private, self.number = private, number
+    def __init__(self, loader: Loader, number: int, last_step: int) -> None:
+        self.number = number
+        self._loader, self._last_step = loader, last_step
 
     def __iter__(self) -> Iterator[Any]:
-        self._private.loader.untouched = None
-        return self._private.loader.until(self.number * self._private.plan.steps_per_epoch)
+        return self._loader.until(self._last_step)
 
     def __len__(self) -> int:
-        """Logical steps left in the epoch; physical batches are more where logical ones are split."""
-        if self._private.max_physical_batch_size is not None:
-            raise TypeError(
-                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
-            )
-        return max(0, self.number * self._private.plan.steps_per_epoch - self._private.steps_taken)
+        """Logical steps left in the epoch."""
+        return self._loader.left_until(self._last_step)
 
 
 class Reading:
@@ -250,11 +284,11 @@ class Reading:
         return data, chunk
 
 
-def warn_of_search(model: torch.nn.Module, sampling: Sampling) -> None:
+def warn_of_search(model: nn.Module, sampling: Sampling) -> None:
     """Say it where cuDNN would look for its fastest algorithms at nearly every step, which takes far longer than it."""
     if not torch.backends.cudnn.benchmark or isinstance(sampling, Cyclic):
         return
-    convolutions = (m for m in model.modules() if isinstance(m, torch.nn.modules.conv._ConvNd))
+    convolutions = (m for m in model.modules() if isinstance(m, torch_private.AnyConvolution))
     if any(p.is_cuda for module in convolutions for p in module.parameters()):
         warnings.warn(
             "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and "
@@ -264,4 +298,143 @@ def warn_of_search(model: torch.nn.Module, sampling: Sampling) -> None:
         )
 
 
-Collate = Callable[[list[Any]], Any]
+# --- does a collate_fn keep examples apart? --------------------------------------------------------------------------
+
+_ITEMS = 4  #: of a batch that are collated for the comparison
+_TRIALS = 4  #: random numbers that are tried: mixing is often random too
+
+
+class _CannotSay(Exception):
+    """These few examples cannot be collated again."""
+
+
+class KeepsApart:
+    """A ``collate_fn`` that is looked at once in each process, with the first batch of several examples.
+
+    Mixup and cutmix put an example into another's row. It then acts by two rows, which are clipped one by one, and
+    zeroing it out moves a sum by 2ζ, not ζ.
+
+    Of a few of its examples the last is exchanged for another, under the same random numbers: at most one row of the
+    result may change, rows being read across all its tensors and in any order. Where padding changes shapes, nothing
+    can be said. Agreement is evidence, not proof. Nothing more is read from the dataset, and nobody's random numbers
+    move.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate, self._seen = collate, False
+
+    def __call__(self, items: list[Any]) -> Any:
+        if not self._seen and len(items) > 1:
+            self._seen = True
+            with contextlib.suppress(_CannotSay):
+                self._look_at(items[:_ITEMS])
+        return self._collate(items)
+
+    def _look_at(self, items: list[Any]) -> None:
+        for trial in range(_TRIALS):
+            # If the last example decides how far all are padded, its turn comes elsewhere than last.
+            pairs = self._exchanged(items, trial) or self._exchanged([items[-1], *items[:-1]], trial)
+            if pairs is not None and (pairs[0] - pairs[1]).total() > 1:
+                raise TrainingError(
+                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
+                    "Clipping bounds a row, so an example in two rows counts twice (mixup, cutmix, negatives from the "
+                    "batch, its mean). Leave it out; several augmentations of one example are averaged before clipping "
+                    "with augmentations=K. Random numbers whose count depends on an example belong into the dataset's "
+                    "__getitem__"
+                )
+
+    def _exchanged(self, items: list[Any], trial: int) -> tuple[Counter[bytes], Counter[bytes]] | None:
+        """Rows with the last item and with another in its place, if there is one that leaves all shapes as they are."""
+        shapes, rows = self._rows(items, trial)
+        for other in items[:-1]:
+            same, changed = self._rows([*items[:-1], other], trial)
+            if same == shapes:
+                return rows, changed
+        return None
+
+    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]]:
+        """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""
+        try:
+            with random_numbers_of(f"trial {trial}", put_back=True):
+                batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
+        except Exception as error:  # if it is broken, the batch itself will say so
+            raise _CannotSay from error
+        tensors = list(_tensors(batch, len(items), ""))
+        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
+        return [shape for shape, _ in tensors], rows
+
+
+def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes]]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(item, rows, f"{path}[{name!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(item, rows, f"{path}[{place}]")
+    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
+        if value.dim() > 0 and value.shape[0] == rows:
+            flat = value.detach().cpu().contiguous().reshape(rows, -1)
+            yield f"{path} {tuple(value.shape)}", [row.view(torch.uint8).numpy().tobytes() for row in flat]
+    elif isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[0] == rows and not value.dtype.hasobject:
+        yield f"{path} {value.shape}", [row.tobytes() for row in value]
+
+
+# --- several views of an example, averaged before clipping ----------------------------------------------------------
+#
+# The loader reads every example ``views`` times and puts the readings of one view side by side: view 1 of all examples,
+# then view 2, and so on. The model runs once a view, on the examples' own rows, so that clipping sees one example used
+# several times and treats its gradients as one (cross terms included); the outputs are put back together for the
+# user's loss.
+
+
+def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
+    """How many examples the model was given, when each has ``views`` rows."""
+
+    def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        rows = batch_size(args, kwargs)
+        if rows % views:
+            raise TrainingError(
+                f"the model was given {rows} rows, which is not a multiple of augmentations={views}. Run other data "
+                "through it under torch.no_grad()"
+            )
+        return rows // views
+
+    return count
+
+
+def run_by_view(model: nn.Module, views: int) -> Callable[[], None]:
+    """Make the model run once a view while gradients are on; returns what undoes it."""
+    original, count = model.forward, examples_in(views)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        examples = count(args, kwargs)
+        flat, tree = tree_flatten((args, kwargs))
+        outputs = []
+        for view in range(views):
+            rows = slice(view * examples, (view + 1) * examples)
+            own = [x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == views * examples else x for x in flat]
+            view_args, view_kwargs = tree_unflatten(own, tree)
+            outputs.append(original(*view_args, **view_kwargs))
+        return _together(outputs, examples)
+
+    replaced = Replaced(model, forward)
+    model.forward = replaced
+    return replaced.undo
+
+
+def _together(outputs: list[Any], examples: int) -> Any:
+    flats, trees = zip(*(tree_flatten(output) for output in outputs), strict=True)
+    joined = []
+    for parts in zip(*flats, strict=True):
+        if isinstance(parts[0], Tensor):
+            if parts[0].dim() == 0 or parts[0].shape[0] != examples:
+                raise TrainingError(
+                    f"with augmentations, every output of the model must have the examples first; one has shape "
+                    f"{tuple(parts[0].shape)} for {examples} examples. Compute the loss outside the model"
+                )
+            joined.append(torch.cat(parts))
+        else:
+            joined.append(parts[0])
+    return tree_unflatten(joined, trees[0])

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
+from lambdacgd.training.checkpoint import check_identity
+from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import CheckpointError, TrainingError, check_claim
-from lambdacgd.training.identity import check_identity, content_digest
 from lambdacgd.training.run import Run
-from lambdacgd.training.stage import NoiseStage, noise_stage
-from lambdacgd.validation import InvalidInput, number
+from lambdacgd.training.step import PrivateStep, check_plan, check_precision
 
 FORMAT = "lambdacgd-noiser-1"
 Tensors = TypeVar("Tensors", bound=dict[str, torch.Tensor])
@@ -33,41 +33,54 @@ class Noiser:
             sums = my_clipped_sums(noiser.batch())      # {"name": float32 tensor, …}
             gradients = noiser.add(sums)                # in place; divide by plan.batch_size yourself
 
+    Args:
+        plan: From ``lc.plan``.
+        key: A ``SecretKey``; by default a new one in memory. One with a file has a ledger, in which every step is
+            entered before ``add`` returns, and only such a run can be resumed.
+        max_grad_norm: ζ, which your clipping ensures.
+
+    Raises:
+        InvalidInput: The plan is none, or was changed; ``max_grad_norm`` is not a positive number.
+        TrainingError: This is not rank 0.
+
     Guarantee
     ---------
     If every sum holds each example of ``batch()`` at most once with norm at most ``max_grad_norm`` over all tensors
-    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says. Clipping is yours,
-    and so is its rounding. With several processes there is one Noiser, on rank 0.
+    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says, for real numbers. What
+    the floating-point form of the sums reveals is not covered: whoever knows candidates for a sum may tell them apart
+    by the lowest bits of what is released. Clipping is yours, and so is its rounding. With several processes there is
+    one Noiser, on rank 0.
     """
 
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
-        if not isinstance(plan, Plan):
-            raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
-        check_claim(plan)
+        check_plan(plan)
         if not World.of(None).first:
             raise TrainingError(
                 "a Noiser hands out whole batches and adds all of the noise, so one on each rank would be as many runs "
                 "over the same data. Use it on rank 0 and send its results to the others; or use privatize, which "
                 "splits batches between ranks"
             )
-        self._plan = plan
-        self._max_grad_norm = number("max_grad_norm", max_grad_norm, above=0)
+        zeta = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)
-        self.layout: Layout | None = None
+        self._step = PrivateStep(plan, self.run, None, max_grad_norm=zeta)
         self._done = 0
-        self._stage: NoiseStage | None = None
         self._batches: Iterator[NDArray[np.int64]] | None = None
         self._batch: NDArray[np.int64] | None = None
 
     @property
     def plan(self) -> Plan:
         """What noise and batches follow: fixed for a run."""
-        return self._plan
+        return self._step.plan
 
     @property
     def max_grad_norm(self) -> float:
         """ζ, fixed for a run."""
-        return self._max_grad_norm
+        return self._step.max_grad_norm
+
+    @property
+    def layout(self) -> Layout | None:
+        """Names and shapes of the sums; None before the first ones."""
+        return self._step.layout
 
     @property
     def steps_taken(self) -> int:
@@ -84,39 +97,48 @@ class Noiser:
         self._check_horizon()
         if self._batch is None:
             if self._batches is None:
-                start = self.steps_taken + 1
-                self._batches = self.plan.sampling.batches(self.run.key, run=self.run.id, start_step=start)
+                self._batches = self._step.batches(self.steps_taken + 1)
             self._batch = next(self._batches)
         return self._batch
 
     def add(self, sums: Tensors) -> Tensors:
         """Add this step's correlated noise to the sums in place (no division), advance the step, return the sums.
 
-        The first call fixes names and shapes. Sums are float32 or float64. A sum that is not finite raises
-        ``NonFiniteSum``; then, and after an interruption, the sums are zeroed, because they hold this step's noise, and
-        the step can be done again.
+        This is the release: with a key file the step is entered in the ledger before the call returns. A run that dies
+        afterwards resumes from this step's ``state_dict()`` or not at all.
+
+        Args:
+            sums: The clipped sums of this batch, as float32 tensors by name. The first call fixes names and shapes.
+
+        Returns:
+            The same dictionary.
+
+        Raises:
+            NonFiniteSum: A sum is not finite. Then, and after an interruption, the sums are zeroed, because they hold
+                this step's noise, and the step can be done again.
+            InvalidInput: The sums are no tensors, or float64, whose many digits would betray the noise.
+            LayoutError: Names or shapes are not those of the first call.
+            TrainingError: All steps of the plan are done.
         """
         self._check_horizon()
         tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
         if not tensors or not sums:
-            found = [type(value).__name__ for value in sums.values()] if isinstance(sums, dict) else type(sums).__name__
+            kinds = [type(value).__name__ for value in sums.values()] if isinstance(sums, dict) else type(sums).__name__
             raise InvalidInput(
-                "sums", found, "it must be a dict of name -> float32 or float64 tensor, the clipped sums of this batch"
+                "sums", kinds, "it must be a dict of name -> float32 tensor, the clipped sums of this batch"
             )
-        layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
+        check_precision("sums", sums, self.plan)
         if self.layout is None:
-            self.layout = layout
-        if self._stage is None:
-            self._stage = noise_stage(
-                self.plan, self.run.key, run_id=self.run.id, layout=self.layout, max_grad_norm=self.max_grad_norm
-            )
+            self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
+        noised = False
         try:
-            self._stage.add_(sums, self.steps_taken + 1)
-        except (TypeError, ValueError):
-            raise  # before any sum was touched
-        except BaseException:  # not finite, Ctrl-C
-            for value in sums.values():
-                value.zero_()
+            self._step.add_noise_(sums, self.steps_taken + 1)
+            noised = True
+            self.run.release(self.steps_taken + 1, digest="", kind="noiser")
+        except BaseException as error:  # not finite, Ctrl-C, a ledger that cannot be written
+            if noised or not isinstance(error, (TypeError, ValueError)):  # these come before any sum is touched
+                for value in sums.values():
+                    value.zero_()
             raise
         self._done += 1
         self._batch, moved = None, self._batch is not None
@@ -147,7 +169,8 @@ class Noiser:
             raise CheckpointError(str(error)) from error
         self._done = state["step"]
         shapes = state["identity"]["shapes"]
-        self.layout = None if shapes is None else Layout.of({name: tuple(shape) for name, shape in shapes.items()})
+        if shapes is not None:
+            self._step.layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()})
 
     def _identity(self) -> dict[str, Any]:
         entries = None if self.layout is None else self.layout.entries

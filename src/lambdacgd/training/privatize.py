@@ -1,33 +1,32 @@
-"""`privatize`: two lines that make an ordinary PyTorch loop private."""
+"""`privatize`: two lines that make an ordinary PyTorch loop private. And what it refuses at the door."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
 
 from lambdacgd import clipping
-from lambdacgd.clipping import LossReduction, Mode
+from lambdacgd.clipping import LossReduction, Mode, Replaced
+from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
-from lambdacgd.training.augmentation import examples_in, run_by_view
-from lambdacgd.training.distributed.run import SharedRun
-from lambdacgd.training.distributed.shards import is_sharded
-from lambdacgd.training.distributed.start import start_together
+from lambdacgd.training.card import GivenCard, History
+from lambdacgd.training.distributed.agreement import start_together
+from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.distributed.wrapping import follow, unwrap
-from lambdacgd.training.errors import NotPrivateWarning, check_claim
-from lambdacgd.training.loader import Collate
+from lambdacgd.training.loader import Collate, examples_in, run_by_view
 from lambdacgd.training.private import Private
-from lambdacgd.training.repeats import check_no_repeats
-from lambdacgd.training.run import Run
-from lambdacgd.training.trained import ATTACHED, remember
-from lambdacgd.validation import InvalidInput, integer, number
+from lambdacgd.training.run import Run, SharedRun
+from lambdacgd.training.sample import sample_of
+from lambdacgd.training.step import check_plan, check_precision
+from lambdacgd.version import __version__
 
 
 def privatize(
@@ -51,6 +50,7 @@ def privatize(
     multiprocessing_context: Any = None,
     batch_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
     data_fingerprint: str | None = None,
+    earlier: Iterable[GivenCard] | None = None,
     process_group: Any = None,
     reduce_every_batch: bool = False,
 ) -> Private:
@@ -64,30 +64,52 @@ def privatize(
             optimizer.step()
             optimizer.zero_grad()
 
-    ``max_grad_norm`` is ζ. ``max_physical_batch_size`` splits logical batches to fit memory: until one is whole,
-    ``p.grad`` is None and ``step``, ``zero_grad`` and the optimizer's schedulers do nothing. ``key`` is a
-    ``SecretKey`` (a new one in memory by default; give one with a file to be able to save checkpoints). ``run_id``
-    names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins (``BinSortedParquet``).
-    ``loss_reduction`` says what your loss does with the examples of a batch: "mean", "sum", or "none" (a vector,
-    ``loss.sum().backward()``). ``clipping_mode`` is "flat", "per-layer" or "automatic". ``augmentations`` = K reads
-    every example K times and averages its gradients before clipping. ``batch_of(args, kwargs)`` tells the number of
-    examples where it is not the first dimension of the model's first tensor. ``data_fingerprint`` is any string of
-    yours that names the data; a checkpoint of other data is then refused. The rest goes to
-    ``torch.utils.data.DataLoader``.
+    Where ``torch.distributed`` is initialised, all ranks of ``process_group`` train one model: call it on each, with
+    the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is. With ε = inf the same loop
+    runs without noise or clipping, for debugging, and says so.
 
-    Where ``torch.distributed`` is initialised, all ranks of ``process_group`` (by default all) train one model: call it
-    on each, with the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is.
-    ``max_physical_batch_size`` is then each rank's, and only rank 0 needs a ``key``. ``reduce_every_batch`` reduces the
-    sums of sharded models after every physical batch, which takes less memory and more traffic.
+    Args:
+        model: Any module whose layers keep examples apart. It is trained in place.
+        optimizer: Any first-order ``torch.optim`` optimizer over all trainable parameters of the model.
+        dataset: Map-style, of the length that the plan was made for. The plan decides which examples come when.
+        plan: From ``lc.plan``.
+        max_grad_norm: ζ, the norm that every example's gradient is clipped to.
+        max_physical_batch_size: Splits logical batches to fit memory: until one is whole, ``p.grad`` is None and
+            ``step`` and ``zero_grad`` do nothing. Schedulers act between logical batches:
+            ``if private.between_steps: scheduler.step()``. With several ranks it is each rank's.
+        key: A ``SecretKey``; by default a new one in memory. Give one with a file to be able to save checkpoints. With
+            several ranks only rank 0 needs one.
+        run_id: Names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins
+            (``BinSortedParquet``).
+        loss_reduction: What your loss does with the examples of a batch: "mean", "sum", or "none" (a vector,
+            ``loss.sum().backward()``).
+        clipping_mode: "flat", "per-layer" or "automatic".
+        augmentations: K reads every example K times and averages its gradients before clipping.
+        collate_fn: As ``torch.utils.data.DataLoader`` takes it, as are ``num_workers``, ``pin_memory``,
+            ``prefetch_factor``, ``worker_init_fn`` and ``multiprocessing_context``.
+        batch_of: ``batch_of(args, kwargs)`` tells the number of examples where it is not the first dimension of the
+            model's first tensor.
+        data_fingerprint: Any string of yours that names the data; a checkpoint of other data is then refused.
+        earlier: Privacy cards of runs whose weights this one begins with (dictionaries, paths of
+            ``privacy-card.json`` or of export folders); this run's card adds them up. ``[]`` declares that the weights
+            have seen no private data. None declares nothing, and the card says so.
+        process_group: The ranks that train together; by default all.
+        reduce_every_batch: Reduce the sums of sharded models after every physical batch, which takes less memory and
+            more traffic.
 
-    With ε = inf the same loop runs without noise or clipping, for debugging, and says so.
+    Returns:
+        The run: its loader, position, checkpoints, and the way back (``detach``).
+
+    Raises:
+        InvalidInput: Something given cannot be trained privately; the message says what to do.
+        ClippingError: A layer of the model cannot be clipped per example.
+        TrainingError: The ranks did not bring the same things.
     """
     world = World.of(process_group)
     private: Private | None = None
     try:
         with world.together("privatize"):
-            _check_plan(plan)
-            check_claim(plan)
+            check_plan(plan, stacklevel=3)
             given, model = model, unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
@@ -97,6 +119,7 @@ def privatize(
                 integer("max_physical_batch_size", max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
             views = integer("augmentations", augmentations)
+            history = History.of(earlier)
             if math.isinf(plan.epsilon):
                 max_grad_norm = math.inf
                 warnings.warn(
@@ -120,11 +143,11 @@ def privatize(
             try:
                 undo += follow(model, given, world)
                 _check_same_parameters(clipper.parameters, optimizer)
+                check_precision("model", clipper.parameters, plan)
                 clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))
-                    clipper.views = views
-                    clipper.loss_scale = float(views) if loss_reduction != "mean" else 1.0
+                    clipper.expect_views(views)
                 options = {
                     "num_workers": num_workers,
                     "collate_fn": collate_fn,
@@ -146,6 +169,7 @@ def privatize(
                     data_fingerprint=data_fingerprint,
                     loader_options=options,
                     undo=undo,
+                    history=history,
                     world=world,
                     reduce_every_batch=reduce_every_batch,
                 )
@@ -153,13 +177,22 @@ def privatize(
                 for step in reversed(undo):
                     step()
                 raise
-        start_together(private)
+        if isinstance(private.run, SharedRun):
+            with world.together("privatize"):
+                facts = _facts(private, max_physical_batch_size, reduce_every_batch)
+            start_together(
+                private.run,
+                facts,
+                model=model,
+                parameters=clipper.parameters,
+                optimizer=optimizer,
+                world=world,
+                device=clipper.anchor.device,
+            )
     except BaseException:
         if private is not None:
             private.detach()
         raise
-    if given is not model:
-        remember(given, private.trained)
     return private
 
 
@@ -169,11 +202,29 @@ def _run(world: World, key: SecretKey | None, prepared: str | None, plan: Plan) 
     return Run(key, prepared=prepared, plan=plan.digest)
 
 
-def _check_plan(plan: Any) -> None:
-    if not isinstance(plan, Plan):
-        raise InvalidInput(
-            "plan", type(plan).__name__, "training takes a Plan: lc.plan(…) makes one, Plan.load reads one"
-        )
+def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
+    """What all ranks must agree on: digests and settings, nothing secret."""
+    clipper, plan = private.clipper, private.plan
+    return {
+        "plan": plan.digest,
+        "layout": private.layout.digest,
+        # In their order, in which sums are put into buckets: the layout knows names in alphabetical order only.
+        "parameters": [f"{name} {p.dtype}" for name, p in clipper.parameters.items()],
+        "dataset length": len(private.dataset),
+        # Whoever names the data vouches for it, also where reading it is random in ways of its own.
+        "examples": None if private.data_fingerprint else sample_of(private.dataset, plan.examples),
+        "max_grad_norm": private.max_grad_norm,
+        "clipping mode": clipper.mode,
+        "loss reduction": clipper.loss_reduction,
+        "augmentations": private.augmentations,
+        "physical batch size": max_physical_batch_size,
+        "data fingerprint": private.data_fingerprint,
+        "earlier runs": private.history.to_dict(),
+        "device": clipper.anchor.device.type,
+        "sharded modules": [path for path, _ in fsdp_modules(private.model)],
+        "reduce_every_batch": private.shards is not None and reduce_every_batch,
+        "version": __version__,
+    }
 
 
 def _bare(optimizer: Any) -> Any:
@@ -189,7 +240,7 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             type(model).__name__,
             "it must be a torch.nn.Module; put several models into one module whose forward calls them",
         )
-    if any(module in ATTACHED for module in model.modules()):
+    if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
         raise InvalidInput(
             "model", "privatized already", "call detach() on what privatize returned for it, then privatize anew"
         )
@@ -248,3 +299,63 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
             "what it does not train would still use up the clipping norm: add it, or freeze it with "
             "requires_grad_(False)",
         )
+
+
+# --- does the dataset hold an example twice? -------------------------------------------------------------------------
+
+Places = tuple[np.ndarray, np.ndarray]  # for each item, which dataset it is of, and its index there
+
+
+def check_no_repeats(dataset: Any) -> None:
+    """Refuse a dataset that names one example of another dataset more than once.
+
+    A plan protects one item; what is in two is protected half as well. Oversampling a rare class repeats its examples:
+    `Subset` with an index twice, `ConcatDataset` of one dataset with itself, ``select`` of Hugging Face datasets. What
+    a dataset of one's own does inside is not seen.
+    """
+    owners: dict[int, int] = {}
+    places = _places(dataset, owners)
+    if places is None:
+        return
+    order = np.lexsort(places)
+    whose, index = places[0][order], places[1][order]
+    again = np.flatnonzero((whose[1:] == whose[:-1]) & (index[1:] == index[:-1]))
+    if len(again):
+        first = again[0]
+        times = int(((places[0] == whose[first]) & (places[1] == index[first])).sum())
+        raise InvalidInput(
+            "dataset",
+            f"a {type(dataset).__name__} that holds example {index[first]} {times} times ({len(again)} repetitions)",
+            "every item is clipped by itself, so an example in two items would move a sum twice as far as the plan "
+            "accounts for. Give each example once; to make a class count for more, multiply its examples' losses",
+        )
+
+
+def _places(dataset: Any, owners: dict[int, int]) -> Places | None:
+    """Where the items of a dataset come from; None if they are its own."""
+    if isinstance(dataset, Subset):
+        inner, chosen = _of(dataset.dataset, owners), np.asarray(dataset.indices, dtype=np.int64)
+        return inner[0][chosen], inner[1][chosen]
+    if isinstance(dataset, ConcatDataset):
+        parts = [_of(part, owners) for part in dataset.datasets]
+        return np.concatenate([whose for whose, _ in parts]), np.concatenate([index for _, index in parts])
+    selected = _selected(dataset)
+    return None if selected is None else (np.zeros(len(selected), dtype=np.int64), selected)
+
+
+def _of(dataset: Any, owners: dict[int, int]) -> Places:
+    places = _places(dataset, owners)
+    size, owner = len(dataset), owners.setdefault(id(dataset), len(owners) + 1)
+    if places is None:
+        return np.full(size, owner), np.arange(size)
+    if isinstance(dataset, (Subset, ConcatDataset)):
+        return places
+    return np.full(size, owner), places[1]
+
+
+def _selected(dataset: Any) -> np.ndarray | None:
+    """The rows that a ``datasets.Dataset`` has selected of its table, if it has."""
+    chosen = getattr(dataset, "_indices", None)
+    if chosen is None or not hasattr(dataset, "select") or not hasattr(chosen, "column"):
+        return None
+    return np.asarray(chosen.column(0).to_numpy(), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Who a run is: its key, its id, and the ledger that remembers what left the process."""
+"""Who a run is: its key, its id, and the ledger that remembers what left the process; alone or on several ranks."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import contextlib
 import os
 import secrets
 import time
+from collections.abc import Iterator
 from typing import NoReturn
 
+import torch
+
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
-from lambdacgd.training.errors import CheckpointError, TrainingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.training.distributed.world import World
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
 _ORPHANS_S = 15.0
@@ -39,6 +42,7 @@ class Run:
         self._process = os.getpid()
         self._ledger: Ledger | None = None
         self._held = contextlib.ExitStack()
+        self._holds = False  # whether the lock of this run is in `_held`
 
     @property
     def id(self) -> str:
@@ -59,6 +63,7 @@ class Run:
         run_id = self._prepared or self._ledger.new_run(**self._facts)
         self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
         self._held.enter_context(self._ledger.lock(run_id))
+        self._holds = True
         return run_id
 
     @property
@@ -108,7 +113,8 @@ class Run:
             raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
         ledger = self.key.ledger()
         ledger.check_resume(run_id, step, digest)
-        self._hold(ledger, run_id)
+        self._hold(ledger, run_id, self._held)
+        self._holds = True
         try:
             ledger.check_resume(
                 run_id, step, digest
@@ -118,11 +124,25 @@ class Run:
             raise
         self._ledger, self._id = ledger, run_id
 
-    def _hold(self, ledger: Ledger, run_id: str) -> None:
+    @contextlib.contextmanager
+    def holding(self, run_id: str) -> Iterator[None]:
+        """No other process has the run ``run_id`` in this block: what a dead one left behind can be settled.
+
+        Raises:
+            LedgerError: Another process has it, and did not let go of it within seconds.
+        """
+        if run_id == self._id and self._holds:
+            yield
+            return
+        with contextlib.ExitStack() as held:
+            self._hold(self.key.ledger(), run_id, held)
+            yield
+
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack) -> None:
         deadline = time.monotonic() + _ORPHANS_S
         while True:
             try:
-                self._held.enter_context(ledger.lock(run_id))
+                held.enter_context(ledger.lock(run_id))
                 return
             except LedgerError:
                 if time.monotonic() > deadline:
@@ -131,4 +151,56 @@ class Run:
 
     def close(self) -> None:
         """Let go of the lock."""
+        self._holds = False
         self._held.close()
+
+
+class SharedRun(Run):
+    """As `Run`, on every rank of a world.
+
+    Guarantee
+    ---------
+    Rank 0's key and run id are everybody's. Only rank 0 knows the key's file, so only it reads and writes the ledger;
+    the others hold the key in memory.
+    """
+
+    def __init__(
+        self, world: World, key: SecretKey | None, *, prepared: str | None = None, **facts: str | int | float
+    ) -> None:
+        self._world = world
+        self._given = key is not None
+        self.given_id = prepared  # the run that this rank was asked to be; None if it was asked nothing
+        self._keeps_ledger = False
+        super().__init__(key, prepared=prepared if world.first else None, **facts)
+
+    @property
+    def given_fingerprint(self) -> str | None:
+        """The fingerprint of the key that this rank was given; None if it was given none."""
+        return self.key.fingerprint() if self._given else None
+
+    def share(self, device: torch.device) -> None:
+        """Take rank 0's key. All ranks must call it, after they have agreed."""
+        self._keeps_ledger = self._world.share(self.key.path is not None)
+        secret = self._world.share_secret(bytes(self.key._secret), device)
+        if not self._world.first:
+            self.key = SecretKey.from_bytes(secret)
+
+    def _new_id(self) -> str:
+        return self._world.from_first("starting the run", super()._new_id)
+
+    def check_ledger(self) -> None:
+        if not self._keeps_ledger:
+            self.refuse_memory_only()
+
+    def release(self, step: int, *, digest: str, kind: str) -> None:
+        """On rank 0: enter that weights are about to leave. Others leave it to rank 0."""
+        if not self._world.first:
+            return
+        if self._id is None:
+            raise CheckpointError("this run has not begun: take a batch on every rank before releasing weights")
+        super().release(step, digest=digest, kind=kind)
+
+    def resume(self, run_id: str, step: int, digest: str) -> None:
+        """All ranks become the run of a checkpoint, if rank 0's ledger allows it. All must call it."""
+        self._world.from_first("resuming", lambda: super(SharedRun, self).resume(run_id, step, digest))
+        self._id = run_id

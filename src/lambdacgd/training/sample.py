@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from lambdacgd.errors import CheckpointError
 from lambdacgd.keys import SecretKey
-from lambdacgd.training.errors import CheckpointError
 from lambdacgd.training.loader import random_numbers_of
 
 _SAMPLES = 8

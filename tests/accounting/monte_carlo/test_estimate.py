@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from lambdacgd import cache
+from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
-from lambdacgd.accounting.monte_carlo.build import gram_of
-from lambdacgd.accounting.monte_carlo.envelope import OneWay
 from lambdacgd.accounting.monte_carlo.estimate import add_bound
-from lambdacgd.accounting.monte_carlo.reference import brute_force_delta, dense_strategy
+from lambdacgd.accounting.monte_carlo.gram import gram_of
+from lambdacgd.accounting.reference import brute_force_delta, dense_strategy
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BSR, Horizon, Identity, LambdaCGD, Mechanism
-from lambdacgd.validation import InvalidInput
 
 PAPER = Horizon(390, 10)
 
@@ -60,7 +60,7 @@ def test_one_bin_is_the_gaussian_mechanism() -> None:
         assert found.value == pytest.approx(gaussian_delta(epsilon, sigma), abs=5 * found.standard_error)
         assert found.relative_error < 0.02
     assert accountant.estimate_sigma(1.0, 1e-5).sigma == pytest.approx(gaussian_sigma(1.0, 1e-5), rel=0.01)
-    assert accountant.epsilon(1e-5, 2.0) == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=0.01)
+    assert accountant.estimate_epsilon(2.0, 1e-5) == pytest.approx(gaussian_epsilon(2.0, 1e-5), rel=0.01)
 
 
 def test_independent_noise_over_k_epochs_is_one_epoch_with_less_noise() -> None:
@@ -72,7 +72,7 @@ def test_independent_noise_over_k_epochs_is_one_epoch_with_less_noise() -> None:
 
 def test_independent_noise_against_random_allocation() -> None:
     """A deterministic accountant of 1-of-b allocation gives ε(1e-5) between 8.102 and 8.173 here."""
-    assert 8.09 < MonteCarlo(Identity(), PAPER).epsilon(1e-5, 1.2, samples=8192) < 8.19
+    assert 8.09 < MonteCarlo(Identity(), PAPER).estimate_epsilon(1.2, 1e-5, samples=8192) < 8.19
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_answers_are_reproducible_whatever_the_number_of_cores(monkeypatch: pyte
 
 
 def test_a_huge_sigma_needs_no_epsilon() -> None:
-    assert MonteCarlo(Identity(), Horizon(5, 1)).epsilon(0.5, 100.0) == 0.0
+    assert MonteCarlo(Identity(), Horizon(5, 1)).estimate_epsilon(100.0, 0.5) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_a_huge_sigma_needs_no_epsilon() -> None:
         (lambda a: a.estimate_delta(1.0, 1.0, samples=0), "samples"),
         (lambda a: a.estimate_delta(1.0, 1.0, direction="up"), "direction"),
         (lambda a: a.estimate_sigma(1.0, 1.0), "delta"),
-        (lambda a: a.epsilon(0.0, 1.0), "delta"),
+        (lambda a: a.estimate_epsilon(1.0, 0.0), "delta"),
         (lambda a: a.certify(1.0, 1e-5, failure_probability=1e-4), "failure_probability"),
     ],
 )

@@ -7,13 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.monte_carlo import build
-from lambdacgd.accounting.monte_carlo.build import gram_of, gram_of_matrix
-from lambdacgd.accounting.monte_carlo.folded_gram import FoldedGram
-from lambdacgd.accounting.monte_carlo.gram import DenseGram
-from lambdacgd.accounting.monte_carlo.lambda_gram import LambdaGram
-from lambdacgd.accounting.monte_carlo.reference import dense_strategy
+from lambdacgd.accounting.monte_carlo import gram as gram_module
+from lambdacgd.accounting.monte_carlo.gram import DenseGram, FoldedGram, LambdaGram, gram_of, gram_of_matrix
+from lambdacgd.accounting.reference import dense_strategy
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, BSR, BandInvMF, GammaBIFR, Horizon, Identity, LambdaCGD, Mechanism
 
 MECHANISMS = [
@@ -105,7 +102,7 @@ def test_identical_bins_are_no_obstacle() -> None:
 
 
 def test_many_bins_take_the_folded_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "LARGEST_DENSE", 5)
+    monkeypatch.setattr(gram_module, "LARGEST_DENSE", 5)
     assert isinstance(gram_of(BISR(3), Horizon(6, 2)), FoldedGram)
     assert isinstance(gram_of(BISR(3), Horizon(5, 2)), DenseGram)
 

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from lambdacgd.accounting.base import AccountingError
+from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.gaussian import gaussian_delta
-from lambdacgd.accounting.monte_carlo.build import gram_of
-from lambdacgd.accounting.monte_carlo.engine import Pilot
-from lambdacgd.accounting.monte_carlo.envelope import Envelope, OneWay, excess, overshoot
-from lambdacgd.accounting.monte_carlo.proposal import levels_of, tilted
+from lambdacgd.accounting.monte_carlo.gram import gram_of
+from lambdacgd.accounting.monte_carlo.proposal import Envelope, Pilot, excess, levels_of, overshoot, tilted
+from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 GRAM = gram_of(BISR(3), Horizon(12, 2))

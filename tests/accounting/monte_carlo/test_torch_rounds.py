@@ -6,12 +6,10 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from lambdacgd.accounting.monte_carlo.build import gram_of
-from lambdacgd.accounting.monte_carlo.engine import Pilot, stratified, weights_of
-from lambdacgd.accounting.monte_carlo.envelope import OneWay
+from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.monte_carlo.estimate import Estimator
-from lambdacgd.accounting.monte_carlo.proposal import Proposal, levels_of
-from lambdacgd.accounting.monte_carlo.torch_rounds import TorchRounds
+from lambdacgd.accounting.monte_carlo.gram import gram_of
+from lambdacgd.accounting.monte_carlo.proposal import Pilot, Proposal, TorchRounds, levels_of, stratified, weights_of
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
 
 torch = pytest.importorskip("torch")

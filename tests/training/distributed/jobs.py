@@ -7,7 +7,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from tests.training import oracle
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -15,7 +14,8 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd.training import Private, privatize
-from lambdacgd.training.distributed.shards import gathered
+from lambdacgd.training.distributed.models import gathered
+from tests.training import oracle
 
 RUN = "ab" * 16
 

@@ -21,7 +21,6 @@ _context.set_forkserver_preload(
     [
         "torch",
         "torch.distributed.fsdp",
-        "torch.distributed.checkpoint",
         "torch._dynamo",
         "tests.training.distributed.jobs",
     ]

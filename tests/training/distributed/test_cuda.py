@@ -11,8 +11,6 @@ import socket
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.distributed import jobs, traffic
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
@@ -20,6 +18,8 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.distributed import jobs, traffic
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 

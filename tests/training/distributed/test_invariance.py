@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.training.distributed import jobs, launch
 
 # What every world is asked to do. Each ends with the weights of one process with the same mechanism, bins, optimizer.

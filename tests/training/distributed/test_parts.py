@@ -10,11 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lambdacgd.errors import TrainingError
 from lambdacgd.training.distributed import reduction
-from lambdacgd.training.distributed.compare import fingerprint
-from lambdacgd.training.distributed.shards import Place
+from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.errors import TrainingError
 from lambdacgd.training.loader import cut
 
 

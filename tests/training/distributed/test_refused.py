@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 
 import pytest
-from tests.training.distributed import jobs, launch, mistakes
 from torch import nn
 
 import lambdacgd as lc
 from lambdacgd.training.distributed.world import World
 from lambdacgd.validation import InvalidInput
+from tests.training.distributed import jobs, launch, mistakes
 
 # What the message says on rank 0 and on rank 1.
 SAYS = {
@@ -53,7 +53,6 @@ SAYS = {
     "a_shard_at_another_step": ("drifted",) * 2,
     "a_batch_begun_again_on_one_rank": ("another part of its batch",) * 2,
     "save_with_a_key_in_memory": ("lives in memory only",) * 2,
-    "sharded_state_dict": ("use private.save",) * 2,
     "captured_step": ("loop over private.loader",) * 2,
     "infinite_sum": ("NaN or an infinity",) * 2,
 }
@@ -105,7 +104,7 @@ def test_a_process_group_that_is_none():
 
 
 def test_fsdp1_is_refused():
-    from lambdacgd.training.distributed.wrapping import unwrap
+    from lambdacgd.training.distributed.models import unwrap
 
     class FullyShardedDataParallel(nn.Module):
         pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.training.distributed import launch, traffic
 
 PARAMETERS = 5 + (7 * 5 + 7) + (7 + 7) + (6 * 7) + (7 * 6 + 7) + (3 * 7 + 3)

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training import oracle
-from tests.training.distributed import jobs, launch
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.distributed import jobs, launch
 
 
 def bind(model: Any, dataset: Any = None, **options: Any) -> Any:

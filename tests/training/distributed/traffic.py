@@ -7,13 +7,13 @@ from collections import Counter
 from typing import Any
 
 import torch
-from tests.training import oracle
-from tests.training.distributed import jobs
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lambdacgd.training import privatize
+from tests.training import oracle
+from tests.training.distributed import jobs
 
 
 class Traffic(TorchDispatchMode):

@@ -1,28 +1,132 @@
-"""The proposal R: tilts of windows of bins, mixed with the envelope; and the weights it gives.
+"""The proposal that Monte Carlo samples from, the weights it gives, and drawing many of them.
 
-A tilt moves the Gaussian along the mean of m_j over a window of bins: windows of one bin are right where one bin
-carries the loss (large ε), the window of all bins where all do (small ε, λ near 1), and those between cover the rest.
-R = w_0 S + Σ_l w_l R_l with S the envelope and R_l the average over the windows of length r_l, so that
+**The envelope** is a proposal under which every importance weight is provably small. δ_remove = E_Q (W − K)₊ with
+W = (1/b) Σ_j e^{X_j} and K = e^ε, and δ_add = E_Q (1 − KW)₊. Both functions are convex in W, so Jensen's inequality
+bounds them by the average over the bins of the same function of e^{X_j} alone:
+
+    (W − K)₊ ≤ (1/b) Σ_j (e^{X_j} − K)₊,   with Q-mean Δ = (1/b) Σ_j δ_Gauss(ε, σ/√G_jj).
+
+The right-hand side, divided by Δ, is a density with respect to Q: the envelope S. Sampled from S, the weight
+(W − K)₊ / (dS/dQ) lies in [0, Δ], and Δ is no more than δ *without* amplification: a few hundred to a few thousand
+times δ, where a sample from P itself only gives [0, 1].
+
+**The proposal** R mixes the envelope with tilts of windows of bins. A tilt moves the Gaussian along the mean of m_j
+over a window: windows of one bin are right where one bin carries the loss (large ε), the window of all bins where all
+do (small ε, λ near 1), and those between cover the rest. R = w_0 S + Σ_l w_l R_l with R_l the average over the
+windows of length r_l, so that
 
     dR_l/dQ = average over windows of exp(a·T̄ − a²v/2),   T̄ the window's mean of T, v its variance,
 
 is exact and costs O(b). T = u/σ ~ N(0, G/σ²) is the sample throughout, X = T − diag/2, W = mean of e^X.
+
+**Rounds** of a fixed size are drawn slab by slab on all cores, the same on any number of them; or, for dense Gram
+matrices, on a CUDA device (any torch device): everything is float64 there too, only the generator differs. One bin of
+each envelope sample is drawn on the CPU (a one-dimensional rejection), the rest of the work, b numbers a sample, on
+the device. torch is imported when used.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.special import log_ndtr, ndtri_exp
 
-from lambdacgd.accounting.base import AccountingError
-from lambdacgd.accounting.monte_carlo.envelope import Envelope, OneWay, excess
-from lambdacgd.accounting.monte_carlo.gram import Gram, window_sums
+from lambdacgd.accounting.certificate import Array, OneWay, device
+from lambdacgd.accounting.gaussian import gaussian_delta
+from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram, window_sums
+from lambdacgd.accounting.root import between
+from lambdacgd.errors import AccountingError
 
-Array = NDArray[np.float64]
 Index = NDArray[np.intp]
+
+
+def excess(likelihood_ratio: Array, epsilon: float, direction: OneWay) -> Array:
+    """(W − K)₊ or (1 − KW)₊."""
+    strike = math.exp(epsilon)
+    if direction == "remove":
+        return np.maximum(likelihood_ratio - strike, 0.0)
+    return np.maximum(1.0 - strike * likelihood_ratio, 0.0)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The envelope of one direction at one (ε, σ). ``bound`` is Δ."""
+
+    gram: Gram
+    epsilon: float
+    sigma: float
+    direction: OneWay
+    bound: float
+    chances: Array  # of each bin: δ_Gauss of that bin over the sum
+
+    @classmethod
+    def of(cls, gram: Gram, epsilon: float, sigma: float, direction: OneWay) -> Envelope:
+        norms, inverse = np.unique(np.sqrt(gram.diagonal), return_inverse=True)
+        deltas = np.array([gaussian_delta(epsilon, sigma / norm) for norm in norms])[inverse]
+        mean = float(deltas.mean())
+        chances = deltas / deltas.sum() if mean > 0 else np.full(len(deltas), 1.0 / len(deltas))
+        return cls(gram, epsilon, sigma, direction, mean, chances)
+
+    def density(self, ratios: Array) -> Array:
+        """dS/dQ from e^{X_j} (one sample per row)."""
+        strike = math.exp(self.epsilon)
+        above = ratios - strike if self.direction == "remove" else 1.0 - strike * ratios
+        np.maximum(above, 0.0, out=above)
+        return above.mean(axis=1) / self.bound
+
+    def shift(self, rng: np.random.Generator, samples: Array) -> None:
+        """Turn draws of N(0, G/σ²) into draws of S, in place: one bin gets its envelope law, the rest follow it."""
+        count = len(samples)
+        bins = rng.choice(len(self.chances), size=count, p=self.chances)
+        rows = self.gram.rows(bins, 1) / self.sigma**2
+        variances = self.gram.diagonal[bins] / self.sigma**2
+        strike = 0.5 * variances  # X_j = t − g/2 equals ±ε at t = g/2 ± ε
+        if self.direction == "remove":
+            target = strike + self.epsilon + overshoot(rng, self.epsilon, variances)
+        else:
+            target = strike - self.epsilon - overshoot(rng, self.epsilon, variances)
+        samples += ((target - samples[np.arange(count), bins]) / variances)[:, None] * rows
+
+
+def overshoot(rng: np.random.Generator, epsilon: float, variances: Array) -> Array:
+    """Draws of density ∝ (1 − e^{−y}) exp(−κy − y²/2g) on y > 0, κ = (ε − g/2)/g: how far one bin passes the strike.
+
+    This is (e^{t−g/2} − K)₊ φ(t; g) in terms of y = t − g/2 − ε, and (1 − Ke^{t−g/2})₊ φ(t; g) in terms of
+    y = g/2 − ε − t. Rejection sampling, exact; which proposal is cheap depends on κ√g.
+    """
+    overshoots = np.empty(len(variances))
+    left = np.arange(len(variances))
+    while len(left):
+        g = variances[left]
+        slope = (epsilon - 0.5 * g) / g
+        edge = slope * np.sqrt(g)
+        y = np.empty(len(left))
+        log_chance = np.empty(len(left))
+        steep, below = edge >= 1.0, edge < 0.0
+        gentle = ~steep & ~below
+        y[steep] = rng.standard_gamma(2.0, int(steep.sum())) / slope[steep]
+        log_chance[steep] = -0.5 * y[steep] ** 2 / g[steep]
+        y[gentle] = np.sqrt(2.0 * g[gentle] * rng.standard_exponential(int(gentle.sum())))
+        log_chance[gentle] = -slope[gentle] * y[gentle]
+        log_tail = log_ndtr(-edge[below]) - rng.standard_exponential(int(below.sum()))
+        y[below] = np.sqrt(g[below]) * (-ndtri_exp(log_tail) - edge[below])
+        np.maximum(y, 1e-300, out=y)
+        log_chance[below] = np.log(y[below])
+        accepted = -rng.standard_exponential(len(left)) < log_chance + np.log(-np.expm1(-y) / y)
+        overshoots[left[accepted]] = y[accepted]
+        left = left[~accepted]
+    return overshoots
+
+
+# The proposal
 
 _WIDENING = 3  # ratio of neighbouring window lengths
 _LARGEST_EXPONENT = 600.0
@@ -64,12 +168,12 @@ def levels_of(gram: Gram) -> tuple[Level, ...]:
         lengths.append(b)
     whole = gram.rows(np.zeros(1, dtype=np.intp), b)
     sums = np.concatenate([np.zeros((1, 1)), np.cumsum(whole, axis=1)], axis=1)
-    found = []
+    levels = []
     for length in lengths:
         starts = np.arange(0, b, max(1, length // 3)) if length < b else np.zeros(1, dtype=np.intp)
         covariances = window_sums(sums, starts, length, axis=1)[0] / length
-        found.append(Level(length, starts, gram.variances(starts, length), covariances))
-    return tuple(found)
+        levels.append(Level(length, starts, gram.variances(starts, length), covariances))
+    return tuple(levels)
 
 
 @dataclass(frozen=True)
@@ -151,8 +255,8 @@ class Proposal:
         """W for each sample, and dR_l/dQ for each component (columns in the order of ``shares``)."""
         gram, sigma = self.envelope.gram, self.envelope.sigma
         ratios = np.exp(samples - (0.5 / sigma**2) * gram.diagonal)
-        found = np.zeros((len(samples), len(self.shares)))
-        found[:, 0] = self.envelope.density(ratios)
+        densities = np.zeros((len(samples), len(self.shares)))
+        densities[:, 0] = self.envelope.density(ratios)
         likelihood_ratio = ratios.mean(axis=1)
         cumulative = np.empty((len(samples), samples.shape[1] + 1))
         cumulative[:, 0] = 0.0
@@ -164,8 +268,8 @@ class Proposal:
                 length = tilt.level.length
                 if length not in means:
                     means = {length: tilt.level.means(samples, cumulative)}  # tilts of a level are neighbours
-                found[:, column] = tilt.density(means[length], whole, sigma)
-        return likelihood_ratio, found
+                densities[:, column] = tilt.density(means[length], whole, sigma)
+        return likelihood_ratio, densities
 
     def weights(self, samples: Array) -> Array:
         """x = (W − K)₊ / (dR/dQ) (or the add direction's): their mean is δ."""
@@ -234,7 +338,7 @@ def _amplitude(losses: Array, step: Array, target: float) -> float:
         if abs(high) > 1e5:
             return 0.0
     for _ in range(8):  # regula falsi on a convex, increasing function: 1% of accuracy is ample for a proposal
-        guess = low + (high - low) * min(max((target - at_low) / (at_high - at_low), 0.05), 0.95)
+        guess = between(low, at_low, high, at_high, target=target)
         value = mean_loss(guess)
         if abs(value - target) < 0.01 * (1.0 + abs(target)):
             return guess
@@ -276,3 +380,158 @@ def learned(proposal: Proposal, samples: Array, *, envelope_share: float, floor:
             rest.append(share)
     final = np.concatenate([[envelope_share], np.asarray(rest) * (1.0 - envelope_share) / sum(rest)])
     return Proposal(proposal.envelope, tuple(tilts), tuple(final))
+
+
+# Rounds
+
+_WORTH_A_DEVICE = range(64, 2049)  # bins: fewer are no faster on CUDA, more take gigabytes of its memory
+_SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
+
+
+def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
+    """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
+    size = len(proposal.envelope.chances)
+    asked = device()
+    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and asked not in ("auto", "cpu"):
+        yield from TorchRounds(proposal, asked).rounds(seeds, count)
+        return
+    whole = proposal.round
+    slab = max(1, min(whole, _SLAB // size))
+    cuts = [(first, min(first + slab, whole)) for first in range(0, whole, slab)]
+
+    def work(job: tuple[np.random.SeedSequence, tuple[int, int]]) -> Array:
+        seed, (first, stop) = job
+        samples = proposal.draw(np.random.default_rng(seed), whole, first=first, stop=stop)
+        return proposal.weights(samples)
+
+    workers = max(1, min(os.cpu_count() or 1, 16))
+    batch = max(1, math.ceil(workers / len(cuts)))  # rounds in flight
+    with ThreadPoolExecutor(workers) as pool:
+        for begin in range(0, count, batch):
+            now = min(batch, count - begin)
+            jobs = [(seed, cut) for cut in cuts * now for seed in seeds.spawn(1)]
+            parts = list(pool.map(work, jobs))
+            for i in range(now):
+                yield np.concatenate(parts[i * len(cuts) : (i + 1) * len(cuts)])
+
+
+class Pilot:
+    """Proposals fitted with a few fixed random numbers, so that neighbouring σ get neighbouring proposals."""
+
+    def __init__(self, gram: Gram, levels: tuple[Level, ...], *, seed: int, most: int = 4096) -> None:
+        self.gram, self.levels = gram, levels
+        size = len(gram.diagonal)
+        self._seed = seed
+        self._draws = gram.sample(np.random.default_rng(seed), int(np.clip(400_000 // size, 16, most // 16)))
+        self.round = int(np.clip((1 << 22) // size, 512, most))
+
+    def proposal(self, epsilon: float, sigma: float, direction: OneWay, *, envelope_share: float) -> Proposal:
+        equal = tilted(self.gram, self.levels, epsilon, sigma, direction, pilot=self._draws)
+        equal = equal.rounded(self.round)
+        draws = equal.draw(np.random.default_rng(self._seed + 1), self.round)
+        return learned(equal, draws, envelope_share=envelope_share).rounded(self.round)
+
+
+def stratified(weights: Array, proposal: Proposal) -> tuple[float, float]:
+    """Mean and its standard error, from whole rounds (a row each): components are strata."""
+    edges = np.concatenate([[0], np.cumsum(proposal.counts(proposal.round))])
+    variance = 0.0
+    for first, stop in itertools.pairwise(edges):
+        if stop > first:
+            part = weights[:, first:stop]
+            spread = float(part.var(ddof=1)) if part.size > 1 else float(part.sum()) ** 2
+            variance += ((stop - first) / proposal.round) ** 2 * spread / part.size
+    return float(weights.mean()), math.sqrt(variance)
+
+
+def weights_of(
+    proposal: Proposal, seeds: np.random.SeedSequence, count: int, *, tick: Callable[[int], None] | None = None
+) -> Array:
+    """``count`` rounds as rows of one array."""
+    rows = []
+    for row in rounds(proposal, seeds, count):
+        rows.append(row)
+        if tick is not None:
+            tick(len(row))
+    return np.stack(rows)
+
+
+class TorchRounds:
+    """Draws and weighs rounds of one proposal on ``device``."""
+
+    def __init__(self, proposal: Proposal, device: str) -> None:
+        import torch
+
+        gram = proposal.envelope.gram
+        if not isinstance(gram, DenseGram):
+            raise TypeError("only dense Gram matrices are sampled on a device")
+        self.torch, self.proposal, self.device = torch, proposal, torch.device(device)
+        self._variance = self._to_device(gram.matrix / proposal.envelope.sigma**2)
+        self._factor_t = self._to_device(gram.factor_t / proposal.envelope.sigma)
+        self._half = 0.5 * torch.diagonal(self._variance)
+        self._windows = [
+            self._to_device(_window_matrix(tilt.level.starts, tilt.level.length, len(gram.matrix)))
+            for tilt in proposal.tilts
+        ]
+
+    def rounds(self, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
+        """``count`` rounds of ``proposal.round`` weights, as ``engine.rounds`` gives them."""
+        for _ in range(count):
+            here, there = seeds.spawn(2)
+            generator = self.torch.Generator(device=self.device)
+            generator.manual_seed(int(there.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+            yield self.weights(self.draw(np.random.default_rng(here), generator)).cpu().numpy()
+
+    def draw(self, rng: np.random.Generator, generator: Any) -> Any:
+        proposal, envelope, torch = self.proposal, self.proposal.envelope, self.torch
+        size = len(self._half)
+        samples = torch.randn((proposal.round, size), dtype=torch.float64, device=self.device, generator=generator)
+        samples = samples @ self._factor_t
+        counts = proposal.counts(proposal.round)
+        bins = rng.choice(size, size=counts[0], p=envelope.chances)
+        variances = envelope.gram.diagonal[bins] / envelope.sigma**2
+        sign = 1.0 if envelope.direction == "remove" else -1.0
+        target = 0.5 * variances + sign * (envelope.epsilon + overshoot(rng, envelope.epsilon, variances))
+        at = self._to_device(bins)
+        here = samples[: counts[0]]
+        step = (self._to_device(target) - here.gather(1, at[:, None])[:, 0]) / self._to_device(variances)
+        here += step[:, None] * self._variance[at]
+        first = counts[0]
+        for tilt, windows, count in zip(proposal.tilts, self._windows, counts[1:], strict=True):
+            if count:
+                chosen = windows[self._to_device(rng.integers(len(windows), size=count))]
+                direction = tilt.local * chosen + tilt.common / size
+                samples[first : first + count] += direction @ self._variance
+            first += count
+        return samples
+
+    def weights(self, samples: Any) -> Any:
+        """The weights of ``Proposal.weights``, from the same formulas."""
+        proposal, envelope, torch = self.proposal, self.proposal.envelope, self.torch
+        strike = float(np.exp(envelope.epsilon))
+        ratios = torch.exp(samples - self._half)
+        likelihood_ratio = ratios.mean(dim=1)
+        if envelope.direction == "remove":
+            above = (likelihood_ratio - strike).clamp(min=0)
+            density = (ratios - strike).clamp_(min=0).mean(dim=1)
+        else:
+            above = (1 - strike * likelihood_ratio).clamp(min=0)
+            density = (1 - strike * ratios).clamp_(min=0).mean(dim=1)
+        density *= proposal.shares[0] / envelope.bound
+        whole = samples.mean(dim=1, keepdim=True)
+        for tilt, windows, share in zip(proposal.tilts, self._windows, proposal.shares[1:], strict=True):
+            exponents = tilt.local * (samples @ windows.T) + tilt.common * whole
+            exponents -= self._to_device(0.5 / envelope.sigma**2 * tilt.penalties())
+            density += share * exponents.clamp_(max=600.0).exp_().mean(dim=1)
+        return torch.where(above > 0, above / density, torch.zeros_like(above))
+
+    def _to_device(self, array: Any) -> Any:
+        return self.torch.as_tensor(np.ascontiguousarray(array), device=self.device)
+
+
+def _window_matrix(starts: NDArray[np.intp], length: int, size: int) -> Array:
+    """One row per window: 1/length on its bins."""
+    matrix = np.zeros((len(starts), size))
+    bins = (starts[:, None] + np.arange(length)[None, :]) % size
+    np.put_along_axis(matrix, bins, 1.0 / length, axis=1)
+    return matrix

@@ -1,6 +1,6 @@
 """`LambdaCGDTrainer`: a `transformers.Trainer` that trains with differential privacy from a plan."""
 
-from lambdacgd.integrations.extras import need
+from lambdacgd.integrations.shared import need
 
 need("hf", "transformers", "accelerate")
 

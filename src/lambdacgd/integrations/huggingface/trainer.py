@@ -2,38 +2,93 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.utils import PushInProgress
 
 from lambdacgd.clipping import Mode
-from lambdacgd.integrations.huggingface import checkpoints, losses
-from lambdacgd.integrations.huggingface.arguments import adapt, clipping_norm, looks_at_evaluation
-from lambdacgd.integrations.huggingface.publishing import Publishing
-from lambdacgd.integrations.huggingface.resuming import Resuming
-from lambdacgd.integrations.independence import check_independent, check_losses
-from lambdacgd.integrations.keyfile import KeyLike, find_key
-from lambdacgd.integrations.logical import LogicalBatch, LogicalLoader
-from lambdacgd.integrations.randomness import TrainingRandomness
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
+from lambdacgd.integrations.huggingface import publishing, settings
+from lambdacgd.integrations.huggingface.settings import adapt, clipping_norm, looks_at_evaluation
+from lambdacgd.integrations.shared import (
+    KeyLike,
+    LogicalBatch,
+    LogicalLoader,
+    TrainingRandomness,
+    check_independent,
+    check_internals,
+    check_losses,
+    find_key,
+    internals,
+)
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
-from lambdacgd.training import Private, TrainingError, privatize
+from lambdacgd.training import Private, privatize
+from lambdacgd.training.checkpoint import has_traces
+from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
-from lambdacgd.validation import InvalidInput
+
+# What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
+INTERNALS = (
+    *internals(
+        Trainer,
+        train="resume_from_checkpoint trial",
+        get_train_dataloader="",
+        get_batch_samples="epoch_iterator num_batches device",
+        training_step="model inputs num_items_in_batch",
+        compute_loss="model inputs return_outputs num_items_in_batch",
+        floating_point_ops="inputs",
+        log="logs start_time",
+        hyperparameter_search="",
+        save_model="output_dir _internal_call",
+        create_model_card="language license tags model_name",
+        push_to_hub="commit_message blocking token revision",
+        _clip_grad_norm="model",
+        _get_grad_norm="model grad_norm",
+        _maybe_log_save_evaluate="tr_loss grad_norm model trial",
+        _save_checkpoint="model trial",
+        _load_from_checkpoint="resume_from_checkpoint model",
+        _load_optimizer_and_scheduler="checkpoint",
+        _load_rng_state="checkpoint",
+        _load_best_model="",
+        _save_optimizer_and_scheduler="output_dir",
+        _save_rng_state="output_dir",
+        _save_scaler="output_dir",
+        _push_from_checkpoint="checkpoint_folder",
+    ),
+    *internals(  # called, not replaced
+        Trainer,
+        create_optimizer="",
+        init_hf_repo="token",
+        compute_loss_context_manager="",
+        _prepare_inputs="inputs",
+        _get_output_dir="trial",
+        _remove_unused_columns="dataset description",
+        _get_collator_with_removed_columns="data_collator description",
+        _finish_current_push="",
+    ),
+    *internals(TrainerState, save_to_json="json_path"),
+)
+check_internals("transformers", "hf", "5.17 to 5.22", INTERNALS)
 
 logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_PushInProgress: Any = PushInProgress  # its jobs are annotated as one future
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
 
-class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
+class LambdaCGDTrainer(_Trainer):
     """A ``transformers.Trainer`` that trains with the plan's (ε, δ).
 
     ::
@@ -87,7 +142,7 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
                 "shard the model with fully_shard and write the loop with lc.privatize",
             )
         if not self._has_own_loss():
-            losses.kind_of(self.model)  # refused now, not at the first step
+            settings.kind_of(self.model)  # refused now, not at the first step
         if looks_at_evaluation(args):
             warnings.warn(
                 "load_best_model_at_end, save_strategy='best' and lr_scheduler_type='reduce_lr_on_plateau' choose "
@@ -143,7 +198,7 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
                 "train(resume_from_checkpoint=True), or make a new model and Trainer for a new run, which costs its "
                 "own (ε, δ)"
             )
-        checkpoints.check_fresh(self.args.output_dir)
+        _check_fresh(self.args.output_dir)
 
     def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
@@ -234,8 +289,8 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
             if labels is None:
                 raise TrainingError("the batch holds no 'labels'; the collator must put them there")
             logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-            kind, config = losses.kind_of(self.model), getattr(self.model, "config", None)
-            each = losses.per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
+            kind, config = settings.kind_of(self.model), getattr(self.model, "config", None)
+            each = settings.per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
         if not return_outputs:
             return each
         return each, ((each.mean(), *outputs) if isinstance(outputs, tuple) else outputs)  # as if it had the labels
@@ -274,6 +329,168 @@ class LambdaCGDTrainer(Resuming, Publishing, _Trainer):
         """Refused: every trial is a run with its own cost."""
         raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
 
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        assert self.private is not None
+        folder = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not self.args.save_only_model:
+            extra = {"scheduler": {} if self.lr_scheduler is None else _plain(self.lr_scheduler.state_dict())}
+            if self.args.should_save:
+                self.state.save_to_json(str(folder / TRAINER_STATE))
+                extra["trainer"] = (folder / TRAINER_STATE).read_text(encoding="utf-8")
+            self._randomness.put_back()
+            self.private.save(folder / RUN_STATE, extra=extra, frozen=False)
+        super()._save_checkpoint(model, trial)
+
+    def _resume(self, resume_from: str | bool) -> str:
+        """Load the newest whole checkpoint; older ones are refused by the ledger."""
+        assert self.private is not None
+        for folder in _candidates(resume_from, self.args.output_dir):
+            extra = self.private.resume(folder / RUN_STATE)
+            if extra is None:
+                continue  # it was being written when the process died, and never left it
+            groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
+            self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
+            self._randomness.keep()
+            if self.args.should_save:  # the Trainer's counters are those of this checkpoint, whatever was written there
+                (folder / TRAINER_STATE).write_text(extra["trainer"], encoding="utf-8")
+            return str(folder)
+        raise CheckpointError(
+            f"{self.args.output_dir} holds no whole checkpoint: the process died while it wrote the first, which never "
+            "left it. Start with train()"
+        )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The weights came with the run's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._resumed is None or self.private is None:
+            return
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+        # Making the scheduler anew has set the first step's learning rate.
+        for group, saved in zip(self.private.optimizer.param_groups, self._resumed["groups"], strict=True):
+            group.update({name: value for name, value in saved.items() if name != "params"})
+
+    def _load_best_model(self) -> None:
+        """Weights of an earlier checkpoint of this run: nothing from outside has changed them."""
+        assert self.private is not None
+        with self.private.loading():
+            super()._load_best_model()
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Part of the run's state."""
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Part of the run's state."""
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Part of the run's state."""
+
+    def _save_scaler(self, output_dir: str) -> None:
+        """There is none."""
+
+    # --- how weights leave ------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Weights, configuration, tokenizer and the privacy card; entered in the ledger first."""
+        self._enter_release("save_model")
+        super().save_model(output_dir, _internal_call=True)
+        if self.private is not None and self.args.should_save:
+            folder = Path(self.args.output_dir if output_dir is None else output_dir)
+            publishing.write_card(self.private, folder)
+            if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
+                (folder / "training_args.bin").unlink(missing_ok=True)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _enter_release(self, kind: str) -> None:
+        if self.private is None:
+            return
+        self.private.cycle.refuse_half_done()
+        if not self.is_world_process_zero():
+            return  # rank 0 keeps the ledger
+        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        self.private.run.release(self.private.steps_taken, digest=content_digest(trained), kind=kind)
+
+    def create_model_card(
+        self, language: Any = None, license: Any = None, tags: Any = None, model_name: str | None = None, **kwargs: Any
+    ) -> None:
+        """A README of public facts: the privacy card, no training results."""
+        if self.is_world_process_zero():
+            text = self._readme(language=language, license=license, tags=tags, model_name=model_name, **kwargs)
+            Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
+
+    def _readme(self, *, tags: Any = None, model_name: str | None = None, **kwargs: Any) -> str:
+        if self.private is None:
+            raise TrainingError("there is no privacy card before training. Train, then push or make the card")
+        tags = [tags] if isinstance(tags, str) else list(tags or [])
+        given = {"language": kwargs.get("language"), "license": kwargs.get("license")}
+        if kwargs.get("finetuned_from"):
+            given["base_model"] = kwargs["finetuned_from"]
+        return publishing.readme(
+            self.model,
+            self.private,
+            name=model_name,
+            tags=[*tags, *(getattr(self.model, "model_tags", None) or [])],
+            **given,
+        )
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload weights, configuration, tokenizer and the privacy card, and nothing else."""
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token)
+        self._finish_current_push()
+        return self._push(commit_message or "End of training", token, revision, wait=blocking, **kwargs)
+
+    def _push(self, message: str, token: str | None, revision: str | None, *, wait: bool, **kwargs: Any) -> Any:
+        if not self.is_world_process_zero():
+            return None
+        kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
+        text = self._readme(**kwargs)
+        assert self.private is not None  # or there would be no card
+        self._enter_release("push_to_hub")
+        folder = publishing.prepare_upload(self.model, self.private, self._processing(), text)
+        return publishing.upload(
+            folder,
+            repo=str(self.hub_model_id),
+            message=message,
+            token=token if token is not None else self.args.hub_token,
+            revision=revision if revision is not None else self.args.hub_revision,
+            wait=wait,
+        )
+
+    def _processing(self) -> Any:
+        return (
+            self.processing_class
+            if self.processing_class is not None
+            else getattr(self.data_collator, "tokenizer", None)
+        )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Every save, if so asked: in the background, unless one is still on its way."""
+        strategy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
+        busy = getattr(self, "push_in_progress", None)
+        if strategy == "end" or not self.is_world_process_zero():
+            return
+        if busy is not None and not busy.is_done():
+            if not self.args.hub_always_push:
+                return
+            busy.wait_until_done()
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        job = self._push(f"Training in progress, step {self.state.global_step}", None, None, wait=False)
+        self.push_in_progress = _PushInProgress([job])
+
 
 def _warn_of_earlier_runs(key: SecretKey) -> None:
     earlier = len(key.ledger().runs()) if key.path is not None else 0
@@ -304,3 +521,62 @@ class _Position(TrainerCallback):
                 "not this checkpoint's"
             )
         state.epoch = private.steps_taken / private.plan.steps_per_epoch
+
+
+# --- checkpoint folders ----------------------------------------------------------------------------------------------
+# Every ``checkpoint-N`` folder holds ``run_state``, written by ``Private.save``: trainable weights, optimizer,
+# scheduler, the Trainer's counters, generators and the run's identity. The Trainer's own files beside it (weights for
+# ``from_pretrained``, ``trainer_state.json``) are written after that.
+
+RUN_STATE, TRAINER_STATE = "run_state", "trainer_state.json"
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+
+
+def with_runs(output_dir: str | Path) -> list[Path]:
+    """Checkpoint folders that hold a run, or one that was being written, the newest first."""
+    folder = Path(output_dir)
+    found = []
+    for child in folder.iterdir() if folder.is_dir() else ():
+        match = _FOLDER.fullmatch(child.name)
+        if match and has_traces(child / RUN_STATE):
+            found.append((int(match[1]), child))
+    return [child for _, child in sorted(found, reverse=True)]
+
+
+def _candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
+    """Folders to try to resume from, in order: the one named, or all of the output folder."""
+    if isinstance(resume_from, bool):
+        found = with_runs(output_dir)
+        if not found:
+            raise CheckpointError(
+                f"{output_dir} holds no checkpoint of a private run. Start with train(), and set save_strategy and "
+                "save_steps so that there will be one"
+            )
+        return found
+    folder = Path(resume_from)
+    if not has_traces(folder / RUN_STATE):
+        raise CheckpointError(
+            f"{folder} holds no {RUN_STATE}, so it is not a checkpoint that private training can resume from. With "
+            "save_only_model=True the Trainer saves weights only"
+        )
+    return [folder]
+
+
+def _check_fresh(output_dir: str | Path) -> None:
+    """A new run does not begin in a folder with another one's checkpoints, which it would mix up."""
+    found = with_runs(output_dir)
+    if found:
+        raise CheckpointError(
+            f"{output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with it: "
+            "train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its own and "
+            "costs its own (ε, δ)"
+        )
+
+
+def _plain(value: Any) -> Any:
+    """A scheduler's state of numbers, strings, lists and dicts; functions, which the arguments bring, left out."""
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items() if not callable(v)}
+    if isinstance(value, (list, tuple)):
+        return [None if callable(v) else _plain(v) for v in value]
+    return value

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from lambdacgd.training.errors import TrainingError
-from lambdacgd.validation import InvalidInput
+from lambdacgd.errors import InvalidInput, TrainingError
 
 Result = TypeVar("Result")
 
@@ -23,7 +22,10 @@ class World:
     """A process group, or one process alone (``group`` is then None and nothing is ever sent)."""
 
     def __init__(self, group: Any | None) -> None:
-        self.group = group
+        # The job's own group is not held: whoever destroys it before the program ends must be the last to let go of it,
+        # because a thread of gloo that outlives Python aborts the process.
+        self._whole_job = group is not None and group is dist.group.WORLD
+        self._group = None if self._whole_job else group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
         self.source = 0 if group is None else dist.get_global_rank(group, 0)  # rank 0's name in the whole job
@@ -52,6 +54,11 @@ class World:
         return cls(group)
 
     @property
+    def group(self) -> Any | None:
+        """The process group; None where this process is alone."""
+        return dist.group.WORLD if self._whole_job else self._group
+
+    @property
     def many(self) -> bool:
         return self.size > 1
 
@@ -64,9 +71,9 @@ class World:
         """Every rank's value, by rank. All must call it."""
         if not self.many:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def share(self, value: Any) -> Any:
         """Rank 0's value, on every rank. All must call it."""
@@ -115,10 +122,10 @@ class World:
 
     def agree(self, what: str, facts: dict[str, Any], advice: dict[str, str]) -> None:
         """An error on every rank, naming what differs and where, unless all ranks have the same facts."""
-        found = self.gather(facts)
+        gathered = self.gather(facts)
         lines = []
-        for name in dict.fromkeys(name for other in found for name in other):  # a rank may have facts of its own
-            values = [other.get(name) for other in found]
+        for name in dict.fromkeys(name for other in gathered for name in other):  # a rank may have facts of its own
+            values = [other.get(name) for other in gathered]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
                 shown = f"{_short(values[0])} on rank 0, {_short(values[odd[0]])} on rank {odd[0]}"

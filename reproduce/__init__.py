@@ -1,0 +1,59 @@
+"""The paper's tables and figures, regenerated, and what goes beyond them; see ``framework`` for how one is written.
+
+``EXPERIMENTS`` names them without importing anything heavy: name -> ("module:attribute", what it shows).
+"""
+
+EXPERIMENTS: dict[str, tuple[str, str]] = {
+    "rmse-table": (
+        "reproduce.rmse_table:EXPERIMENT",
+        "the paper's RMSE table, every mechanism and ε, beside ours",
+    ),
+    "fresh-bins-table": (
+        "reproduce.fresh_bins_table:EXPERIMENT",
+        "the RMSE table's twin with bins redrawn every epoch, beside the paper's fixed ones",
+    ),
+    "normalized-ratio": (
+        "reproduce.normalized_ratio:EXPERIMENT",
+        "RMSE of column-normalised over plain λCGD for grids of k and b",
+    ),
+    "lambda-theory": (
+        "reproduce.lambda_theory:EXPERIMENT",
+        "the λ of each objective over batch size, epochs and ε; the full-batch constants",
+    ),
+    "runtime-cifar": (
+        "reproduce.runtime:CIFAR",
+        "the paper's runtime table for CIFAR-10: seconds an epoch and memory, by how the noise is made",
+    ),
+    "runtime-imdb": (
+        "reproduce.runtime:IMDB",
+        "the paper's runtime table for IMDb: seconds an epoch and memory, by how the noise is made",
+    ),
+    "methods-cifar": (
+        "reproduce.methods_table:CIFAR_METHODS",
+        "test accuracy on CIFAR-10 over ε, every method tuned alike (needs the data: --data)",
+    ),
+    "methods-imdb": (
+        "reproduce.methods_table:IMDB_METHODS",
+        "test accuracy on IMDb over ε, a model trained from scratch or a BERT from --weights (needs the data: --data)",
+    ),
+    "lstm-imdb": (
+        "reproduce.methods_table:LSTM",
+        "test accuracy of an LSTM on IMDb, trained from scratch (needs the data: --data)",
+    ),
+    "bert-path": (
+        "reproduce.methods_table:BERT_PATH",
+        "a BERT with random weights on IMDb, end to end (needs the data: --data)",
+    ),
+    "lambda-sweep": (
+        "reproduce.sweeps:LAMBDA_SWEEP",
+        "validation accuracy over λ, batch sizes and ε, without amplification (needs the data: --data)",
+    ),
+    "amplified-sweep": (
+        "reproduce.sweeps:AMPLIFIED_SWEEP",
+        "validation accuracy over λ under Balls-in-Bins (needs the data: --data)",
+    ),
+    "epochs-sweep": (
+        "reproduce.sweeps:EPOCHS_SWEEP",
+        "validation accuracy over λ for 20, 40 and 80 epochs (needs the data: --data)",
+    ),
+}

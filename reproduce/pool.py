@@ -1,0 +1,333 @@
+"""The training experiments in bulk: many searches at once, worker processes that share one GPU, a limit in minutes.
+
+``python -m reproduce methods-cifar --data DIR`` trains run after run. These commands train the same runs several at a
+time, stop in time, and go on where they stopped:
+
+    python -m reproduce bulk plans   --experiment methods-cifar     # where the accountants are installed
+    python -m reproduce bulk train   --experiment methods-cifar --data DIR --minutes 8 --parallel 8 --split validation
+    python -m reproduce bulk collect --experiment methods-cifar     # tables, plots and pages from the runs
+
+The runs that the most important search waits for are trained first. Workers are processes of their own, since CUDA
+graphs must not be captured in several threads at once. On CUDA start NVIDIA's MPS first (``nvidia-cuda-mps-control
+-d``): without it processes take turns on the GPU. Results go to the store as they come, so that nothing finished is
+lost, and a run that two searches ask for is trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import queue
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from lambdacgd.cli.options import flag
+from lambdacgd.errors import InvalidInput
+from reproduce import framework
+from reproduce.framework import machine
+from reproduce.problems import TRAINING_EXAMPLES, Data, packed, problem, sizes, unpacked
+from reproduce.runs import PlanBook, Result, RunStore, TrainingRun
+from reproduce.search import Asked, Row, Search, advance, method_search, sweep_search
+from reproduce.trainer import TooLate, outcome, plan_requests, rows_from
+
+Say = Callable[[str], None]
+FOLDER = Path("results/training")
+SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb", "bert-path"), method_search) | dict.fromkeys(
+    ("lambda-sweep", "amplified-sweep", "epochs-sweep"), sweep_search
+)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """What a worker process needs: all of it picklable. ``data`` maps tasks to files of ``problems.packed`` splits."""
+
+    data: dict[str, Path]
+    plans: Path
+    device: str
+    threads: int = 1
+
+
+def solve(
+    searches: Sequence[tuple[str, Search]],
+    store: RunStore,
+    worker: Worker,
+    *,
+    parallel: int,
+    until: float,
+    allow: Callable[[TrainingRun], bool] = lambda run: True,
+    say: Say = print,
+) -> dict[str, Row]:
+    """Drive searches with worker processes. A run that fails ends its search; the others go on.
+
+    Args:
+        searches: Searches by name, the most important first.
+        store: Where results are looked up and kept.
+        worker: What each worker process needs.
+        parallel: How many workers.
+        until: When to stop, on the clock of ``time.monotonic()``.
+        allow: Which runs may be trained.
+        say: Is told of every run that ends.
+
+    Returns:
+        Rows, by name, of the searches that ended in time.
+    """
+    asked = [Asked(name, search) for name, search in searches]
+    for search in asked:
+        advance(search, store, first=True)
+    context = multiprocessing.get_context("spawn")
+    tasks: Any = context.Queue()
+    done: Any = context.Queue()
+    workers = [context.Process(target=_work, args=(worker, tasks, done, until), daemon=True) for _ in range(parallel)]
+    for process in workers:
+        process.start()
+    under_way: dict[str, TrainingRun] = {}
+    pace = _Pace()
+
+    def fits(run: TrainingRun) -> bool:
+        return allow(run) and time.monotonic() + pace.expected(run) <= until
+
+    try:
+        while True:
+            for run in _to_hand_out(asked, store, fits, under_way, parallel - len(under_way)):
+                under_way[run.digest] = run
+                tasks.put(run)
+            if not under_way:
+                break
+            try:
+                digest, result, where = done.get(timeout=1.0)
+            except queue.Empty:
+                if time.monotonic() > until + 5 or not any(process.is_alive() for process in workers):
+                    break
+                continue
+            run = under_way.pop(digest)
+            if "failed" in result:
+                say(f"FAILED {run}: {result['failed']}")
+                for search in asked:
+                    if run in search.waiting:
+                        search.waiting, search.over = [], result["failed"]
+                continue
+            store.add(run, result, where=where)
+            pace.saw(run, result)
+            shown = ", ".join(f"{name} {100 * value:.1f}%" for name, value in result["accuracy"].items())
+            say(f"{max(0, until - time.monotonic()):5.0f} s left  {run}: {shown}  ({result['seconds']} s)")
+            for search in asked:
+                if search.row is None and run in search.waiting:
+                    advance(search, store)
+    finally:
+        for _ in workers:
+            tasks.put(None)
+        for process in workers:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.terminate()
+    return {search.name: search.row for search in asked if search.row is not None}
+
+
+def _to_hand_out(
+    asked: Sequence[Asked],
+    store: RunStore,
+    allowed: Callable[[TrainingRun], bool],
+    under_way: dict[str, TrainingRun],
+    free: int,
+) -> list[TrainingRun]:
+    """The runs to hand out now."""
+    chosen: list[TrainingRun] = []
+    for search in asked:
+        for run in search.waiting:
+            if len(chosen) >= free:
+                return chosen
+            if run.digest not in under_way and run not in chosen and store.get(run) is None and allowed(run):
+                chosen.append(run)
+    return chosen
+
+
+class _Pace:
+    """How long a run will take, from those that ended: seconds an example read, the slowest of its kind's last few.
+
+    Few, because a run that shared the GPU with larger ones can take five times as long as the same run a minute later.
+    """
+
+    FEW = 8
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, str, str], deque[float]] = {}
+
+    def saw(self, run: TrainingRun, result: Result) -> None:
+        last = self._last.setdefault((run.task, run.model, run.method), deque(maxlen=self.FEW))
+        last.append(result["seconds"] / (result["training_examples"] * run.epochs))
+
+    def expected(self, run: TrainingRun) -> float:
+        alike = [each for kind, last in self._last.items() if kind[:2] == (run.task, run.model) for each in last]
+        each = max(self._last.get((run.task, run.model, run.method), alike), default=0.0)
+        return each * sizes(TRAINING_EXAMPLES[run.task], run)[0] * run.epochs
+
+
+def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
+    """A worker process: trains what it is given until it is given None."""
+    torch.set_num_threads(worker.threads)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    plans = PlanBook(worker.plans)
+    held: dict[str, Data] = {}
+    while (run := tasks.get()) is not None:
+        try:
+            if run.task not in held:
+                splits = unpacked(torch.load(worker.data[run.task], mmap=True, weights_only=True))
+                held[run.task] = Data(run.task, splits, torch.device(worker.device))
+            result = outcome(run, held[run.task], plans, until=until)
+        except TooLate:
+            return
+        except Exception as error:  # the parent is told, ends that search, and goes on with the others
+            result = {"failed": f"{type(error).__name__}: {error}"}
+        done.put((run.digest, result, machine()))
+
+
+bulk = typer.Typer(no_args_is_help=True, help="Training experiments in bulk: many runs at once on one GPU.")
+Names = Annotated[list[str], typer.Option("--experiment", help="Which experiment; may be given more than once.")]
+Plans = Annotated[Path, typer.Option("--plans", help="File of plans; runs*.jsonl are looked for beside it.")]
+Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated; all by default.")]
+Epsilons = Annotated[str | None, typer.Option("--epsilons", help="Comma-separated; all by default.")]
+Tasks = Annotated[str | None, typer.Option("--tasks", help="Comma-separated; all by default.")]
+Quick = Annotated[bool, flag("--quick", help="The experiments' quick versions.")]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The cells that the command line asks for."""
+
+    experiments: list[str]
+    methods: str | None
+    epsilons: str | None
+    tasks: str | None
+    quick: bool
+
+    def __post_init__(self) -> None:
+        for name in self.experiments:
+            if name not in SEARCHES:
+                raise InvalidInput("experiment", name, f"it must be one of {', '.join(SEARCHES)}")
+
+    def cells(self, name: str) -> list[dict[str, Any]]:
+        """Those of one experiment, in their order."""
+
+        def wanted(given: str | None, value: Any) -> bool:
+            return given is None or value in [type(value)(text) for text in given.split(",")]
+
+        return [
+            cell
+            for cell in framework.load(name).cells(framework.Settings(quick=self.quick))
+            if wanted(self.methods, cell["method"])
+            and wanted(self.epsilons, cell["epsilon"])
+            and wanted(self.tasks, cell["task"])
+        ]
+
+
+def stored_runs(plans: Path) -> list[Path]:
+    """Files of runs that were brought together beside the plans."""
+    return sorted(plans.parent.glob("runs*.jsonl"))
+
+
+@bulk.command("plans")
+def make_plans(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    methods: Methods = None,
+    epsilons: Epsilons = None,
+    tasks: Tasks = None,
+    quick: Quick = False,
+) -> None:
+    """Make every plan that the searches may ask for."""
+    chosen, book = Chosen(experiment, methods, epsilons, tasks, quick), PlanBook(plans, make=True)
+    for name in experiment:
+        for cell in chosen.cells(name):
+            for request in plan_requests(cell):
+                began, known = time.monotonic(), request in book
+                try:
+                    made = book.get(request)
+                except Exception as error:  # one plan that cannot be made must not stop hours of others
+                    print(f"FAILED {request}: {error}", flush=True)
+                    continue
+                if not known:
+                    print(
+                        f"{request['examples']} {cell['method']} {made.mechanism} ε={made.epsilon:g} "
+                        f"σ={made.sigma:.5g} {made.certificate.method} {time.monotonic() - began:.1f} s",
+                        flush=True,
+                    )
+
+
+@bulk.command("train")
+def train_runs(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with the data set's files.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for runs.jsonl.")] = FOLDER,
+    minutes: Annotated[float, typer.Option("--minutes", help="Stop in time.")] = 10.0,
+    parallel: Annotated[int, typer.Option("--parallel", help="Worker processes.")] = 4,
+    threads: Annotated[int, typer.Option("--threads", help="Threads of each.")] = 2,
+    split: Annotated[str | None, typer.Option("--split", help="validation or test; both by default.")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="CUDA where there is one.")] = None,
+    methods: Methods = None,
+    epsilons: Epsilons = None,
+    tasks: Tasks = None,
+    quick: Quick = False,
+) -> None:
+    """Train what the searches ask for, as far as the time allows."""
+    until = time.monotonic() + 60 * minutes
+    chosen = Chosen(experiment, methods, epsilons, tasks, quick)
+    if split not in (None, "validation", "test"):
+        raise InvalidInput("split", split, "it must be validation or test")
+    out.mkdir(parents=True, exist_ok=True)
+    store = RunStore(out / "runs.jsonl", read=stored_runs(plans))
+    print(f"{len(store)} runs known", flush=True)
+    cells = [(name, cell) for name in experiment for cell in chosen.cells(name)]
+    searches = [(f"{name}: {json.dumps(cell)}", SEARCHES[name](cell)) for name, cell in cells]
+    with tempfile.TemporaryDirectory() as folder:
+        files = {}
+        for task in sorted({cell["task"] for _, cell in cells}):
+            files[task] = Path(folder) / f"{task}.pt"
+            torch.save(packed(problem(task).load(data)), files[task])
+        print(f"data ready, {until - time.monotonic():.0f} s left", flush=True)
+        rows = solve(
+            searches,
+            store,
+            Worker(files, plans, device or ("cuda" if torch.cuda.is_available() else "cpu"), threads=threads),
+            parallel=parallel,
+            until=until,
+            allow=lambda run: split in (None, run.split),
+            say=lambda text: print(text, flush=True),
+        )
+    print(f"{len(rows)} of {len(searches)} cells complete, {len(store)} runs known", flush=True)
+
+
+@bulk.command("collect")
+def collect(
+    experiment: Names,
+    plans: Plans = FOLDER / "plans.jsonl",
+    out: Annotated[Path, typer.Option("--out", help="Each experiment goes to a folder in this.")] = Path("results"),
+    quick: Quick = False,
+) -> None:
+    """Write what the stored runs answer: CSV, JSON, plots and a page for each experiment."""
+    Chosen(experiment, None, None, None, quick)
+    store = RunStore(None, read=stored_runs(plans))
+    if not len(store):
+        raise InvalidInput("plans", str(plans), "there are no files runs*.jsonl with runs beside it")
+    settings = framework.Settings(quick=quick)
+    for name in experiment:
+        known, folder = framework.load(name), out / name
+        folder.mkdir(parents=True, exist_ok=True)
+        answered = list(rows_from(known, SEARCHES[name], store, settings))
+        with (folder / "cells.jsonl").open("w") as file:
+            for cell, row, runs in answered:
+                newest = max(runs, key=lambda run: run["date"])
+                record = {"key": known.key(cell), "cell": cell, "result": row, "seconds": row["training_seconds"]}
+                record |= {"machine": newest["machine"], "date": newest["date"]}
+                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        print(f"{name}: {len(answered)} cells")
+        if answered:
+            framework.reproduce(known, folder, settings=settings, collect=True)

@@ -1,0 +1,238 @@
+"""The search for hyperparameters as a conversation: it asks for runs, hears results, and ends with a row.
+
+A search is a generator that yields lists of ``TrainingRun`` and is sent their results in order. It neither trains nor
+waits, so one process can hold many searches and train what all of them ask for (``pool``), in order of importance.
+Every method gets the same number of runs, from the same learning rates and clipping norm.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from reproduce.runs import Result, RunStore, TrainingRun, method
+
+Cell = dict[str, Any]
+Row = dict[str, Any]
+Search = Generator[list[TrainingRun], list[Result], Row]
+# Where learning rates begin, by ε, at ζ = 0.3: the same for all methods. Cells may have their own.
+CENTRES = {8.0: 2.0, 4.0: 1.4, 2.0: 1.0, 1.0: 0.7, 0.5: 0.4, 0.25: 0.25}
+NEIGHBOURS = {4.0: (8.0, 2.0), 1.0: (2.0, 0.5), 0.25: (0.5, 2.0)}  # ε that learn from two others, the nearest first
+SMALLER_CLIP = 1 / 3
+MOVES = ("edge", "other", "linear")
+
+
+def best(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tuple[TrainingRun, str, float]:
+    """The run of the highest accuracy, whose weights (last or an average) had it, and that accuracy."""
+    scored = [(score, -i, which) for i, result in enumerate(results) for which, score in result["accuracy"].items()]
+    score, place, which = max(scored)
+    return runs[-place], which, score
+
+
+def start(cell: Cell, *, epsilon: float | None = None) -> TrainingRun:
+    """Where the search of a cell begins (for another ε, if given)."""
+    epsilon = cell["epsilon"] if epsilon is None else epsilon
+    known = {float(e): rate for e, rate in cell.get("learning_rates", {}).items()} or CENTRES
+    centre = cell.get("learning_rate") or known[min(known, key=lambda e: abs(math.log(e / epsilon)))]
+    return TrainingRun(
+        task=cell["task"],
+        model=cell["model"],
+        method=cell["method"],
+        epsilon=epsilon,
+        batch_size=cell["batch_size"],
+        epochs=cell["epochs"],
+        learning_rate=centre,
+        max_grad_norm=cell["max_grad_norm"],
+        lam=cell.get("lam", method(cell["method"]).first(epsilon)),
+        examples=cell.get("examples"),
+    )
+
+
+def tune(cell: Cell, *, epsilon: float | None = None) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+    """Up to ``cell["tries"]`` runs on the validation split.
+
+    Three learning rates a factor of two apart; then, from the best so far, the moves in ``cell["moves"]`` that apply:
+    "edge", a rate further out if the best is outermost; "other", another λ, or for methods without λ a smaller ζ;
+    "linear", a schedule that falls to a twentieth. Returns the best run, whose weights, its accuracy, and all tried.
+    """
+    first = start(cell, epsilon=epsilon)
+    tries: int = cell["tries"]
+    runs = [replace(first, learning_rate=first.learning_rate * factor) for factor in (1.0, 0.5, 2.0)][:tries]
+    results = list((yield runs))
+    for move in cell.get("moves", MOVES):
+        more = _moved(move, best(runs, results)[0], runs)
+        if more is not None and len(runs) < tries:
+            runs.append(more)
+            results += yield [more]
+    return _tuned(runs, results)
+
+
+def _moved(move: str, top: TrainingRun, runs: Sequence[TrainingRun]) -> TrainingRun | None:
+    """The run that a move from the best so far leads to, if it applies."""
+    if move == "linear":
+        return replace(top, schedule="linear", learning_rate=1.5 * top.learning_rate)
+    if move == "other":
+        known = method(top.method)
+        second = known.second(top.epsilon)
+        if second is not None:
+            return replace(top, lam=second if top.lam != second else known.first(top.epsilon))
+        return replace(
+            top, max_grad_norm=top.max_grad_norm * SMALLER_CLIP, learning_rate=top.learning_rate / SMALLER_CLIP
+        )
+    rates = [run.learning_rate for run in runs]
+    if len(set(rates)) > 1 and top.learning_rate in (min(rates), max(rates)):
+        return replace(top, learning_rate=top.learning_rate * (2.0 if top.learning_rate == max(rates) else 0.5))
+    return None
+
+
+def tune_between(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+    """Two runs around the learning rate that the searches of two other ε suggest; the rest as the nearest found it.
+
+    Between the two ε the rate is their geometric mean; beyond them it goes on falling as it did, at most by half.
+    """
+    near, far = NEIGHBOURS[cell["epsilon"]]
+    nearer = yield from tune(cell, epsilon=near)
+    further = yield from tune(cell, epsilon=far)
+    a, b = (tuned["run"].learning_rate * tuned["run"].max_grad_norm for tuned in (nearer, further))
+    between = min(near, far) < cell["epsilon"] < max(near, far)
+    reach = math.sqrt(a * b) if between else a * min(1.0, max(0.5, math.sqrt(a / b)))
+    middle = replace(nearer["run"], epsilon=cell["epsilon"], learning_rate=_round(reach / nearer["run"].max_grad_norm))
+    if middle.lam is not None:
+        middle = replace(middle, lam=_known(cell, middle.lam))
+    runs = [replace(middle, learning_rate=_round(middle.learning_rate * f)) for f in (0.7, 1.4)][: cell["tries"]]
+    results = list((yield runs))
+    return _tuned(runs, results)
+
+
+def _known(cell: Cell, lam: float) -> float | None:
+    known = method(cell["method"])
+    first, second = known.first(cell["epsilon"]), known.second(cell["epsilon"])
+    return lam if lam in (first, second) else first
+
+
+def _round(rate: float) -> float:
+    return float(f"{rate:.3g}")
+
+
+def _tuned(runs: list[TrainingRun], results: list[Result]) -> dict[str, Any]:
+    top, which, score = best(runs, results)
+    tried = [
+        {
+            "learning_rate": run.learning_rate,
+            "max_grad_norm": run.max_grad_norm,
+            "lam": run.lam,
+            "schedule": run.schedule,
+            "accuracy": result["accuracy"],
+        }
+        for run, result in zip(runs, results, strict=True)
+    ]
+    seconds = sum(result["seconds"] for result in results)
+    return {"run": top, "which": which, "validation": score, "tried": tried, "seconds": seconds}
+
+
+def method_search(cell: Cell) -> Search:
+    """Tune a method on the validation split, then train it on everything with ``cell["seeds"]`` seeds, and test."""
+    tuned = yield from (tune_between(cell) if cell.get("between") else tune(cell))
+    chosen: TrainingRun = tuned["run"]
+    runs = [replace(chosen, split="test", seed=1 + i) for i in range(cell["seeds"])]
+    results = yield runs
+    scores = [result["accuracy"][tuned["which"]] for result in results]
+    return _chosen(tuned) | {
+        "sigma": results[0]["sigma"],
+        "certificate": results[0]["certificate"],
+        "scores": scores,
+        "test": statistics.mean(scores),
+        "standard_error": standard_error(scores),
+        "last": statistics.mean(result["accuracy"]["last"] for result in results),
+        "training_seconds": _seconds(tuned, results),
+    }
+
+
+def sweep_search(cell: Cell) -> Search:
+    """A point of a sweep over λ: the learning rate tuned on the validation split, then the mean over seeds there."""
+    tuned = yield from tune(cell)
+    chosen: TrainingRun = tuned["run"]
+    runs = [replace(chosen, seed=seed) for seed in range(cell["seeds"])]  # the first of them is the search's own
+    results = yield runs
+    scores = [result["accuracy"][tuned["which"]] for result in results]
+    row = _chosen(tuned) | {"sigma": results[0]["sigma"], "scores": scores}
+    row |= {"training_seconds": _seconds(tuned, results[1:])}
+    return row | {"accuracy": statistics.mean(scores), "standard_error": standard_error(scores)}
+
+
+def _chosen(tuned: dict[str, Any]) -> Row:
+    run: TrainingRun = tuned["run"]
+    return {
+        "learning_rate": run.learning_rate,
+        "max_grad_norm": run.max_grad_norm,
+        "lambda": run.lam,
+        "schedule": run.schedule,
+        "weights": tuned["which"],
+        "validation": tuned["validation"],
+        "tried": tuned["tried"],
+    }
+
+
+def _seconds(tuned: dict[str, Any], more: Sequence[Result]) -> float:
+    return round(tuned["seconds"] + sum(float(result["seconds"]) for result in more), 2)
+
+
+def standard_error(scores: Sequence[float]) -> float | None:
+    """Of the mean; None for a single score."""
+    return statistics.stdev(scores) / math.sqrt(len(scores)) if len(scores) > 1 else None
+
+
+Train = Callable[[TrainingRun, float | None], Result]
+
+
+@dataclass
+class Asked:
+    """A search under way: the runs it waits for, and the row it ended with."""
+
+    name: str
+    search: Search
+    waiting: list[TrainingRun] = field(default_factory=list)
+    row: Row | None = None
+    over: str = ""  # why it will not go on
+
+
+class Known(Protocol):
+    """Where results are looked up."""
+
+    def get(self, run: TrainingRun) -> Result | None: ...
+
+
+def stored(search: Search, known: Known) -> Row | None:
+    """What a search ends with if every result is known; None where one is missing."""
+    asked = Asked("", search)
+    advance(asked, known, first=True)
+    return asked.row
+
+
+def answer(search: Search, store: RunStore, train: Train, *, until: float | None = None) -> Row:
+    """Drive one search here, training what the store lacks."""
+    asked = Asked("", search)
+    advance(asked, store, first=True)
+    while asked.row is None:
+        for run in asked.waiting:
+            if store.get(run) is None:
+                store.add(run, train(run, until))
+        advance(asked, store)
+    return asked.row
+
+
+def advance(asked: Asked, store: Known, *, first: bool = False) -> None:
+    """Hand a search all the results that are there, until it waits for a missing one or ends."""
+    try:
+        if first:
+            asked.waiting = next(asked.search)
+        while True:
+            results = [store.get(run) for run in asked.waiting]
+            if any(result is None for result in results):
+                return
+            asked.waiting = asked.search.send([result for result in results if result is not None])
+    except StopIteration as end:
+        asked.waiting, asked.row = [], end.value

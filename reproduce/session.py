@@ -1,0 +1,319 @@
+"""One training run in a folder: its settings, plan, key, checkpoints and release.
+
+Settings are the defaults of the task, then a TOML file, then the command line; they are written out as resolved.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lambdacgd.cli.options import plan_arguments
+from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.keys import SecretKey
+from lambdacgd.planning import Plan
+from lambdacgd.planning import plan as make_plan
+from lambdacgd.training.export import export
+from lambdacgd.training.private import Private
+from lambdacgd.training.privatize import privatize
+from reproduce.data import Examples, Splits
+from reproduce.framework import check_device
+from reproduce.problems import TASKS, Task
+
+
+@dataclass(frozen=True)
+class Config:
+    """All that ``python -m reproduce train`` needs to know. Everything here is public."""
+
+    task: str
+    epsilon: float
+    delta: float
+    epochs: int
+    batch_size: int
+    lr: float
+    clip: float
+    mechanism: str = "lambda-cgd"
+    sampling: str = "balls-in-bins"
+    bins: str | None = None
+    lam: float | str | None = None
+    bands: int | None = None
+    optimizer: str = "sgd"
+    ema: float = 0.0
+    physical_batch_size: int | None = None
+    workers: int = 0
+    device: str = "cpu"
+    seed: int = 0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "lr", "clip"):
+            object.__setattr__(self, name, number(name, _float(getattr(self, name)), above=0, include=_infinite(name)))
+        number("delta", self.delta, above=0, below=1)
+        number("ema", self.ema, above=0, below=1, include=(0,))
+        for name in ("epochs", "batch_size"):
+            integer(name, getattr(self, name))
+        integer("workers", self.workers, minimum=0)
+        integer("seed", self.seed, minimum=0)
+        if self.physical_batch_size is not None:
+            integer("physical_batch_size", self.physical_batch_size)
+        if not isinstance(self.data, (str, type(None))):
+            raise InvalidInput("data", self.data, "it must be a folder")
+        if self.bins not in (None, "fresh", "fixed"):
+            raise InvalidInput("bins", self.bins, "it must be fresh or fixed")
+        if self.optimizer not in ("sgd", "adamw"):
+            raise InvalidInput("optimizer", self.optimizer, "it must be sgd or adamw")
+        if isinstance(self.lam, str) and self.lam != "auto":
+            raise InvalidInput("lam", self.lam, "it must be a number in [0, 1) or auto")
+
+    @property
+    def described(self) -> Task:
+        return TASKS[self.task]
+
+
+def _infinite(name: str) -> tuple[float, ...]:
+    return (math.inf,) if name == "epsilon" else ()
+
+
+def _float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Config:
+    """The settings of a run: the task's defaults, overridden by ``file``, overridden by what was ``given``."""
+    written = read_config(file) if file else {}
+    settings = written | {name: value for name, value in given.items() if value is not None}
+    task = task or settings.get("task") or "digits"
+    if not isinstance(task, str) or task not in TASKS:
+        raise InvalidInput("task", task, f"it must be one of {', '.join(TASKS)}")
+    if "epsilon" not in settings:
+        raise InvalidInput("epsilon", None, "give the privacy budget: --epsilon 8, say")
+    known = TASKS[task]
+    defaults = {
+        "delta": known.delta,
+        "epochs": known.epochs,
+        "batch_size": known.batch_size,
+        "lr": known.learning_rate,
+        "clip": known.max_grad_norm,
+    }
+    return Config(**(defaults | settings | {"task": task}))
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file; unknown ones are an error."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows editors save it
+    except FileNotFoundError:
+        raise InvalidInput("config", str(path), "there is no such file") from None
+    except OSError as error:
+        raise InvalidInput("config", str(path), f"it must be a file that can be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise InvalidInput(
+            "config",
+            str(path),
+            f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise InvalidInput("config", str(path), f"it must be a TOML file ({error})") from None
+    allowed = [field.name for field in fields(Config)]
+    if unknown := sorted(set(content) - set(allowed)):
+        raise InvalidInput("config", f"{path} with {', '.join(unknown)}", f"it may set {', '.join(allowed)}")
+    return content
+
+
+def write_config(config: Config, path: Path) -> None:
+    """Write the resolved settings, as ``read_config`` reads them."""
+    lines = ["# The resolved settings of this run, as python -m reproduce train --config reads them."]
+    for name, value in asdict(config).items():
+        if value is not None:
+            lines.append(f"{name} = {_toml(value)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, float) and math.isinf(value):
+        return "inf"
+    return json.dumps(value, ensure_ascii=False)  # TOML's strings, integers and floats are written as JSON's
+
+
+CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint", Path("private") / "run.key"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training stands. Loss and accuracy are of training batches: for the operator's eyes, not private."""
+
+    step: int
+    epoch: int
+    loss: float
+    accuracy: float
+    examples_per_second: float
+
+
+class Interrupted(Exception):
+    """Ctrl-C: a checkpoint was saved."""
+
+
+def plan_for(config: Config, examples: int) -> Plan:
+    """The plan that the settings ask for."""
+    asked = ("batch_size", "epochs", "epsilon", "delta", "mechanism", "sampling", "lam", "bands", "bins")
+    return make_plan(**plan_arguments({"examples": examples} | {name: getattr(config, name) for name in asked}))
+
+
+class Session:
+    """A run in its folder. ``Session.start`` makes one, ``Session.resume`` goes on with one."""
+
+    def __init__(self, folder: Path, config: Config, plan: Plan, splits: Splits, key: SecretKey) -> None:
+        self.folder, self.config, self.plan, self.splits = folder, config, plan, splits
+        self.device = check_device(config.device)
+        torch.manual_seed(config.seed)
+        self.model: nn.Module = config.described.model().to(self.device)
+        kind = torch.optim.SGD if config.optimizer == "sgd" else torch.optim.AdamW
+        self.optimizer = kind(self.model.parameters(), lr=config.lr)
+        self.private: Private = privatize(
+            self.model,
+            self.optimizer,
+            splits.train,
+            plan,
+            max_grad_norm=config.clip,
+            max_physical_batch_size=config.physical_batch_size,
+            key=key,
+            num_workers=config.workers,
+            pin_memory=self.device.type == "cuda",
+        )
+        self.average = self.private.ema(config.ema) if config.ema else None
+        self._stop = False
+
+    @classmethod
+    def start(cls, folder: Path, config: Config, plan: Plan | None = None) -> Session:
+        """A new run in a new folder."""
+        if folder.exists() and any(folder.iterdir()):
+            raise InvalidInput(
+                "out", str(folder), f"it is not empty; choose another, or go on with it: --resume {folder}"
+            )
+        check_device(config.device)
+        splits = config.described.load(Path(config.data) if config.data else None)
+        if plan is None:
+            plan = plan_for(config, len(splits.train))
+        config = replace(config, bins=getattr(plan.sampling, "bins", None))  # written down even where it was a default
+        (folder / KEY).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_config(config, folder / CONFIG)
+        plan.save(folder / PLAN)
+        key = SecretKey.generate()
+        key.save(folder / KEY)
+        return cls(folder, config, plan, splits, key)
+
+    @classmethod
+    def resume(cls, folder: Path, changes: dict[str, Any]) -> Session:
+        """Go on with a run from its newest checkpoint. Only where and how fast it runs may change."""
+        for name in (
+            CONFIG,
+            PLAN,
+            CHECKPOINT,
+            KEY,
+        ):
+            if not (folder / name).exists():
+                raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({name} is missing)")
+        config = replace(resolve(None, folder / CONFIG, {}), **changes)
+        splits = config.described.load(Path(config.data) if config.data else None)
+        session = cls(folder, config, Plan.load(folder / PLAN), splits, SecretKey.load(folder / KEY))
+        session.private.load(folder / CHECKPOINT)
+        return session
+
+    def train(self, report: Callable[[Progress], None], *, every_s: float = 0.2) -> None:
+        """The rest of the run, with a checkpoint after every epoch. Ctrl-C saves one and raises ``Interrupted``."""
+        if self.private.finished:
+            return
+        if not self.private.run.started:
+            self.private.save(self.folder / CHECKPOINT)
+        with self._interruptible():
+            for epoch in self.private.epochs():
+                self._epoch(epoch.number, iter(epoch), report, every_s)
+                self.private.save(self.folder / CHECKPOINT)
+
+    def _epoch(self, number: int, batches: Iterator[Any], report: Callable[[Progress], None], every_s: float) -> None:
+        self.model.train()
+        shown = time.monotonic()
+        losses, hits, examples = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
+        for x, y in batches:
+            x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+            output = self.model(x)
+            loss = F.cross_entropy(output, y)
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            with torch.no_grad():
+                losses += loss.detach() * len(y)
+                hits += (output.detach().argmax(1) == y).sum()
+            examples += len(y)
+            now = time.monotonic()
+            if now - shown >= every_s:
+                rate = examples / (now - shown)
+                report(
+                    Progress(self.private.steps_taken, number, float(losses) / examples, float(hits) / examples, rate)
+                )
+                shown, examples = now, 0
+                losses.zero_()
+                hits.zero_()
+            if self._stop and self.private.between_steps:
+                self.private.save(self.folder / CHECKPOINT)
+                raise Interrupted
+        report(Progress(self.private.steps_taken, number, float("nan"), float("nan"), float("nan")))
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """The first Ctrl-C ends after the logical step under way; a second one at once."""
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            self._stop = True
+            signal.signal(signal.SIGINT, before)
+
+        try:
+            before = signal.signal(signal.SIGINT, stop)
+        except ValueError:  # not the main thread: nobody presses Ctrl-C here
+            yield
+            return
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def test_accuracy(self) -> float:
+        """Accuracy on the test examples, of the averaged weights where an average is kept."""
+        if self.average is None:
+            return accuracy(self.model, self.splits.test, self.device)
+        with self.average.applied():
+            return accuracy(self.model, self.splits.test, self.device)
+
+    def release(self) -> Path:
+        """Export the weights (averaged where an average is kept) with their privacy card."""
+        if self.average is None:
+            return export(self.private, self.folder / "release")
+        with self.average.applied():
+            return export(self.private, self.folder / "release")
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, examples: Examples, device: torch.device, *, batch: int = 512) -> float:
+    """The share of ``examples`` that the model gets right."""
+    training = model.training
+    model.eval()
+    hits = 0
+    for start in range(0, len(examples), batch):
+        part = examples.part(slice(start, start + batch))
+        x, y = zip(*part.__getitems__(list(range(len(part)))), strict=True)
+        hits += int((model(torch.stack(x).to(device)).argmax(1).cpu() == torch.stack(y)).sum())
+    model.train(training)
+    return hits / len(examples)

@@ -1,0 +1,232 @@
+"""One training run through the library's own calls, and how a cell of an experiment is computed from such runs.
+
+A run is captured on CUDA where the noise allows it; otherwise it is the plain loop.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.noise import NonFiniteSum
+from lambdacgd.planning import Plan
+from lambdacgd.training import Private, privatize
+from reproduce.framework import Cell, Experiment, Row, Settings
+from reproduce.problems import (
+    PHYSICAL,
+    TRAINING_EXAMPLES,
+    Data,
+    capturable,
+    is_pretrained,
+    make_model,
+    problem,
+    reviews,
+    sizes,
+)
+from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
+from reproduce.search import Search, answer, start, stored
+
+AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
+_LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
+
+
+class TooLate(Exception):
+    """The time given to a run is over; nothing of it is kept."""
+
+
+class Rows(torch.utils.data.Dataset[int]):
+    """A dataset of row numbers: a batch is then gathered on the device in one call by ``collate``."""
+
+    def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def collate(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        x, y = self.tensors
+        chosen = torch.tensor(rows, device=x.device)
+        return x.index_select(0, chosen), y.index_select(0, chosen)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y)
+
+
+def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+    """Train and evaluate a run.
+
+    Args:
+        run: What to train.
+        data: The examples of the run's task.
+        plans: Where the run's plan is.
+        until: When to give up, on the clock of ``time.monotonic()``.
+
+    Returns:
+        The accuracy of the last weights and of their averages, by name; and what the plan and the clock say.
+
+    Raises:
+        TooLate: The time was over before the run was.
+        MissingPlan: ``plans`` does not hold the run's plan.
+    """
+    (x, y), held_out = data.cut(run)
+    plan = plans.for_run(run, len(y))
+    began = time.monotonic()
+    torch.manual_seed(run.seed)
+    model = make_model(run).to(data.device)
+    captured = data.device.type == "cuda" and capturable(run)
+    captured &= plan.mechanism.regenerates(plan.block.steps)
+    rate = torch.tensor(run.learning_rate, device=data.device)  # read on the device: a schedule needs no new capture
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
+    rows = Rows((x, y))
+    private = privatize(
+        model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate,
+        max_physical_batch_size=PHYSICAL if is_pretrained(run.model) else None,
+    )  # fmt: skip
+    averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
+    if run.schedule == "linear":
+        private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))
+    for _ in _captured(private, (x, y)) if captured else _loop(private, loss_of):
+        if until is not None and time.monotonic() > until:
+            raise TooLate(str(run))
+    _wait(data.device)
+    seconds = time.monotonic() - began
+    scores = {"last": accuracy(model, *held_out)}
+    for name, average in averages.items():
+        with average.applied():
+            scores[name] = accuracy(model, *held_out)
+    private.detach()
+    result = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
+    return result | _facts(plan)
+
+
+def outcome(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None = None) -> Result:
+    """``train``, where a learning rate that blows up is an answer too. Every other error is raised."""
+    try:
+        return train(run, data, plans, until=until)
+    except NonFiniteSum as error:
+        return diverged(str(error), plans.for_run(run, data.examples(run)))
+
+
+def diverged(why: str, plan: Plan) -> Result:
+    """The result of a run whose sums stopped being finite: nothing learned."""
+    names = ["last", *(f"ema-{decay:g}" for decay in AVERAGES)]
+    return {"accuracy": dict.fromkeys(names, 0.0), "diverged": why, "seconds": 0.0} | _facts(plan)
+
+
+def _facts(plan: Plan) -> dict[str, Any]:
+    return {
+        "sigma": plan.sigma,
+        "plan": plan.digest,
+        "certificate": {"method": plan.certificate.method, "kind": plan.certificate.kind},
+        "training_examples": plan.examples,
+        "steps": plan.steps,
+    }
+
+
+def _captured(private: Private, data: tuple[Tensor, Tensor]) -> Iterable[int]:
+    step = private.captured_step(loss_of, data)
+    while not private.finished:
+        step.run(min(private.plan.steps_per_epoch, private.plan.steps - private.steps_taken))
+        yield private.steps_taken
+
+
+def _loop(private: Private, loss: Callable[..., Tensor]) -> Iterable[int]:
+    for x, y in private.loader:
+        loss(private.model, x, y).backward()
+        private.optimizer.step()
+        private.optimizer.zero_grad()
+        yield private.steps_taken
+
+
+def _anneal(rate: Tensor, begin: float, private: Private) -> None:
+    left = 1 - private.steps_taken / private.plan.steps
+    rate.fill_(begin * (_LEAST + (1 - _LEAST) * left))
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, batch: int = 1000) -> float:
+    """The share that the model gets right."""
+    model.eval()
+    hits = torch.zeros((), dtype=torch.int64, device=y.device)
+    for i in range(0, len(y), batch):
+        hits += (model(x[i : i + batch]).argmax(1) == y[i : i + batch]).sum()
+    model.train()
+    return int(hits) / len(y)
+
+
+Make = Callable[[Cell], Search]
+
+
+def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
+    """``Experiment.compute`` for a kind of search: runs in this process, one after another, each kept when it ends.
+
+    They are kept beside the cells, so that an interrupted search goes on, and another folder begins from scratch.
+    """
+
+    def compute(cell: Cell, settings: Settings) -> Row:
+        store = RunStore(None if settings.folder is None else settings.folder / "runs.jsonl")
+        plans = PlanBook(make=True)
+        held: list[Data] = []
+
+        def train_here(run: TrainingRun, until: float | None) -> Row:
+            if not held:
+                load = partial(reviews, run.model) if is_pretrained(run.model) else problem(run.task).load
+                splits = load(settings.data)
+                held.append(Data(run.task, splits, torch.device(settings.torch_device)))
+            return outcome(run, held[0], plans, until=until)
+
+        return answer(make(cell), store, train_here)
+
+    return compute
+
+
+def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
+    """Every plan that the search of a cell may ask for, on both splits."""
+    first = start(cell)
+    known = method(first.method)
+    lams = [first.lam] if "lam" in cell else [known.first(first.epsilon), known.second(first.epsilon)]
+    for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
+        run = replace(first, lam=lam)
+        for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
+            wanted = replace(run, split=split)
+            yield wanted.plan_request(sizes(TRAINING_EXAMPLES[run.task], wanted)[0])
+
+
+class _Watched:
+    """A store that notes which of its records were read."""
+
+    def __init__(self, store: RunStore) -> None:
+        self._store, self.read = store, dict[str, dict[str, Any]]()
+
+    def get(self, run: TrainingRun) -> Result | None:
+        record = self._store.record(run)
+        if record is not None:
+            self.read[run.digest] = record
+        return self._store.get(run)
+
+
+def rows_from(
+    experiment: Experiment, make: Make, store: RunStore, settings: Settings
+) -> Iterator[tuple[Cell, Row, list[dict[str, Any]]]]:
+    """The cells whose searches can be answered from the store alone, with the records of the runs behind each."""
+    for cell in experiment.cells(settings):
+        watched = _Watched(store)
+        row = stored(make(cell), watched)
+        if row is not None:
+            yield cell, row, list(watched.read.values())

@@ -1,0 +1,502 @@
+"""Who answers for a mechanism under a sampling. A pair without a proof is refused, and the refusal names others.
+
+| sampling | mechanism | accountant |
+|---|---|---|
+| cyclic | any | ``gaussian.Unamplified`` |
+| Poisson | independent noise (DP-SGD) | ``poisson.PoissonSampled`` |
+| Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
+| | others with C ≥ 0, and where that refuses | ``monte_carlo.MonteCarlo`` |
+| Balls-in-Bins, fresh bins | λCGD in any guise | ``composed.FreshBins`` |
+| | others with C ≥ 0 | ``composed.FreshBins`` of a chain that dominates them |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from decimal import ROUND_CEILING, Context, Decimal
+from functools import cached_property
+from typing import Any, ClassVar
+
+from lambdacgd import cache
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Accountant, Bound, Calibration, Certificate, device
+from lambdacgd.accounting.composed import METHOD as COMPOSED
+from lambdacgd.accounting.composed import FreshBins
+from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
+from lambdacgd.accounting.composed.accountant import Dominating, dominating
+from lambdacgd.accounting.composed.simulation import estimate_sigma, simulate
+from lambdacgd.accounting.exact import METHOD as EXACT
+from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
+from lambdacgd.accounting.gaussian import Unamplified
+from lambdacgd.accounting.monte_carlo import MonteCarlo
+from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as LARGEST_SAMPLED
+from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
+from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.errors import AccountingError, InvalidInput, number
+from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
+from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
+
+
+def accountant_for(mechanism: Mechanism, sampling: Sampling) -> BySampling:
+    """The accountant of this pair.
+
+    Args:
+        mechanism: resolved for ``sampling.block``.
+        sampling: who takes part when.
+
+    Returns:
+        An ``Accountant``. A pair without a proof is refused when it is asked anything.
+
+    Raises:
+        InvalidInput: the sampling is of no known kind.
+    """
+    return _who(sampling)(mechanism, sampling)
+
+
+def methods(sampling: Sampling) -> tuple[str, ...]:
+    """The methods that certify ``sampling``: a certificate by another one was made for something else."""
+    return _who(sampling).methods
+
+
+def check_epsilon(sampling: Sampling, epsilon: float) -> None:
+    """Refuse an ε that no accountant of ``sampling`` takes, before anything is searched for or computed.
+
+    Raises:
+        InvalidInput: ε is out of range.
+    """
+    who = _who(sampling)
+    if not (math.isinf(epsilon) or who.takes(epsilon)):
+        raise InvalidInput(
+            "epsilon",
+            epsilon,
+            f"{sampling.kind} is accounted for {who.limits}; use cyclic sampling, which takes any, or inf to train "
+            "without noise",
+        )
+
+
+def _who(sampling: Sampling) -> type[BySampling]:
+    """The one place that tells samplings apart. Fresh bins over one epoch are fixed bins: nothing is redrawn."""
+    if isinstance(sampling, Cyclic):
+        return _Cyclic
+    if isinstance(sampling, Poisson):
+        return _Poisson
+    if isinstance(sampling, BallsInBins):
+        return _FreshBins if sampling.bins == "fresh" and sampling.epochs > 1 else _FixedBins
+    raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
+
+
+def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
+    """Whether this is DP-SGD under another name: C = I."""
+    n = horizon.steps
+    noising = mechanism.noising(n)
+    return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
+
+
+def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix | None:
+    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise and λ is within its range."""
+    n = horizon.steps
+    noising = mechanism.noising(n)
+    if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
+        lam, normalized = mechanism.resolved_lam, mechanism.normalized
+    elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
+        lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
+    else:
+        return None
+    try:
+        return TransferMatrix(lam, horizon.steps_per_epoch, horizon.epochs, normalized)
+    except AccountingError:  # λ outside its range
+        return None
+
+
+@dataclass(frozen=True)
+class QuickSigma:
+    """About the smallest σ, −d log δ/d log σ there, and whether random numbers decided it. It claims nothing."""
+
+    sigma: float
+    slope: float
+    sampled: bool = False
+
+
+@dataclass(frozen=True)
+class BySampling:
+    """An ``Accountant`` of one mechanism, resolved, under one sampling; there is a subclass for each kind of sampling.
+
+    What all of them share: numbers are checked at the door, answers are kept on disk, ε = inf means no noise at all,
+    and a certificate names its kind of sampling, because σ of fresh bins is worth nothing over fixed ones.
+
+    Guarantee
+    ---------
+    What a certificate of kind "bound" says is proven under zero-out of one example, both directions: surely where its
+    confidence is 1, else with that probability over the accountant's own coin flips, which is counted into δ.
+    """
+
+    mechanism: Mechanism
+    sampling: Sampling
+
+    methods: ClassVar[tuple[str, ...]]
+    limits: ClassVar[str] = "from above 0"
+    """the ε that it takes, in words"""
+
+    @classmethod
+    def takes(cls, epsilon: float) -> bool:
+        return True
+
+    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
+        """The smallest noise multiplier σ that is certified for (ε, δ).
+
+        Args:
+            epsilon: ε; inf asks for no noise.
+            delta: δ.
+            estimate: whether a quick point estimate will do where only sampling can answer. Its certificate says
+                ``kind="estimate"`` and claims nothing.
+
+        Returns:
+            σ, relative to the clipping norm, with its certificate.
+
+        Raises:
+            InvalidInput: ε or δ is out of range, or this pair of mechanism and sampling has no proof.
+            AccountingError: nothing could be certified; the message says what can be asked instead.
+        """
+        epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
+        delta = number("delta", delta, above=0, below=1)
+        if math.isinf(epsilon):
+            claim = Certificate("none", "both", 1.0, math.inf, delta, details={"because": "ε = inf"})
+            return Calibration(0.0, self._named(claim))
+        check_epsilon(self.sampling, epsilon)
+        self.mechanism.validate(self.sampling.block)
+        answer = self._cached(
+            "sigma",
+            {"epsilon": epsilon, "delta": delta, "estimate": bool(estimate)},
+            lambda: asdict(self._sigma(epsilon, delta, bool(estimate))),
+        )
+        claim = Certificate(**answer["certificate"])
+        if claim.kind == "estimate" and not estimate:
+            raise InvalidInput(
+                "sampling",
+                self.sampling.kind,
+                f"{self.mechanism.name} has only a point estimate there, which claims nothing: ask for it (estimate), "
+                "or use fixed bins or cyclic sampling, which are certified",
+            )
+        return Calibration(answer["sigma"], self._named(claim))
+
+    def epsilon(self, sigma: float, delta: float) -> Certificate:
+        """The smallest ε, from 0.001 on, that is certified for a noise multiplier σ.
+
+        Args:
+            sigma: σ.
+            delta: δ.
+
+        Returns:
+            A certificate. Its ε is rounded up to six digits: what is printed is what was certified.
+
+        Raises:
+            InvalidInput: σ or δ is out of range, or this pair of mechanism and sampling has no proof.
+            AccountingError: σ has no certified ε.
+        """
+        sigma = number("sigma", sigma, above=0)
+        delta = number("delta", delta, above=0, below=1)
+        self.mechanism.validate(self.sampling.block)
+        try:
+            answer = self._cached(
+                "epsilon", {"sigma": sigma, "delta": delta}, lambda: self._epsilon(sigma, delta).to_dict()
+            )
+        except AccountingError as error:
+            raise AccountingError(
+                f"σ = {sigma:g} has no certified ε at δ = {delta:g} ({error}); plan for an ε instead"
+            ) from error
+        if not math.isfinite(answer["epsilon"]):
+            raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
+        return self._named(Certificate(**(answer | {"epsilon": _rounded_up(answer["epsilon"])})))
+
+    def delta(self, sigma: float, epsilon: float) -> Certificate:
+        """The smallest δ that is certified at noise multiplier σ and ε.
+
+        Raises:
+            InvalidInput: σ or ε is out of range, or this pair of mechanism and sampling has no proof.
+            AccountingError: nothing could be certified.
+        """
+        sigma = number("sigma", sigma, above=0)
+        epsilon = number("epsilon", epsilon, above=0)
+        self.mechanism.validate(self.sampling.block)
+        return self._named(self._delta(sigma, epsilon))
+
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
+        """About the smallest σ, to 0.5%, for comparing mechanisms. It claims nothing.
+
+        Args:
+            epsilon: ε.
+            delta: δ.
+            start: a guess of σ that saves time.
+        """
+        return self.quick(epsilon, delta, start=start).sigma
+
+    def quick(
+        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
+    ) -> QuickSigma:
+        """``quick_sigma`` with all that a search over many mechanisms carries from one to the next.
+
+        Args:
+            epsilon: ε.
+            delta: δ.
+            start: a guess of σ that saves time.
+            slope: a guess of the slope, such as that of a mechanism nearby.
+            effort: so many times the usual samples are drawn, where it samples.
+        """
+        return QuickSigma(self._accountant.quick_sigma(epsilon, delta, start=start), slope)
+
+    def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
+        """δ(ε) at this σ by Monte Carlo, which shares no code with the exact accountant, with its standard error."""
+        raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
+
+    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
+        """(ε, δ) at this σ where they are computed exactly, fine down to about ``delta``; nothing elsewhere."""
+        return []
+
+    def epsilon_after_epochs(self, sigma: float, epsilon: float, delta: float) -> tuple[float, ...]:
+        """ε that σ would give a run planned for 1, 2, …, k epochs; ``epsilon`` is that of all k."""
+        shorter = (replace(self, sampling=replace(self.sampling, epochs=k)) for k in range(1, self.sampling.epochs))
+        return (*(accountant.epsilon(sigma, delta).epsilon for accountant in shorter), epsilon)
+
+    # What the subclasses answer
+
+    @cached_property
+    def _accountant(self) -> Accountant:
+        raise NotImplementedError
+
+    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
+        return self._accountant.sigma(epsilon, delta, estimate=estimate)
+
+    def _epsilon(self, sigma: float, delta: float) -> Certificate:
+        return self._accountant.epsilon(sigma, delta)
+
+    def _delta(self, sigma: float, epsilon: float) -> Certificate:
+        return self._accountant.delta(sigma, epsilon)
+
+    def _named(self, certificate: Certificate) -> Certificate:
+        return replace(certificate, details=certificate.details | {"sampling": self.sampling.kind})
+
+    def _cached(self, kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
+        question |= self.mechanism.question(self.sampling.block.steps)
+        question |= {"b": self.sampling.steps_per_epoch, "k": self.sampling.epochs, "device": device()}
+        return cache.cached(f"{kind}-{self.methods[0]}", question, compute)
+
+
+class _Cyclic(BySampling):
+    """Exactly cyclic participation: no amplification."""
+
+    methods = ("analytic",)
+
+    @cached_property
+    def _accountant(self) -> Accountant:
+        return Unamplified(self.mechanism, self.sampling.horizon)
+
+
+class _Poisson(BySampling):
+    """Poisson sampling, which is accounted for DP-SGD alone."""
+
+    methods = ("pld",)
+
+    @cached_property
+    def _accountant(self) -> Accountant:
+        if not adds_independent_noise(self.mechanism, self.sampling.horizon):
+            raise InvalidInput(
+                "sampling",
+                self.sampling.name,
+                f"{self.mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; "
+                "use balls-in-bins or cyclic, or the mechanism dp-sgd",
+            )
+        return PoissonSampled(self.sampling.horizon)
+
+
+class _FixedBins(BySampling):
+    """Balls-in-Bins whose bins stay for all epochs, and fresh bins over one epoch; C ≥ 0.
+
+    Guarantee
+    ---------
+    λCGD (and so DP-SGD, its λ = 0) is certified by the transfer-matrix accountant, deterministically. Where that
+    refuses, and for every other mechanism, Monte Carlo certifies with a failure probability that is counted into δ.
+    """
+
+    methods = (EXACT, SAMPLED)
+    limits = f"from {SMALLEST_EPSILON:g} to below {LARGEST_SAMPLED:g}"
+
+    @classmethod
+    def takes(cls, epsilon: float) -> bool:
+        return SMALLEST_EPSILON <= epsilon < LARGEST_SAMPLED
+
+    @cached_property
+    def _accountant(self) -> MonteCarlo:
+        return MonteCarlo(self.mechanism, self.sampling.horizon)
+
+    @cached_property
+    def _exact(self) -> TransferMatrix | None:
+        return exact_accountant(self.mechanism, self.sampling.horizon)
+
+    def _ask_exact(self, question: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
+        """The exact accountant's answer, or why it refused; None for mechanisms that it is not for."""
+        if self._exact is None:
+            beyond = type(self.mechanism) is LambdaCGD
+            return f"λ = {self.mechanism.to_dict()['lam']!r} lies beyond {LARGEST_LAMBDA}" if beyond else None
+        try:
+            return question(self._exact)
+        except AccountingError as error:
+            return str(error)
+
+    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
+        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta))
+        if isinstance(answer, Bound):
+            return Calibration(answer.sigma, answer.certificate(delta))
+        sampled = self._accountant.sigma(epsilon, delta, estimate=estimate)
+        return replace(sampled, certificate=_refused(sampled.certificate, answer))
+
+    def _epsilon(self, sigma: float, delta: float) -> Certificate:
+        answer = self._ask_exact(lambda exact: exact.epsilon(sigma, delta))
+        if isinstance(answer, Bound):
+            return answer.certificate(delta)
+        return _refused(self._accountant.epsilon(sigma, delta), answer)
+
+    def _delta(self, sigma: float, epsilon: float) -> Certificate:
+        answer = self._ask_exact(lambda exact: exact.delta(sigma, epsilon))
+        if isinstance(answer, Bound):
+            return answer.certificate()
+        return _refused(self._accountant.delta(sigma, epsilon), answer)
+
+    def quick(
+        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
+    ) -> QuickSigma:
+        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta, rtol=3e-3, start=start))
+        if isinstance(answer, Bound):
+            return QuickSigma(answer.sigma, slope)
+        sigma = self._accountant.quick_sigma(epsilon, delta, start=start, effort=effort)
+        return QuickSigma(sigma, slope, sampled=True)
+
+    def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
+        drawn = self._accountant.estimate_delta(epsilon, sigma, samples=262_144)
+        return {"delta": drawn.value, "standard_error": drawn.standard_error}
+
+    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
+        return [] if self._exact is None else [(b.epsilon, b.delta) for b in self._exact.curve(sigma, epsilons)]
+
+
+def _refused(certificate: Certificate, because: Bound | str | None) -> Certificate:
+    """A sampled certificate that says why the exact accountant did not answer."""
+    more = {} if because is None else {"transfer_matrix_refused": because}
+    return replace(certificate, details=certificate.details | more)
+
+
+class _FreshBins(BySampling):
+    """Balls-in-Bins whose bins and noise are drawn anew in every epoch; C ≥ 0.
+
+    Guarantee
+    ---------
+    If no noise is taken back across the boundary of an epoch, λCGD (and so DP-SGD, its λ = 0) is certified
+    deterministically by composition of the exact single-epoch accountant. Every other mechanism is certified through a
+    λCGD chain that dominates it, just as deterministically but with more noise than it needs; ``estimate`` asks for the
+    simulated σ instead, which is close and claims nothing.
+    """
+
+    methods = (COMPOSED,)
+    limits = f"from {SMALLEST_EPSILON:g} to {LARGEST_COMPOSED:g}"
+
+    @classmethod
+    def takes(cls, epsilon: float) -> bool:
+        return SMALLEST_EPSILON <= epsilon <= LARGEST_COMPOSED
+
+    @cached_property
+    def _exact(self) -> FreshBins | None:
+        single = exact_accountant(self.mechanism, self.sampling.block)
+        return (
+            None
+            if single is None
+            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized)
+        )
+
+    def _chain(self, epsilon: float, delta: float) -> Dominating:
+        return dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
+
+    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
+        if self._exact is not None:
+            bound = self._exact.sigma(epsilon, delta)
+            return Calibration(bound.sigma, bound.certificate(delta))
+        drawn = self._simulated(epsilon, delta)
+        if estimate:
+            details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
+            claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
+            return Calibration(drawn["sigma"], claim)
+        chain = self._chain(epsilon, delta)
+        bound = chain.accountant.sigma(epsilon, delta)
+        more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
+        return Calibration(bound.sigma * chain.norm, _dominated(bound.certificate(delta), chain, more))
+
+    def _simulated(self, epsilon: float, delta: float) -> dict[str, Any]:
+        question = {"epsilon": epsilon, "delta": delta}
+        return dict(
+            self._cached(
+                "simulation",
+                question,
+                lambda: asdict(estimate_sigma(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)),
+            )
+        )
+
+    def _epsilon(self, sigma: float, delta: float) -> Certificate:
+        if self._exact is not None:
+            return self._exact.epsilon(sigma, delta).certificate(delta)
+        best: Certificate | None = None
+        for _ in range(2):  # the chain that dominates best depends on ε: the first answer says near which
+            near = 2.0 if best is None else min(max(best.epsilon, SMALLEST_EPSILON), 20.0)
+            chain = self._chain(near, delta)
+            claim = _dominated(chain.accountant.epsilon(sigma / chain.norm, delta).certificate(delta), chain, {})
+            best = claim if best is None or claim.epsilon < best.epsilon else best
+        assert best is not None
+        return best
+
+    def _delta(self, sigma: float, epsilon: float) -> Certificate:
+        if self._exact is not None:
+            return self._exact.delta(sigma, epsilon).certificate()
+        chain = self._chain(epsilon, 1e-6)
+        return _dominated(chain.accountant.delta(sigma / chain.norm, epsilon).certificate(), chain, {})
+
+    def quick(
+        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
+    ) -> QuickSigma:
+        try:
+            if self._exact is not None:
+                return QuickSigma(*self._exact.quick_sigma(epsilon, delta, start=start, slope=slope))
+        except AccountingError:
+            pass  # sampling answers where the exact accountant refuses
+        samples = 12_288 * effort
+        horizon = self.sampling.horizon
+        drawn = estimate_sigma(self.mechanism, horizon, epsilon=epsilon, delta=delta, samples=samples, start=start)
+        return QuickSigma(drawn.sigma, slope, sampled=True)
+
+    def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
+        drawn = simulate(self.mechanism, self.sampling.horizon, sigma=sigma, epsilon=epsilon)
+        return {"delta": float(drawn["delta"]), "standard_error": float(drawn["standard_error"])}
+
+    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
+        if self._exact is None:
+            return []
+        return [(b.epsilon, b.delta) for b in self._exact.curve(sigma, epsilons, delta=delta)]
+
+    def epsilon_after_epochs(self, sigma: float, epsilon: float, delta: float) -> tuple[float, ...]:
+        """Upper bounds on ε after 1, 2, …, k whole epochs of a run planned for ``epsilon`` at ``sigma``.
+
+        As for the plan's own σ, λCGD is composed exactly and other mechanisms through the chain that dominates them.
+        """
+        if self._exact is not None:
+            return self._exact.epsilons(sigma, delta)
+        chain = self._chain(epsilon, delta)
+        return chain.accountant.epsilons(sigma / chain.norm, delta)
+
+
+def _dominated(certificate: Certificate, chain: Dominating, more: dict[str, Any]) -> Certificate:
+    by = {"dominated_by": {"lam": chain.accountant.lam, "norm": chain.norm}}
+    return replace(certificate, details=certificate.details | by | more)
+
+
+def _rounded_up(epsilon: float) -> float:
+    """ε rounded up to six digits, and to the smallest that is stated."""
+    value = Decimal(repr(max(epsilon, SMALLEST_EPSILON)))
+    return float(Context(prec=6, rounding=ROUND_CEILING).plus(value))

@@ -1,0 +1,185 @@
+"""What an accountant answers with, the protocol that all accountants follow, and what they share."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from numbers import Real
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lambdacgd.errors import AccountingError, DeviceError
+
+Direction = Literal["both", "remove", "add"]
+OneWay = Literal["remove", "add"]
+Array = NDArray[np.float64]
+
+SMALLEST_EPSILON = 1e-3
+"""Smallest ε of Balls-in-Bins. Below it, differences of Gaussian tails lose more digits than the margins cover."""
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """Why a noise multiplier suffices: which method says so, in which direction, and how surely.
+
+    ``confidence`` is the probability that the method's claim δ(ε) ≤ ``delta`` holds; it is 1 for deterministic methods.
+    ``kind`` tells a certificate ("bound") from a point estimate ("estimate"), which is not a privacy claim.
+    """
+
+    method: str
+    direction: Direction
+    confidence: float
+    epsilon: float
+    delta: float
+    kind: Literal["bound", "estimate"] = "bound"
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        named = self.kind in ("bound", "estimate") and self.direction in ("both", "remove", "add")
+        sure = real("confidence", self.confidence)
+        claims = 0 < sure <= 1 or (sure == 0 and self.kind == "estimate")
+        if not (named and claims and isinstance(self.details, dict)):
+            raise AccountingError(f"{self!r} is no certificate: its kind, direction, confidence or details say nothing")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as plan files hold them."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The noise multiplier σ (relative to the clipping norm) with the certificate that covers it."""
+
+    sigma: float
+    certificate: Certificate
+
+
+@dataclass(frozen=True)
+class Bound:
+    """δ(ε) ≤ ``delta`` in both directions at noise multiplier ``sigma``, computed without sampling.
+
+    ``budget`` says how much each inequality can have added to the larger direction. ``slope`` is about −d log δ/dε.
+    """
+
+    sigma: float
+    epsilon: float
+    delta_remove: float
+    delta_add: float
+    method: str
+    budget: dict[str, float] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
+    slope: float = math.nan
+
+    @property
+    def delta(self) -> float:
+        return max(self.delta_remove, self.delta_add)
+
+    @property
+    def slack(self) -> float:
+        """The most that all inequalities together can have added to δ."""
+        return sum(self.budget.values())
+
+    @property
+    def direction(self) -> Direction:
+        """The direction that governs."""
+        return "remove" if self.delta_remove >= self.delta_add else "add"
+
+    def certificate(self, delta: float | None = None) -> Certificate:
+        """This bound as a certificate.
+
+        Args:
+            delta: the δ to certify, by default the bound itself.
+
+        Returns:
+            The certificate, with both directions and the budget in its details.
+
+        Raises:
+            AccountingError: ``delta`` is smaller than the bound, or not below 1.
+        """
+        claimed = self.delta if delta is None else delta
+        if not self.delta <= claimed < 1:
+            raise AccountingError(
+                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
+            )
+        details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
+        return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)
+
+
+class Accountant(Protocol):
+    """Answers for one mechanism under one sampling. ``accountant_for`` returns one."""
+
+    def delta(self, sigma: float, epsilon: float) -> Certificate:
+        """The smallest δ that is certified at noise multiplier σ and ε."""
+
+    def epsilon(self, sigma: float, delta: float) -> Certificate:
+        """The smallest ε that is certified at noise multiplier σ and δ."""
+
+    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
+        """The smallest noise multiplier σ that is certified for (ε, δ); a point estimate if ``estimate`` allows it."""
+
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
+        """About that σ, to 0.5%, for comparing mechanisms. It claims nothing. ``start`` is a guess that saves time."""
+
+
+def device() -> str:
+    """The device that ``LAMBDACGD_ACCOUNTING_DEVICE`` asks for: "auto" (the default), "cpu", "cuda", "cuda:1", ….
+
+    With "auto" the exact accountant takes CUDA where there is one, where it pays and where it is right (see
+    ``exact.product``). Monte Carlo stays on the CPU, so that its random numbers do not depend on the hardware.
+
+    Raises:
+        DeviceError: the variable names something else.
+    """
+    asked = os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE") or "auto"
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
+        raise DeviceError(f"LAMBDACGD_ACCOUNTING_DEVICE is {asked!r}; it must be auto, cpu, cuda or cuda:0, cuda:1, …")
+    return asked
+
+
+def real(name: str, value: Any) -> float:
+    """``value`` as a Python float: with a NumPy float32 everything would be computed, and rounded, in its precision."""
+    if isinstance(value, Real) and not isinstance(value, bool):
+        return float(value)
+    raise AccountingError(f"{name} is {value!r}; it must be a number")
+
+
+_PATIENCE = 2.0  # seconds
+
+
+@contextlib.contextmanager
+def progress(description: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
+    """A progress bar for work that takes longer than two seconds; yields ``tick(amount)``.
+
+    It stays silent where standard error is not a terminal and where another bar is already shown.
+    """
+    from rich.console import Console
+    from rich.errors import LiveError
+    from rich.progress import Progress
+
+    started = time.monotonic()
+    bar = Progress(console=Console(stderr=True), transient=True)
+    task = bar.add_task(description, total=total)
+    shown, wanted = False, bar.console.is_terminal
+
+    def tick(amount: int) -> None:
+        nonlocal shown, wanted
+        bar.update(task, advance=amount)
+        if wanted and not shown and time.monotonic() - started > _PATIENCE:
+            try:
+                bar.start()
+                shown = True
+            except LiveError:  # the caller's own bar
+                wanted = False
+
+    try:
+        yield tick
+    finally:
+        if shown:
+            bar.stop()

@@ -1,0 +1,382 @@
+"""Fresh bins: δ, ε and σ computed by composing the exact accountant's single epoch.
+
+**λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
+
+**Any other mechanism with C ≥ 0** goes through a λCGD chain whose Gram matrix lies above the mechanism's
+(``dominating``). δ grows with every entry of the Gram matrix G of one epoch (Kahane's inequality, Lemma 7 of
+docs/exact-accountant.md). If G_ij ≤ α·λ^{|i−j|}, then one epoch at noise σ is dominated by the stationary chain of
+correlation λ at noise σ/√α, which the exact accountant composes: deterministic, but larger than need be by what the two
+matrices differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real
+from lambdacgd.accounting.composed.composition import Composition
+from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, one_epoch
+from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
+from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
+from lambdacgd.accounting.root import Secant, bisect, find_root, smallest_certified
+from lambdacgd.errors import AccountingError
+from lambdacgd.mechanisms import Horizon, Mechanism
+
+METHOD = "transfer-matrix-composed"
+LARGEST_EPSILON = 100.0
+SMALLEST_DELTA = 1e-10
+MOST_EPOCHS = 10_000
+TAIL_SHARE = 1e-3
+"""of δ/k: one epoch's curve is followed down to this value"""
+LOOSE = 0.05
+"""a composed δ of which more than this share is rounding or infinite losses is refused"""
+INSTEAD = "ask for a larger δ or a smaller ε, or use fixed bins or cyclic sampling"
+QUICK_RTOL = 3e-3
+QUICK_EXCESS = 0.12
+"""about the logarithm of a quick δ over a fine one"""
+
+
+@dataclass(frozen=True)
+class FreshBins:
+    """Accountant of C_λ (or its column-normalised form), restarted with new bins at every epoch.
+
+    The ``budget`` of its bounds lists, to first order: infinite losses and rounding of the composition, chords between
+    the nodes of one epoch's curve, and under "one epoch: …" what the exact accountant lists for that curve, carried
+    through the composition.
+
+    Args:
+        lam: λ, from 0 to 0.9999.
+        steps_per_epoch: b, the number of bins.
+        epochs: k, up to 10 000.
+        normalized: whether the columns of C are scaled to norm 1.
+
+    Raises:
+        AccountingError: a parameter is outside what this accountant takes.
+
+    Guarantee
+    ---------
+    Every δ returned is an upper bound on both directions of the k-fold product of the single-epoch pair
+    P₁ = (1/b) Σ_j N(C[:, j], σ²I), Q₁ = N(0, σ²I). That pair dominates training under zero-out of one example if every
+    epoch draws its bins and its noise anew and takes nothing back across its boundary (docs/fresh-bins.md). One epoch
+    is bounded by the transfer-matrix accountant; chords, composition and rounding only add.
+    """
+
+    lam: float
+    steps_per_epoch: int
+    epochs: int
+    normalized: bool = False
+
+    def __post_init__(self) -> None:
+        single = self.one_epoch  # validates
+        if not 1 <= real("epochs", self.epochs) <= MOST_EPOCHS or self.epochs != int(self.epochs):
+            raise AccountingError(f"{self.epochs!r} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
+        for name, value in (
+            ("lam", single.lam),
+            ("steps_per_epoch", single.steps_per_epoch),
+            ("epochs", int(self.epochs)),
+        ):
+            object.__setattr__(self, name, value)
+
+    @property
+    def one_epoch(self) -> TransferMatrix:
+        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized)
+
+    # The four questions
+
+    def delta(self, sigma: float, epsilon: float, *, epochs: int | None = None, like: float = 1e-6) -> Bound:
+        """An upper bound on δ(ε) at noise multiplier σ.
+
+        Args:
+            sigma: σ.
+            epsilon: ε, from 0.001 to 100.
+            epochs: how many epochs to count, by default all.
+            like: about the δ that is expected.
+
+        Returns:
+            The bound in both directions.
+
+        Raises:
+            AccountingError: an argument is out of range, or the composition certifies nothing.
+        """
+        sigma, epsilon, like = real("σ", sigma), real("ε", epsilon), real("like", like)
+        k = self._check(sigma=sigma, epsilon=epsilon, delta=like, epochs=epochs)
+        if self.steps_per_epoch == 1:
+            return self._one_bin(sigma, epsilon, k)
+        bound = self.bound(self.composed(sigma, like, epochs=k), sigma, epsilon)
+        if bound.delta < like and like > SMALLEST_DELTA:
+            like = max(bound.delta - bound.budget["infinite losses"], 0.01 * bound.delta, SMALLEST_DELTA)
+            bound = self.bound(self.composed(sigma, like, epochs=k), sigma, epsilon)
+        return bound
+
+    def epsilon(self, sigma: float, delta: float, *, epochs: int | None = None) -> Bound:
+        """The bound at the smallest ε, from 0.001 on, that is certified for ``delta`` after all epochs or the first.
+
+        Raises:
+            AccountingError: an argument is out of range, or no ε is certified.
+        """
+        sigma, delta = real("σ", sigma), real("δ", delta)
+        k = self._check(sigma=sigma, delta=delta, epochs=epochs)
+        if self.steps_per_epoch == 1:
+            alone = gaussian_epsilon(sigma / math.sqrt(k), delta * (1 - 1e-8)) * (1 + 1e-9)
+            return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
+        composed = self.composed(sigma, delta, epochs=k)
+        epsilon = max(composed.epsilon(delta), SMALLEST_EPSILON)
+        self._check(epsilon=epsilon)
+        return self.bound(composed, sigma, epsilon)
+
+    def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
+        """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""
+        sigma, delta = real("σ", sigma), real("δ", delta)
+        self._check(sigma=sigma, delta=delta)
+        epochs = range(1, self.epochs + 1)
+        if self.steps_per_epoch == 1:
+            return tuple(self.epsilon(sigma, delta, epochs=k).epsilon for k in epochs)
+        pair = self.composed(sigma, delta).pair
+        return tuple(Composition(pair, k).epsilon(delta) for k in epochs)
+
+    def curve(self, sigma: float, epsilons: Sequence[float], *, delta: float = 1e-6) -> list[Bound]:
+        """Bounds at many ε from one composition; relative accuracy is kept down to about ``delta``."""
+        sigma, delta, asked = real("σ", sigma), real("δ", delta), [real("ε", epsilon) for epsilon in epsilons]
+        for epsilon in asked:
+            self._check(sigma=sigma, epsilon=epsilon, delta=delta)
+        if self.steps_per_epoch == 1 or not asked:
+            return [self._one_bin(sigma, epsilon, self.epochs) for epsilon in asked]
+        composed = self.composed(sigma, delta)
+        return [self.bound(composed, sigma, epsilon) for epsilon in asked]
+
+    def sigma(self, epsilon: float, delta: float, *, rtol: float = 5e-4, start: float | None = None) -> Bound:
+        """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
+
+        Args:
+            epsilon: ε, from 0.001 to 100.
+            delta: δ, from 1e-10 on.
+            rtol: relative accuracy of σ. From 3e-3 on every evaluation is a quick one, some 0.3% larger in σ.
+            start: a guess of σ that saves time.
+
+        Returns:
+            A bound whose σ was itself evaluated and passed.
+
+        Raises:
+            AccountingError: an argument is out of range, or no σ was certified.
+        """
+        epsilon, delta = real("ε", epsilon), real("δ", delta)
+        self._check(epsilon=epsilon, delta=delta)
+        if self.steps_per_epoch == 1:
+            return self._one_bin(
+                math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9), epsilon, self.epochs
+            )
+        quick = rtol >= QUICK_RTOL
+
+        def evaluate(x: float, fine: bool) -> Bound:
+            return self._evaluate(math.exp(x), epsilon, delta, quick=quick or not fine)
+
+        strategy, x = self._search(-12.0, start or self.first_guess(epsilon, delta))
+        bound, _ = smallest_certified(
+            evaluate,
+            delta,
+            x,
+            strategy,
+            rtol=rtol,
+            excess=QUICK_EXCESS,
+            within=0.2,
+            most=40 if quick else 12,
+            skip_coarse=quick,
+        )
+        if bound is None:
+            raise AccountingError(
+                f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ"
+            )
+        return self._checked(bound)
+
+    def quick_sigma(
+        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0
+    ) -> tuple[float, float]:
+        """About the smallest σ and −d log δ/d log σ there, from quick evaluations only: for comparing λ, no claim.
+
+        It evaluates until δ is within a third of its target, and follows the secant from there.
+        """
+        epsilon, delta = real("ε", epsilon), real("δ", delta)
+        self._check(epsilon=epsilon, delta=delta)
+        if self.steps_per_epoch == 1:
+            return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta), slope
+        strategy, x = self._search(-slope, start or self.first_guess(epsilon, delta))
+        x, value = find_root(
+            lambda x: math.log(self._evaluate(math.exp(x), epsilon, delta, quick=True).delta / delta),
+            x,
+            strategy,
+            lambda value: abs(value) < 0.3,
+            most=30,
+        )
+        return math.exp(x - value / strategy.slope), -strategy.slope
+
+    # How they are answered
+
+    def composed(
+        self, sigma: float, delta: float, *, epochs: int | None = None, resolution: Resolution = FINAL
+    ) -> Composition:
+        """All epochs (or fewer) at this σ, fine enough for values of δ down to ``delta``."""
+        k = self.epochs if epochs is None else epochs
+        pair = one_epoch(self.one_epoch, sigma, floor=TAIL_SHARE * delta / k, resolution=resolution)
+        return Composition(pair, k)
+
+    def bound(self, composed: Composition, sigma: float, epsilon: float) -> Bound:
+        """Both directions at one ε."""
+        remove, add = composed.remove(epsilon), composed.add(epsilon)
+        governing = remove if remove.delta >= add.delta else add
+        budget = {"infinite losses": governing.infinite, "rounding": governing.rounding}
+        slack = composed.slack("remove" if governing is remove else "add", epsilon)
+        budget |= {name: min(value, governing.delta) for name, value in slack.items()}
+        details = {"nodes": len(composed.pair.index), "cell": composed.pair.quantum, "transform": composed.length}
+        bound = Bound(sigma, epsilon, remove.delta, add.delta, METHOD, budget, details)
+        if not 0 < bound.delta <= 1.01 or not math.isfinite(bound.delta):
+            raise AccountingError(f"composition gave δ = {bound.delta:.3g}, which certifies nothing; {INSTEAD}")
+        return bound
+
+    def _evaluate(self, sigma: float, epsilon: float, delta: float, *, quick: bool) -> Bound:
+        """One step of a search for ``delta``."""
+        return self.bound(self.composed(sigma, delta, resolution=QUICK if quick else FINAL), sigma, epsilon)
+
+    def _search(self, slope: float, start: float) -> tuple[Secant, float]:
+        """Where a search over log σ looks, and where it begins."""
+        smallest = math.log(self.one_epoch.smallest_sigma * 1.001)
+        return Secant(slope, limits=(smallest, math.inf)), max(math.log(start), smallest)
+
+    def _checked(self, bound: Bound) -> Bound:
+        if sum(bound.budget.get(name, 0.0) for name in ("infinite losses", "rounding")) > LOOSE * bound.delta:
+            parts = ", ".join(f"{name} {value:.2g}" for name, value in bound.budget.items())
+            raise AccountingError(
+                f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g} over {self.epochs} epochs: "
+                f"too much of it may be slack ({parts}); {INSTEAD}"
+            )
+        return bound
+
+    def first_guess(self, epsilon: float, delta: float) -> float:
+        """σ at which a Gaussian mechanism of the same E W² after k epochs would need (ε, δ): a start, no more."""
+        mu = 1 / gaussian_sigma(epsilon, delta)
+        chain = self.one_epoch.chain(1.0)
+        d = np.arange(1, self.steps_per_epoch)
+        pairs = 2 * (self.steps_per_epoch - d) / self.steps_per_epoch**2
+        end = chain.tail * float(chain.end_effect(0.0)) ** 2
+        peak, covariances = chain.gain * chain.peak_variance, chain.gain * (chain.covariance(d) - end)
+
+        def enough(log_sigma: float) -> bool:
+            scale = math.exp(-2 * log_sigma)
+            if peak * scale > 600:
+                return False
+            moment = math.exp(peak * scale) / self.steps_per_epoch + float(pairs @ np.exp(covariances * scale))
+            return self.epochs * math.log(max(moment, 1.0 + 1e-15)) - mu**2 <= 0
+
+        low, high = math.log(self.one_epoch.smallest_sigma * 1.01), math.log(math.sqrt(self.epochs * peak) / mu) + 1.0
+        return math.exp(bisect(enough, low, high, most=40))
+
+    def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
+        """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
+        value = gaussian_delta(epsilon, sigma / math.sqrt(epochs)) * (1 + 1e-9)
+        return Bound(sigma, epsilon, value, value, METHOD, {}, {"one_bin": "gaussian"})
+
+    def _check(
+        self,
+        *,
+        sigma: float | None = None,
+        epsilon: float | None = None,
+        delta: float | None = None,
+        epochs: int | None = None,
+    ) -> int:
+        """Refuse what is out of range; the number of epochs that are counted."""
+        if sigma is not None and not (math.isfinite(sigma) and sigma >= self.one_epoch.smallest_sigma):
+            raise AccountingError(f"σ is {sigma!r}; it must be finite and at least {self.one_epoch.smallest_sigma:.3g}")
+        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
+            raise AccountingError(
+                f"ε is {epsilon!r}; fresh bins are accounted for from {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}"
+            )
+        if delta is not None and not SMALLEST_DELTA <= delta < 1:
+            raise AccountingError(f"δ is {delta!r}; fresh bins are accounted for from {SMALLEST_DELTA:g} to 1")
+        if epochs is None:
+            return self.epochs
+        if not 1 <= real("epochs", epochs) <= self.epochs or epochs != int(epochs):
+            raise AccountingError(f"epochs is {epochs!r}; it must be an integer between 1 and {self.epochs}")
+        return int(epochs)
+
+
+# Other mechanisms, through a chain that dominates them
+
+MOST_STEPS = 100_000
+_LAMBDAS = 1.0 - np.geomspace(1.0, 0.003, 60)
+_SAFETY = 1.0 + 1e-9
+"""for the rounding of sums of non-negative terms in G"""
+
+
+@dataclass(frozen=True)
+class Dominating:
+    """The chain ``accountant`` at noise σ/``norm`` dominates the mechanism at noise σ."""
+
+    accountant: FreshBins
+    norm: float
+
+
+def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
+    """The chain that should need the least noise for (ε, δ), judged by E W² after all epochs.
+
+    Args:
+        mechanism: resolved for one epoch, with C ≥ 0.
+        horizon: b and k.
+        epsilon: ε near which the chain is to be good.
+        delta: likewise δ.
+
+    Returns:
+        The chain's accountant and the norm by which σ is divided for it.
+
+    Raises:
+        AccountingError: C has negative entries, an epoch has too many steps, or no chain dominates the mechanism.
+
+    Guarantee
+    ---------
+    Whatever λ is chosen, α is such that α·λ^d is at least every inner product of two columns at distance d.
+    """
+    b = horizon.steps_per_epoch
+    inner = largest_by_distance(mechanism, b) * _SAFETY
+    distance = np.arange(b)
+    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
+    budget = gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs
+    best: tuple[float, float, float] | None = None
+    for lam in _LAMBDAS:
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            powers = np.power(lam, distance)
+            needed = np.where(inner > 0, inner / powers, 0.0)
+        alpha = float(needed.max())
+        if math.isfinite(alpha):
+            sigma = _matching(alpha * powers, pairs, budget)
+            if best is None or sigma < best[0]:
+                best = (sigma, float(lam), alpha)
+    if best is None:
+        raise AccountingError(f"no chain dominates {mechanism.name} over {b} steps an epoch; use bins='fixed'")
+    return Dominating(FreshBins(best[1], b, horizon.epochs, normalized=True), math.sqrt(best[2] * _SAFETY))
+
+
+def largest_by_distance(mechanism: Mechanism, steps: int) -> Array:
+    """max over |i − j| = d of ⟨C[:, i], C[:, j]⟩, for d = 0 … b−1."""
+    column = np.asarray(mechanism.strategy(steps), dtype=np.float64)
+    require_nonnegative(column)
+    scales = mechanism.column_scales(steps)
+    if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
+        raise AccountingError(f"{steps} steps an epoch are too many to certify {mechanism.name} with fresh bins")
+    if scales is None:
+        # For Toeplitz C ≥ 0 the earliest pair of columns at each distance has the largest inner product: none cut off.
+        return np.correlate(column, column, mode="full")[steps - 1 :]
+    gram = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
+    return np.array([np.diagonal(gram, distance).max() for distance in range(steps)])
+
+
+def _matching(gram: Array, pairs: Array, budget: float) -> float:
+    """σ with log E W² = ``budget``."""
+    low, high = math.log(math.sqrt(gram[0] / 600)), math.log(math.sqrt(gram[0] / min(budget, 1.0))) + 1.0
+
+    def enough(log_sigma: float) -> bool:
+        return math.log(float(pairs @ np.exp(gram * math.exp(-2 * log_sigma)))) <= budget
+
+    return math.exp(bisect(enough, low, high, most=50))

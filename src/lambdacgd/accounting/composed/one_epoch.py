@@ -1,0 +1,161 @@
+"""The certified δ(ε) of one epoch of λCGD, at nodes chosen as the curve is walked, as a dominating discrete pair."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, OneWay
+from lambdacgd.accounting.composed.composition import DiscretePair, dominating_pair
+from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON, TransferMatrix, settle_add, walk
+from lambdacgd.accounting.exact.evaluation import FINE, Evaluation, Precision, Scale, jensen
+from lambdacgd.accounting.gaussian import one_bin_delta
+from lambdacgd.errors import AccountingError
+
+Nodes = Callable[[float | None, float], list[float]]
+Values = dict[int, Evaluation]
+
+ANALYTIC = "analytic bounds"
+"""slack of the nodes where a Gaussian bound stands in for the lattice"""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How finely one epoch is computed. None of it affects validity."""
+
+    smoothing: float
+    """κ where δ is near 1, where most of the composed loss comes from; it widens as δ^{−1/6} to four times as much"""
+    gap: float
+    """distance of nodes in units of 1/slope: chords add about gap²/8 of δ between them"""
+    lattice: float
+    """the share of δ that the Poisson factors may add, and the shared scales"""
+    slack: float
+    """the share of δ that all inequalities together may add at a node"""
+
+    def precision(self, delta: float) -> Precision:
+        widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
+        return replace(
+            FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
+        )
+
+
+QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3)
+FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05)
+
+CELLS = 6
+"""cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
+ADD_FLOOR = 10.0
+"""δ_add is followed down to this many floors only. It seldom decides ε, and its far tail costs the most."""
+
+
+def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution) -> DiscretePair:
+    """A pair that dominates one epoch's (P₁, Q₁) at this σ, down to δ = ``floor`` (add: ten times that).
+
+    Guarantee
+    ---------
+    Every node's value is a proven bound: the transfer-matrix accountant's, or, where that is larger, the Gaussian
+    mechanism's without amplification (convexity), or for add the Gaussian one of Lemma 6.
+    """
+    if accountant.epochs != 1:
+        raise AccountingError("one epoch at a time is composed")
+    scale = accountant.settle(sigma, SMALLEST_EPSILON)
+    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
+    remove = _curve(accountant, sigma, scale, quantum, floor, resolution, "remove")
+    add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution, "add")
+    pair = dominating_pair(
+        quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
+    )
+    return replace(pair, slack=_slack(pair, remove, add))
+
+
+def _slack(pair: DiscretePair, remove: Values, add: Values) -> dict[str, Array]:
+    """The nodes' budgets, as they count in h: δ_add is h's put divided by x. At most all of a value is slack."""
+    slack: dict[str, Array] = {}
+    for at, i in enumerate(pair.index.tolist()):
+        value, unit = (remove[i], 1.0) if i > 0 else (add[-i], math.exp(i * pair.quantum))
+        unit *= min(1.0, value.delta / value.added) if value.added else 0.0
+        for name, amount in value.budget.items():
+            slack.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
+    return slack
+
+
+def _nodes(quantum: float, gap: float) -> Nodes:
+    """Multiples of ``quantum``, gap/slope apart, the first one at most half as far from 0; as many as a panel takes."""
+
+    def choose(latest: float | None, slope: float) -> list[float]:
+        step = max(1, round(gap / slope / quantum))
+        at = max(1, step // 2) if latest is None else round(latest / quantum) + step
+        chosen: list[float] = []
+        while len(chosen) < 200 and at * quantum <= LARGEST_EPSILON:
+            chosen.append(at * quantum)
+            at += step
+        return chosen
+
+    return choose
+
+
+def _curve(
+    accountant: TransferMatrix,
+    sigma: float,
+    scale: Scale,
+    quantum: float,
+    floor: float,
+    resolution: Resolution,
+    direction: OneWay,
+) -> Values:
+    """Bounds on δ at nodes down to ``floor``: the lattice's as far as it goes, then analytic ones."""
+    chain = accountant.chain(sigma)
+    alone = math.sqrt(chain.gain * chain.peak_variance)
+
+    def analytic(epsilon: float) -> float:
+        gaussian = one_bin_delta(epsilon, alone)
+        return gaussian if direction == "remove" else min(jensen(chain, epsilon).delta, gaussian)
+
+    choose = _nodes(quantum, resolution.gap)
+    bounds: Values = {}
+    slope, latest = scale.slope, None
+    with contextlib.suppress(AccountingError):  # the analytic bound takes over
+        if direction == "add":
+            guess = Evaluation(scale.delta, scale.slope)
+            scale = settle_add(accountant, sigma, choose(None, scale.slope)[0], guess, guess)
+        precision, slack = resolution.precision, resolution.slack
+        for epsilon, value in walk(
+            accountant, sigma, choose, scale, direction, precision=precision, slack=slack, floor=floor
+        ):
+            smaller = _smaller(value, analytic(epsilon))
+            bounds[round(epsilon / quantum)] = smaller
+            latest, slope = epsilon, value.slope
+            reached = value if direction == "remove" else smaller  # remove is followed as far as the lattice goes
+            if reached.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
+                break
+    return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
+
+
+def _smaller(value: Evaluation, analytic: float) -> Evaluation:
+    """The smaller bound. How much of an analytic one is slack is not known: it may be all."""
+    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: analytic}, "analytic")
+
+
+def _continued(
+    bounds: Values,
+    analytic: Callable[[float], float],
+    choose: Nodes,
+    latest: float | None,
+    slope: float,
+    quantum: float,
+    floor: float,
+) -> Values:
+    """``bounds`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
+    while not bounds or bounds[max(bounds)].delta > floor:
+        ahead = choose(latest, slope)
+        if not ahead:
+            break
+        latest = ahead[0]
+        before = bounds[max(bounds)].delta if bounds else 1.0
+        value = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
+        bounds[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
+    return bounds

@@ -1,0 +1,360 @@
+"""The privacy loss as a Markov chain on a lattice: the chain, its lattice, and what each bin adds to W.
+
+**The chain** (Lemma 1). For every bin j the privacy loss needs u_j ∝ ⟨x, m_j⟩ with x ~ N(0, σ²I). Scaled by
+√((1−λ²)/k)/σ these numbers satisfy u_j = λ u_{j+1} + ξ_j for j ≤ b−2, and one closing relation p·u_{b−1} − q·u_0 = ζ
+ties the cycle's end to its start. Nothing here is approximate; the dominating chains are larger in Kahane's order
+(Lemma 7).
+
+**The lattice** (Lemmas 2 and 3). Between bins j and j+1 a half-step variable v is inserted; given all of them the bins
+are independent. As a function of v the integrand is a Gaussian of variance τ², so summing over ΔZ instead of
+integrating changes it by a factor within 1 ± η, whatever the bins' values. The closing relation gets one more such
+variable, w. For one epoch the chain is open.
+
+**The emissions** (Lemma 4). Given its lattice neighbours, a bin adds a lognormal to W. It is rounded onto a grid: mass
+is split between the two neighbouring grid points so that the mean is preserved. That is larger in convex order, so
+every expectation of a convex function of W can only grow. Above the top of the grid the value is cut off: that lowers
+W, so a put only grows, and for a call the lost E (Y − top)₊ is added.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.special import log_ndtr, ndtr
+
+from lambdacgd.accounting.certificate import Array
+from lambdacgd.accounting.root import bisect
+from lambdacgd.errors import AccountingError
+
+
+@dataclass(frozen=True)
+class Chain:
+    """u_0 … u_{b−1} with correlation ``lam`` between neighbours, seen over ``epochs`` repetitions of ``bins`` bins.
+
+    The privacy loss of bin j is X_j = √gain·u_j − gain·Var(u_j)/2. ``tail`` says what follows the last step: 1 nothing
+    (the true Gram matrix), 0 a stationary continuation (G_ext, which dominates it), values between lie between.
+    """
+
+    lam: float
+    bins: int
+    epochs: int
+    gain: float
+    tail: float
+
+    @cached_property
+    def alpha(self) -> float:
+        """Σ_{m≥0} (1 − m/k) λ^{mb}; also the p of the closing relation."""
+        return 1.0 + self.gamma * self.lam**self.bins
+
+    @cached_property
+    def gamma(self) -> float:
+        """(1/k) Σ_{e=1}^{k−1} (1 − λ^{eb})/(1 − λ^b), written as a sum of positive terms."""
+        repeats = np.arange(1, self.epochs)
+        return float(np.sum((1 - repeats / self.epochs) * self.lam ** ((repeats - 1.0) * self.bins)))
+
+    def covariance(self, distance: ArrayLike) -> Array:
+        """Cov(u_i, u_j) of the stationary continuation at |i − j| = ``distance`` (half steps allowed)."""
+        d = np.asarray(distance, dtype=float)
+        return self.alpha * self.lam**d + self.gamma * self.lam ** (self.bins - d)
+
+    def end_effect(self, position: ArrayLike) -> Array:
+        """h(s) with Cov(u_s, u_s') = covariance(|s − s'|) − tail·h(s)·h(s'): what the end of training takes away."""
+        if self.lam == 0:
+            return np.zeros(np.shape(position))
+        log_lam = math.log(self.lam)
+        ratio = math.expm1(self.epochs * self.bins * log_lam) / math.expm1(self.bins * log_lam)
+        return self.lam ** (self.bins - np.asarray(position, dtype=float)) * (ratio / math.sqrt(self.epochs))
+
+    @cached_property
+    def peak_variance(self) -> float:
+        """The largest Var(u_j): that of bin 0."""
+        return self.peak_covariance(0.0)
+
+    def peak_covariance(self, distance: float) -> float:
+        """An upper bound on Cov(u_i, u_j) over all pairs at this distance (h increases along the cycle)."""
+        return float(self.covariance(distance) - self.tail * self.end_effect(0.0) ** 2)
+
+    @cached_property
+    def log_scales(self) -> Array:
+        """log c_j ≥ 0, increasing in j: e^{X_j} = c_j · exp(√gain·u_j − gain·peak_variance/2)."""
+        h = self.end_effect(np.arange(self.bins))
+        return 0.5 * self.gain * self.tail * (h - h[0]) * (h + h[0])
+
+    @property
+    def closing(self) -> tuple[float, float, float]:
+        """(p, q, v) of Lemma 1: p·u_{b−1} − q·u_0 ~ N(0, v), independent of the ξ_j. One epoch: p = 1, q = 0."""
+        q = self.gamma * self.lam
+        h = float(self.end_effect(self.bins - 1.0))
+        last = float(self.covariance(0.0)) - self.tail * h * h
+        return self.alpha, q, last - q * q * -math.expm1(2 * (self.bins - 1) * math.log(self.lam))
+
+    @cached_property
+    def mean_loss(self) -> tuple[float, float]:
+        """Mean and variance of (1/b) Σ_j X_j, a Gaussian."""
+        h = self.end_effect(np.arange(self.bins))
+        diagonal = float(self.covariance(0.0)) - self.tail * float(np.mean(h * h))
+        d = np.arange(1, self.bins)
+        total = self.bins * float(self.covariance(0.0)) + 2 * float(np.sum((self.bins - d) * self.covariance(d)))
+        spread = (total - self.tail * float(h.sum()) ** 2) / self.bins**2
+        return -self.gain * diagonal / 2, self.gain * max(spread, 0.0)
+
+    def lumped(self, group: int) -> Chain:
+        """Lemma 8: ``group`` neighbouring bins made equal; dominates this chain. The bins must divide evenly."""
+        if self.bins % group:
+            raise AccountingError(f"{self.bins} bins cannot be lumped in groups of {group}; use a divisor")
+        stretch = self.lam ** (group - 1)
+        return Chain(self.lam**group, self.bins // group, self.epochs, self.gain / stretch, self.tail * stretch)
+
+    def shortened(self, bins: int) -> Chain:
+        """Lemma 9: fewer bins amplify less; dominates this chain (through its stationary continuation)."""
+        return self if bins == self.bins else replace(self, bins=bins, tail=0.0)
+
+    def gram(self) -> Array:
+        """Cov(X) as a dense matrix, for references and tests."""
+        j = np.arange(self.bins)
+        h = self.end_effect(j)
+        return self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
+
+
+def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
+    """The exact chain of C_λ: gain k/((1−λ²)σ²), nothing after the last step."""
+    return Chain(lam, bins, epochs, epochs / ((1 - lam) * (1 + lam) * sigma**2), 1.0)
+
+
+def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
+    """Dominates C_λD⁻¹: unit columns have inner products at most λ^{|s−s'|} (Lemma 7)."""
+    return Chain(lam, bins, epochs, epochs / sigma**2, 0.0)
+
+
+def value_grid(fine: float, ratio: float, top: float, *, limit: int = 20_000) -> Array:
+    """0, then steps of ``fine``, then steps of relative size ``ratio``, until at least ``top``.
+
+    Rounding a value y adds a variance of at most step²/4, about step²/6 on average: small values need only a fine
+    absolute step (there are b of them), large ones a fine relative step (few of them make up W).
+    """
+    turn = fine / ratio
+    steps = math.ceil(min(turn, top) / fine)
+    more = max(0, math.ceil(math.log(top / (steps * fine)) / math.log1p(ratio))) if top > steps * fine else 0
+    if steps + more > limit:
+        raise AccountingError(
+            f"the emission grid would need {steps + more} points (limit {limit}); ask for a smaller ε or a larger σ"
+        )
+    uniform = fine * np.arange(steps + 1)
+    return np.concatenate([uniform, uniform[-1] * np.exp(math.log1p(ratio) * np.arange(1, more + 1))])
+
+
+def lognormal_excess(mean: Array | float, deviation: float, threshold: float) -> Array:
+    """E (Y − threshold)₊ for log Y ~ N(mean, deviation²)."""
+    z = (np.asarray(mean, dtype=float) - math.log(threshold)) / deviation
+    average = np.asarray(mean) + deviation**2 / 2
+    upper = average + log_ndtr(z + deviation)
+    return np.asarray(np.exp(upper) * -np.expm1(np.minimum(math.log(threshold) + log_ndtr(z) - upper, 0.0)))
+
+
+def grid_top(log_mean: float, deviation: float, allowed: float) -> float:
+    """The smallest top (to 1%) at which E (Y − top)₊ ≤ ``allowed``, for log Y ~ N(log_mean, deviation²)."""
+
+    def passes(log_top: float) -> bool:
+        return bool(lognormal_excess(log_mean, deviation, math.exp(log_top)) <= allowed)
+
+    return math.exp(bisect(passes, log_mean, log_mean + deviation * (deviation + 40) + 1, width=0.01))
+
+
+def round_lognormal(log_means: Array, deviation: float, grid: Array) -> Array:
+    """Probabilities of the grid points (one row per mean) after mean-preserving rounding of lognormals (Lemma 4)."""
+    with np.errstate(divide="ignore"):
+        edges = np.log(grid)
+    z = (edges[None, :] - log_means[:, None]) / deviation
+    mass = _between(z)
+    first_moment = np.exp(log_means + deviation**2 / 2)[:, None] * _between(z - deviation)
+    # Clipping only removes rounding noise: exactly, 0 ≤ up ≤ mass.
+    up = np.clip((first_moment - grid[None, :-1] * mass) / np.diff(grid)[None, :], 0.0, mass)
+    probabilities = np.zeros((len(log_means), len(grid)))
+    probabilities[:, 1:] += up
+    probabilities[:, :-1] += mass - up
+    probabilities[:, -1] += ndtr(-z[:, -1])
+    return probabilities
+
+
+def _between(z: Array) -> Array:
+    """Φ(z_{i+1}) − Φ(z_i) along the rows, from the tail that keeps its digits."""
+    low, high = z[:, :-1], z[:, 1:]
+    return np.where(low > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
+
+
+Indices = NDArray[np.int64]
+
+
+def poisson_eta(ratio: float) -> float:
+    """Lemma 2: η = 2 Σ_{m≥1} e^{−2π²m²/ratio²} for spacing ``ratio``·τ, the remainder of the sum included."""
+    q = math.exp(-2 * math.pi**2 / ratio**2)
+    if q >= 0.1:
+        raise AccountingError(f"lattice spacing of {ratio:g} τ is too coarse to bound; use at most 2.9 τ")
+    return 2 * (q + q**4 + q**9 / (1 - q**7))  # m² ≥ 9 + 7(m − 3) from the third term on
+
+
+def spacing_ratio(links: int, tolerance: float) -> float:
+    """The largest spacing (in units of τ) at which all links together cost at most ``tolerance``."""
+    return math.sqrt(2 * math.pi**2 / math.log(2 * max(links, 1) / tolerance * 1.001))
+
+
+@dataclass(frozen=True)
+class Site:
+    """The law of u at one kind of bin, given its lattice neighbours: N(scale·n, deviation²) for an integer index n."""
+
+    kernel: Array
+    """weight of every (row, column) pair of lattice neighbours"""
+    strides: tuple[int, int]
+    """the pair (row, column) has its mean at position strides · (row, column) of ``means``"""
+    means: Array
+    deviation: float
+
+
+@dataclass(frozen=True)
+class Lattice:
+    """Everything the transfer product needs, and what truncating the lattice can have lost."""
+
+    interior: Site
+    left: Site
+    right: Site
+    links: int
+    eta: float
+    exit_remove: float
+    """bound on E W over paths that leave the lattice"""
+    exit_add: float
+    """bound on the probability of such paths"""
+
+    @property
+    def states(self) -> int:
+        return self.interior.kernel.shape[0]
+
+    @property
+    def closing_states(self) -> int:
+        return self.left.kernel.shape[0]
+
+
+def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -> Lattice:
+    """Build the lattice with spacing ``ratio``·τ that reaches ``reach`` standard deviations beyond every mean.
+
+    ``shifted``: cover the means under P too (remove); otherwise only Q counts (add), and ``exit_remove`` is infinite.
+    """
+    lam, bins = chain.lam, chain.bins
+    rho, tau = math.sqrt(lam), math.sqrt((1 - lam) / (1 + lam))
+    spacing, eta = ratio * tau, poisson_eta(ratio)
+    links = bins if chain.epochs > 1 else bins - 1
+    shift = math.sqrt(chain.gain) if shifted else 0.0
+    deviation = math.sqrt(chain.peak_variance)
+    first = math.floor(-reach * deviation / spacing)
+    last = math.ceil((reach * deviation + shift * max(chain.peak_covariance(0.5), 0.0)) / spacing)
+    n = np.arange(first, last + 1)
+    v = np.asarray(n * spacing, dtype=np.float64)
+
+    # Entries are honest conditional densities: nothing overflows, and what underflows weighs less than 1e-300.
+    variance = (1 - lam) * (1 + lam)
+    interior = Site(
+        spacing / math.sqrt(2 * math.pi * variance) * np.exp(-((v[:, None] - lam * v[None, :]) ** 2) / (2 * variance)),
+        (1, 1),
+        rho / (1 + lam) * spacing * np.arange(2.0 * first, 2.0 * last + 1),
+        tau,
+    )
+    p, q, v_end = chain.closing
+    if not v_end > 0:
+        raise AccountingError(f"the closing variance came out as {v_end:g}; λ = {lam:g} is too close to 1 for float64")
+    exit_low, exit_high, exit_add = _interior_exits(chain, v[0], v[-1], deviation, shift)
+    if chain.epochs == 1:
+        left, right = _open_ends(n, spacing, lam, v_end)
+    else:
+        left, right, w, w_spread, w_shift = _closing_ends(chain, n, spacing, ratio, reach, p, q, v_end, shift)
+        exit_high += float(ndtr(-(w[-1] - w_shift) / w_spread))
+        exit_low += float(ndtr(w[0] / w_spread))
+        exit_add += float(ndtr(-w[-1] / w_spread) + ndtr(w[0] / w_spread))
+    # Lemma 3: the other links are summed over the whole lattice, at most (1 + η) times the integral each.
+    grown = (1 + eta) ** links
+    exit_remove = (exit_low + exit_high) * grown if shifted else math.inf
+    return Lattice(interior, left, right, links, eta, exit_remove, exit_add * grown)
+
+
+def _interior_exits(
+    chain: Chain, low: float, high: float, deviation: float, shift: float
+) -> tuple[float, float, float]:
+    """Lemma 3: union bound over the half-step variables, under P (shifted by the bin that was drawn) and under Q.
+
+    The marginal density decreases beyond the last lattice point (which lies above its mean), so the lattice sum over
+    the points beyond is at most the integral from the last point on.
+    """
+    d = np.arange(chain.bins - 1) + 0.5
+    means = shift * (chain.covariance(d) - chain.tail * float(chain.end_effect(0.0)) ** 2)
+    if high < np.max(means, initial=0.0) or low > 0:
+        raise AccountingError(
+            "the lattice does not cover its own means; this is an error in lambdacgd, please report it"
+        )
+    # At most 2(b − d) of the b(b − 1) pairs (link, drawn bin) lie at distance d, each with probability 1/b.
+    above = 2 * float(np.sum(ndtr(-(high - means) / deviation)))
+    below = chain.bins * float(ndtr(low / deviation))
+    return below, above, chain.bins * float(ndtr(-high / deviation)) + below
+
+
+def _open_ends(n: Indices, spacing: float, lam: float, v_end: float) -> tuple[Site, Site]:
+    """One epoch: bin 0 sees only the link on its right, bin b−1 only the one on its left."""
+    rho = math.sqrt(lam)
+    v = np.asarray(n * spacing, dtype=np.float64)
+    total = lam * v_end + 1 - lam
+    precision = lam / (1 - lam) + 1 / v_end
+    right = Site(
+        (spacing / math.sqrt(2 * math.pi * total) * np.exp(-(v**2) / (2 * total)))[:, None],
+        (1, 0),
+        rho / (1 - lam) * v / precision,
+        1 / math.sqrt(precision),
+    )
+    left = Site(np.ones((1, len(n))), (0, 1), rho * v, math.sqrt(1 - lam))
+    return left, right
+
+
+def _closing_ends(
+    chain: Chain, n: Indices, spacing: float, ratio: float, reach: float, p: float, q: float, v_end: float, shift: float
+) -> tuple[Site, Site, Array, float, float]:
+    """The closing relation, split as φ(p·u_{b−1} − w; v₁) φ(w − q·u_0; v₂) with v₁ : v₂ = p : q.
+
+    With this ratio both end bins see w through the same integer combination m·n_v + n_w, so one table serves each.
+    """
+    lam = chain.lam
+    rho = math.sqrt(lam)
+    v1, v2 = v_end * p / (p + q), v_end * q / (p + q)
+    tau_w = math.sqrt(v1 * v2 / v_end)
+    whole = v_end * rho * spacing / ((1 - lam) * (p + q))
+    m = max(1, math.ceil(whole / (ratio * tau_w)))
+    step = whole / m
+    # w given u is N(pq/(p+q)·(u_0 + u_{b−1}), τ_w²).
+    weight = p * q / (p + q)
+    both_ends = chain.peak_variance + chain.peak_covariance(chain.bins - 1.0)
+    w_spread = math.sqrt(2 * weight**2 * both_ends + tau_w**2)
+    w_shift = shift * weight * both_ends
+    nw = np.arange(math.floor(-reach * w_spread / step), math.ceil((reach * w_spread + w_shift) / step) + 1)
+    v = np.asarray(n * spacing, dtype=np.float64)
+    w = np.asarray(nw * step, dtype=np.float64)
+    combined = m * n[:, None] + nw[None, :]
+    lowest = m * n[0] + nw[0]
+    pull = rho * spacing / ((1 - lam) * m)
+    indices = np.arange(lowest, m * n[-1] + nw[-1] + 1)
+
+    precision1 = lam / (1 - lam) + p * p / v1
+    exponent1 = v[:, None] ** 2 / (1 - lam) + w[None, :] ** 2 / v1 - (pull * combined) ** 2 / precision1
+    right = Site(
+        spacing / math.sqrt(2 * math.pi * precision1 * (1 - lam) * v1) * np.exp(-exponent1 / 2),
+        (m, 1),
+        pull * indices / precision1,
+        1 / math.sqrt(precision1),
+    )
+    precision0 = 1 / (1 - lam) + q * q / v2
+    exponent0 = lam * v[:, None] ** 2 / (1 - lam) + w[None, :] ** 2 / v2 - (pull * combined) ** 2 / precision0
+    left = Site(
+        (step / math.sqrt(2 * math.pi * precision0 * (1 - lam) * v2) * np.exp(-exponent0 / 2)).T,
+        (1, m),
+        pull * indices / precision0,
+        1 / math.sqrt(precision0),
+    )
+    return left, right, w, w_spread, w_shift

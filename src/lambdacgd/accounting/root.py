@@ -1,0 +1,312 @@
+"""The root finder of all accountants.
+
+Every search solves f(x) = 0 for a function that falls with x: f = log(δ/target), and x is the logarithm of σ or ε.
+``find_root`` evaluates f where a *strategy* says, until a value is near enough. The strategies differ in how dear f is:
+
+- ``Secant`` and ``SteppedSecant``: f takes seconds, has a known slope, and says little more than its sign far away.
+- ``RegulaFalsi``: f is sampled with common random numbers, smooth, and nothing is known about its slope.
+
+``smallest_certified`` runs two phases, coarse evaluations first and fine ones last. ``smallest`` serves cheap functions
+(TOMS 748), ``bisect`` functions that only say yes or no.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from scipy.optimize import toms748
+
+from lambdacgd.accounting.certificate import Bound
+from lambdacgd.errors import AccountingError
+
+FAR = 3.0
+"""|log δ/target| beyond which a slope is not believed"""
+
+
+class Strategy:
+    """The points (x, f(x)) evaluated so far and the interval they leave for the root; subclasses say where to look."""
+
+    def __init__(self, slope: float = -1.0, *, limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
+        self.points: list[tuple[float, float]] = []
+        self.slope, self.limits = slope, limits
+
+    def add(self, x: float, value: float) -> None:
+        self.points.append((x, value))
+
+    def next(self, aim: float = 0.0) -> float:
+        """Where f should be −``aim``."""
+        raise NotImplementedError
+
+    def restart(self) -> None:
+        """Forget the points, which a finer evaluation would move, and keep the slope."""
+        self.points = []
+
+    @property
+    def failed(self) -> float:
+        """The largest x with f > 0."""
+        return max((x for x, value in self.points if value > 0), default=-math.inf)
+
+    @property
+    def passed(self) -> float:
+        """The smallest x with f ≤ 0."""
+        return min((x for x, value in self.points if value <= 0), default=math.inf)
+
+    @property
+    def width(self) -> float:
+        return self.passed - self.failed
+
+    def inside(self, x: float, share: float) -> float:
+        """x, moved into the interval if there is one, at least this share of its width away from both ends."""
+        if not math.isfinite(self.width):
+            return x
+        return min(max(x, self.failed + share * self.width), self.passed - share * self.width)
+
+    def within_limits(self, x: float) -> float:
+        return min(max(x, self.limits[0]), self.limits[1])
+
+
+class Secant(Strategy):
+    """Follows the secant through the newest point and the one nearest to the root."""
+
+    def add(self, x: float, value: float) -> None:
+        near = [p for p in self.points if p[0] != x and abs(p[1]) < 2 * FAR]
+        if near and abs(value) < 2 * FAR:
+            other = min(near, key=lambda p: abs(p[1]))
+            slope = (value - other[1]) / (x - other[0])
+            self.slope = slope if slope < -0.5 else self.slope
+        super().add(x, value)
+
+    def next(self, aim: float = 0.0) -> float:
+        x, value = min(self.points, key=lambda p: abs(p[1] + aim))
+        if abs(value) > FAR:
+            if math.isfinite(self.width):
+                return self.within_limits(0.5 * (self.failed + self.passed))
+            x = self.failed if value > 0 else self.passed  # onwards from the last point, though all may look alike
+        return self.within_limits(self.inside(x - min(max(value + aim, -FAR), FAR) / self.slope, 0.05))
+
+
+class SteppedSecant(Strategy):
+    """Follows the secant through the two points nearest to the root, at most ``largest`` further at a time."""
+
+    def __init__(self, slope: float, *, largest: float, limits: tuple[float, float]) -> None:
+        super().__init__(slope, limits=limits)
+        self.largest = largest
+
+    def next(self, aim: float = 0.0) -> float:
+        nearest = sorted(self.points, key=lambda p: abs(p[1]))[:2]
+        (x, value), largest = nearest[0], self.largest
+        if abs(value) > FAR:
+            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a fixed step.
+            if math.isfinite(self.width):
+                x = self.failed + 0.5 * self.width
+            else:  # onwards from the last point, though all may look alike
+                x = self.failed + largest if value > 0 else self.passed - largest
+            return self.within_limits(x)
+        measured = len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < FAR
+        if measured:
+            slope = (value - nearest[1][1]) / (x - nearest[1][0])
+            self.slope = slope if slope < 0 else self.slope
+        ahead = x + min(max(-(value + aim) / self.slope, -largest), largest)
+        if not measured and math.isfinite(self.width) and not self.failed < ahead < self.passed:
+            x = self.failed + 0.5 * self.width  # the first guess of a slope is refuted: its steps would creep
+        else:
+            x = self.inside(ahead, 0.02)
+        return self.within_limits(x)
+
+
+class RegulaFalsi(Strategy):
+    """Walks down from a point that passes in growing steps until one fails, then regula falsi (Illinois rule)."""
+
+    def __init__(self, step: float) -> None:
+        super().__init__()
+        self.step = step
+        self.refining = False
+        """whether the point to be evaluated next lies between one that failed and one that passed"""
+        self._left: tuple[float, float] | None = None
+        self._right: tuple[float, float] | None = None
+
+    def add(self, x: float, value: float) -> None:
+        if self.refining and self._left and self._right:
+            if value > 0:
+                self._left, self._right = (x, value), (self._right[0], 0.5 * self._right[1])
+            else:
+                self._right, self._left = (x, value), (self._left[0], 0.5 * self._left[1])
+        elif value <= 0:
+            self._right = (x, value)
+        elif self._right is not None:
+            self._left = (x, value)
+        super().add(x, value)
+
+    def next(self, aim: float = 0.0) -> float:
+        if self._right is None:
+            return self.points[-1][0] + 0.2 * self.step
+        if self._left is None:
+            x = self._right[0] - self.step
+            self.step *= 1.3
+            return x
+        self.refining = True
+        return between(*self._left, *self._right, target=0.0)
+
+
+def between(low: float, at_low: float, high: float, at_high: float, *, target: float) -> float:
+    """Where a line through two points meets ``target``, but not within 5% of either point."""
+    return low + (high - low) * min(max((target - at_low) / (at_high - at_low), 0.05), 0.95)
+
+
+def find_root(
+    f: Callable[[float], float],
+    x: float,
+    strategy: Strategy,
+    near: Callable[[float], bool],
+    *,
+    aim: Callable[[], float] = lambda: 0.0,
+    most: int = 40,
+) -> tuple[float, float]:
+    """Evaluate f where ``strategy`` says until a value is near enough.
+
+    Args:
+        f: a falling function.
+        x: where to begin.
+        strategy: says where to look next. It is told every point and keeps them.
+        near: whether a value is near enough to stop.
+        aim: f should end at minus this.
+        most: evaluations of f at most.
+
+    Returns:
+        The last x and f(x): near enough, or the strategy named the same place again, or ``most`` were evaluated.
+    """
+    value = f(x)
+    strategy.add(x, value)
+    for _ in range(most - 1):
+        if near(value) or (after := strategy.next(aim())) == x:
+            break
+        x, value = after, f(after)
+        strategy.add(x, value)
+    return x, value
+
+
+def smallest_certified(
+    evaluate: Callable[[float, bool], Bound],
+    target: float,
+    x: float,
+    strategy: Strategy,
+    *,
+    rtol: float,
+    excess: float = 0.0,
+    within: float = 0.25,
+    most: int = 25,
+    skip_coarse: bool = False,
+) -> tuple[Bound | None, float]:
+    """The bound at the smallest e^x with δ ≤ ``target``: coarse evaluations find its neighbourhood, fine ones end it.
+
+    Args:
+        evaluate: ``evaluate(x, fine)`` bounds δ at e^x. Coarse bounds are quicker and larger.
+        target: the δ to reach.
+        x: where to begin.
+        strategy: where to look next.
+        rtol: relative accuracy of e^x.
+        excess: about the logarithm of a coarse δ over a fine one.
+        within: how near to that excess the coarse phase ends.
+        most: fine evaluations at most.
+        skip_coarse: whether ``x`` is good enough to begin with the fine phase.
+
+    Returns:
+        The best bound that passed in the fine phase, or None, and the last value of log(δ/target).
+    """
+    best: tuple[float, Bound] | None = None
+
+    def value_at(x: float, *, fine: bool) -> float:
+        nonlocal best
+        bound = evaluate(x, fine)
+        if fine and bound.delta <= target and (best is None or x < best[0]):
+            best = (x, bound)
+        return math.log(bound.delta / target)
+
+    if not skip_coarse:
+        find_root(
+            lambda at: value_at(at, fine=False),
+            x,
+            strategy,
+            lambda value: abs(value - excess) < within,
+            aim=lambda: -excess,
+        )
+        x = strategy.next(-excess)
+        strategy.restart()
+    _, value = find_root(
+        lambda at: value_at(at, fine=True),
+        x,
+        strategy,
+        lambda value: -rtol * abs(strategy.slope) <= value <= 0 or strategy.width <= rtol,
+        aim=lambda: 0.4 * rtol * abs(strategy.slope),
+        most=most,
+    )
+    return (None if best is None else best[1]), value
+
+
+def smallest(
+    delta_at: Callable[[float], float],
+    delta: float,
+    *,
+    start: float = 1.0,
+    spread: float = 2.0,
+    rtol: float = 1e-6,
+    limits: tuple[float, float] = (1e-6, 1e9),
+) -> float:
+    """The smallest x > 0 with ``delta_at(x) ≤ delta``, to relative accuracy ``rtol`` and never below it.
+
+    Args:
+        delta_at: decreases in x (a noise multiplier, or ε). A negative or NaN δ counts as a failure, so a broken
+            accountant cannot be calibrated to.
+        delta: the target.
+        start: a guess of x.
+        spread: the guess's first uncertainty factor. The search widens it as it must.
+        rtol: relative accuracy of x.
+        limits: the range of x.
+
+    Returns:
+        An x that was itself evaluated and passed.
+
+    Raises:
+        AccountingError: nothing within the limits passes.
+    """
+    low, high = -math.inf, math.inf  # logarithms of the largest failure and the smallest success so far
+
+    def excess(x: float) -> float:
+        nonlocal low, high
+        value = delta_at(math.exp(x))
+        if 0.0 <= value <= delta:
+            high = min(high, x)
+            return min(math.log(max(value, 1e-300) / delta), -1e-15)
+        low = max(low, x)
+        return max(math.log(value / delta), 1e-15) if delta < value < math.inf else 50.0
+
+    bottom, top = math.log(limits[0]), math.log(limits[1])
+    x, step = math.log(start), math.log(spread)
+    passed = excess(x) < 0
+    while (low == -math.inf) if passed else (high == math.inf):
+        if passed and x <= bottom:
+            return math.exp(high)
+        if not passed and x >= top:
+            raise AccountingError(f"no value up to {limits[1]:g} reaches δ = {delta:g}; ask for a larger δ or ε")
+        x = max(x - step, bottom) if passed else min(x + step, top)
+        step *= 1.5
+        excess(x)
+    if high - low > rtol:
+        toms748(excess, low, high, xtol=rtol / 2, rtol=1e-15, maxiter=60, disp=False)
+    if high - low > rtol:
+        bisect(lambda x: excess(x) < 0, low, high, width=rtol)
+    return math.exp(high)
+
+
+def bisect(passes: Callable[[float], bool], low: float, high: float, *, width: float = 0.0, most: int = 100) -> float:
+    """The smallest point found that passes, between ``low``, which is taken to fail, and ``high``, to pass.
+
+    It stops when the interval is at most ``width`` wide, or after ``most`` halvings.
+    """
+    for _ in range(most):
+        middle = 0.5 * (low + high)
+        if high - low <= width or not low < middle < high:
+            break
+        low, high = (low, middle) if passes(middle) else (middle, high)
+    return high

@@ -1,0 +1,371 @@
+"""Choosing λ, γ and coefficients for a plan. No privacy rests on a choice: σ is certified for it afterwards. No torch.
+
+Four objectives are known, from the error without amplification to the paper's advice for training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import minimize, minimize_scalar
+
+from lambdacgd import cache
+from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.certificate import progress
+from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.mechanisms import (
+    BISR,
+    BandInvMF,
+    GammaBIFR,
+    Horizon,
+    LambdaCGD,
+    Mechanism,
+    Objective,
+    error_norms,
+    maxse,
+    rmse,
+    sensitivity,
+)
+from lambdacgd.sampling import BallsInBins, Bins
+
+SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
+_LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What one objective would choose. ``sigma``, ``rmse`` and ``maxse`` are under Balls-in-Bins if ``amplified``
+    (σ to about 0.5%, not a claim), otherwise for unit Gaussian noise times the sensitivity."""
+
+    objective: Objective
+    value: float
+    sigma: float
+    rmse: float
+    maxse: float
+    amplified: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The chosen λ (or γ), and what every objective would have chosen."""
+
+    value: float
+    objective: Objective
+    candidates: tuple[Candidate, ...]
+    because: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"candidates": [asdict(candidate) for candidate in self.candidates]}
+
+
+_BECAUSE: dict[str, str] = {
+    "rmse": "minimises the root-mean-square error without amplification",
+    "maxse": "minimises the largest standard error without amplification",
+    "amplified-rmse": "minimises the root-mean-square error under Balls-in-Bins",
+    "guideline": f"the minimiser of the amplified error with 1/(1−x) divided by {SHRINKAGE:g}: advice from the paper's "
+    "training runs, not a theorem",
+}
+
+
+def choose_lambda(
+    horizon: Horizon,
+    *,
+    objective: Objective = "guideline",
+    epsilon: float | None = None,
+    delta: float | None = None,
+    normalized: bool = False,
+    bins: Bins = "fixed",
+) -> Choice:
+    """Choose λ for DP-λCGD.
+
+    Args:
+        horizon: b steps an epoch, k epochs.
+        objective: ``rmse`` and ``maxse`` ignore amplification and need neither ε nor δ. ``amplified-rmse`` minimises
+            (1/√n)‖AC⁻¹‖_F·σ(λ) under Balls-in-Bins, σ by the exact accountant (quickly, to about 0.5%; by sampling only
+            where it refuses). ``guideline`` takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0.
+        epsilon: ε, for the amplified objectives.
+        delta: δ, likewise.
+        normalized: whether the columns of C are scaled to norm 1.
+        bins: with "fresh" ones the noise restarts every epoch, in errors and in σ.
+
+    Returns:
+        The choice, and what every objective would have chosen.
+
+    Raises:
+        InvalidInput: an argument is out of range, or missing for the objective.
+
+    >>> round(choose_lambda(Horizon(390, 10), objective="rmse").value, 3)
+    0.978
+    """
+    family = {"mechanism": LambdaCGD.name, "normalized": bool(normalized)}
+    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins)
+
+
+def choose_gamma(
+    bands: int,
+    horizon: Horizon,
+    *,
+    objective: Objective = "amplified-rmse",
+    epsilon: float | None = None,
+    delta: float | None = None,
+    bins: Bins = "fixed",
+) -> Choice:
+    """Choose γ for γ-BIFR by the same search. The guideline is known to be good for λ only.
+
+    More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ.
+
+    Args:
+        bands: the number of bands, at least 2.
+        horizon: b steps an epoch, k epochs.
+        objective: as for ``choose_lambda``.
+        epsilon: ε, for the amplified objectives.
+        delta: δ, likewise.
+        bins: with "fresh" ones the noise restarts every epoch, in errors and in σ.
+
+    Returns:
+        The choice, and what every objective would have chosen.
+
+    Raises:
+        InvalidInput: an argument is out of range, or missing for the objective.
+    """
+    integer("bands", bands, minimum=2, maximum=_sampling(horizon, bins).block.steps)
+    family = {"mechanism": GammaBIFR.name, "bands": int(bands)}
+    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins)
+
+
+def _choose(
+    make: Callable[[float], Mechanism],
+    family: dict[str, Any],
+    horizon: Horizon,
+    objective: Objective,
+    epsilon: float | None,
+    delta: float | None,
+    bins: Bins,
+) -> Choice:
+    if objective not in get_args(Objective):
+        raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
+    amplified = objective in ("amplified-rmse", "guideline")
+    if amplified or epsilon is not None or delta is not None:
+        epsilon = number("epsilon", epsilon, above=0)
+        delta = number("delta", delta, above=0, below=1)
+    question = family | _question(horizon, epsilon, delta, bins)
+
+    def compute() -> list[dict[str, Any]]:
+        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins)]
+
+    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
+    value = next(candidate.value for candidate in candidates if candidate.objective == objective)
+    return Choice(value, objective, candidates, _BECAUSE[objective])
+
+
+def _question(horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins) -> dict[str, Any]:
+    """What a cached choice is filed under, but for the family of mechanisms."""
+    b, k = int(horizon.steps_per_epoch), int(horizon.epochs)
+    return {"steps_per_epoch": b, "epochs": k, "epsilon": epsilon, "delta": delta, "bins": bins}
+
+
+def _sampling(horizon: Horizon, bins: Bins) -> BallsInBins:
+    """The sampling that a choice is made for. Neither errors nor σ depend on the number of examples."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)
+
+
+def _candidates(
+    make: Callable[[float], Mechanism], horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins
+) -> list[Candidate]:
+    restart = _sampling(horizon, bins).restart_every
+
+    def mean(x: float) -> float:
+        return rmse(make(x), horizon, restart_every=restart)
+
+    def largest(x: float) -> float:
+        return maxse(make(x), horizon, restart_every=restart)
+
+    plain: dict[Objective, float] = {
+        "rmse": _minimise(mean, _LARGEST, 1e-6),
+        "maxse": _minimise(largest, _LARGEST, 1e-6),
+    }
+    if epsilon is None or delta is None:
+        return [Candidate(name, x, 1.0, mean(x), largest(x), False) for name, x in plain.items()]
+    with progress(f"choosing for ε = {epsilon:g}") as tick:
+        return _amplified_candidates(make, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick), plain)
+
+
+def _amplified_candidates(
+    make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
+) -> list[Candidate]:
+    top = max(_scale(plain["rmse"]), 0.1)
+    smallest = _minimise(lambda x: search.rmse(make(x)), top, 0.05)
+    chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
+    candidates = []
+    for name, x in chosen.items():
+        mechanism = make(x)
+        sigma = search.sigma(mechanism, effort=2)
+        norms = search.norms(mechanism)
+        candidates.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
+    return candidates
+
+
+def shrink(value: float) -> float:
+    """1/(1−x) divided by 3, but at least 1 (x = 0)."""
+    return max(0.0, 1.0 - SHRINKAGE * (1.0 - value))
+
+
+class AmplifiedError:
+    """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins, smooth from mechanism to mechanism.
+
+    σ comes from the exact accountant where it answers, and from few, common random numbers elsewhere.
+    """
+
+    def __init__(
+        self,
+        horizon: Horizon,
+        epsilon: float,
+        delta: float,
+        *,
+        bins: Bins = "fixed",
+        tick: Callable[[int], None] = lambda amount: None,
+    ) -> None:
+        self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
+        self.sampling = _sampling(horizon, bins)
+        self._computed: dict[Mechanism, float] = {}
+        self._points: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
+        self._slope = 15.0
+
+    def norms(self, mechanism: Mechanism) -> tuple[float, float]:
+        return error_norms(mechanism, self.horizon.steps, restart_every=self.sampling.restart_every)
+
+    def rmse(self, mechanism: Mechanism) -> float:
+        return self.norms(mechanism)[0] * self.sigma(mechanism)
+
+    def sigma(self, mechanism: Mechanism, *, effort: int = 1) -> float:
+        """σ to about 0.5%; ``effort`` takes so many times the usual samples, where it samples."""
+        if mechanism in self._computed:
+            return self._computed[mechanism]
+        norm = sensitivity(mechanism, self.horizon, restart_every=self.sampling.restart_every).value
+        quick = accountant_for(mechanism, self.sampling).quick(
+            self.epsilon, self.delta, start=self._start(norm), slope=self._slope, effort=effort
+        )
+        self._slope = quick.slope
+        if not quick.sampled:
+            self._computed[mechanism] = quick.sigma
+        self._points.append((math.log(norm), math.log(quick.sigma / norm)))
+        self._tick(1)
+        return quick.sigma
+
+    def _start(self, norm: float) -> float | None:
+        """σ over the sensitivity changes slowly: a line through the two nearest points is a good start."""
+        if not self._points:
+            return None
+        x = math.log(norm)
+        nearest = sorted(set(self._points), key=lambda point: abs(point[0] - x))[:2]
+        value = nearest[0][1]
+        if len(nearest) == 2 and abs(nearest[1][0] - nearest[0][0]) > 1e-3:
+            slope = (nearest[1][1] - nearest[0][1]) / (nearest[1][0] - nearest[0][0])
+            value += min(max(slope * (x - nearest[0][0]), -0.5), 0.5)
+        return norm * math.exp(value)
+
+
+def _scale(value: float) -> float:
+    return -math.log1p(-value)
+
+
+def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> float:
+    """Minimiser of ``error`` over x ∈ [0, 1), searched on the scale log 1/(1−x) up to ``top``; 0 if that is best."""
+
+    def at(scale: float) -> float:
+        return error(-math.expm1(-scale))
+
+    minimum = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
+    return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
+
+
+# BandInvMF
+
+MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gains nothing
+_EVALUATIONS = 40  # for each coefficient
+_SHRINK = (0.01, 0.02, 0.04, 0.08)
+_SMALLEST = 1e-6
+
+
+def amplified_band_inv_mf(
+    bands: int, horizon: Horizon, *, epsilon: float, delta: float, bins: Bins = "fixed"
+) -> BandInvMF:
+    """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
+
+    The coefficients after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
+    Balls-in-Bins accounting needs. The search starts at the best of γ-BIFR, BISR and the optimum without
+    amplification, each also with its correlation reduced. With ``bins="fresh"`` the noise restarts every epoch, in
+    errors and in σ. σ is a quick estimate with common random numbers.
+
+    Args:
+        bands: the number of bands, from 2 to 16.
+        horizon: b steps an epoch, k epochs.
+        epsilon: ε.
+        delta: δ.
+        bins: "fixed" or "fresh".
+
+    Returns:
+        The mechanism with its coefficients.
+
+    Raises:
+        InvalidInput: an argument is out of range.
+    """
+    block = _sampling(horizon, bins).block
+    integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, block.steps))
+    epsilon = number("epsilon", epsilon, above=0)
+    delta = number("delta", delta, above=0, below=1)
+    question = {"bands": int(bands)} | _question(horizon, epsilon, delta, bins)
+
+    def compute() -> list[float]:
+        with progress(f"optimising {bands} bands for ε = {epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
+            return _optimise(bands, block, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick))
+
+    coefficients = cache.cached("amplified-bandinvmf", question, compute)
+    return BandInvMF(bands, coefficients=tuple(coefficients))
+
+
+def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]:
+    """The search itself; ``block`` is the stretch that noise is correlated over."""
+
+    def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
+        return (1.0, *(-float(value) for value in np.exp(logs)))
+
+    def error(logs: NDArray[np.float64]) -> float:
+        if np.exp(logs).sum() >= 1.0:  # C would grow without bound
+            return 1e300
+        return search.rmse(BandInvMF(bands, coefficients=coefficients(logs)))
+
+    chosen = choose_gamma(
+        bands,
+        search.horizon,
+        objective="amplified-rmse",
+        epsilon=search.epsilon,
+        delta=search.delta,
+        bins=search.sampling.bins,
+    )
+    starts = [GammaBIFR(bands, chosen.value), BISR(bands), BandInvMF(bands).resolve(block)]
+    points = [_logs(np.asarray(start.noising(block.steps))[1:], bands - 1) for start in starts]
+    # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
+    shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
+    best = min(shrunk, key=error)
+    simplex = np.vstack([best] + [best - 0.1 * np.eye(bands - 1)[i] for i in range(bands - 1)])
+    minimum = minimize(
+        error,
+        best,
+        method="Nelder-Mead",
+        options={"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)},
+    )
+    return list(coefficients(minimum.x))
+
+
+def _logs(tail: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """log|a_j| of the negative coefficients; others become tiny."""
+    padded = np.zeros(size)
+    padded[: len(tail)] = tail[:size]
+    return np.log(np.maximum(-padded, _SMALLEST))

@@ -1,0 +1,467 @@
+"""Strategies for `lightning.Trainer` that train with differential privacy from a plan, in one process or several."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.clipping import LossReduction, Mode
+from lambdacgd.errors import InvalidInput
+from lambdacgd.integrations.shared import (
+    KeyLike,
+    LogicalBatch,
+    LogicalLoader,
+    TrainingRandomness,
+    check_internals,
+    check_key,
+    internals,
+    load_or_make,
+    need,
+)
+from lambdacgd.planning import Plan
+from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
+from lambdacgd.training.checkpoint import read, save
+from lambdacgd.training.distributed.world import World
+
+need("lightning", "lightning")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    BatchSizeFinder,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+)
+from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
+from lightning.pytorch.plugins.precision import Precision  # noqa: E402
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
+from lightning.pytorch.trainer import Trainer  # noqa: E402
+from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
+
+__all__ = ["LambdaCGDDDPStrategy", "LambdaCGDStrategy", "read_checkpoint"]
+
+# What the strategies replace or call of Lightning's own, with the parameters that they count on.
+INTERNALS = (
+    *internals(
+        Strategy,
+        setup="trainer",
+        teardown="",
+        on_exception="exception",
+        batch_to_device="batch device dataloader_idx",
+        training_step="args kwargs",
+        on_train_end="",
+        optimizer_step="optimizer closure model",
+        backward="closure_loss optimizer",
+        restore_checkpoint_after_setup=None,
+        save_checkpoint="checkpoint filepath storage_options",
+        load_checkpoint="checkpoint_path weights_only",
+        load_model_state_dict="checkpoint strict",
+        load_optimizer_state_dict="checkpoint",
+    ),
+    *internals(SingleDeviceStrategy, setup_environment=""),
+    *internals(DDPStrategy, configure_ddp=""),
+    *internals(Precision, _after_closure="model optimizer"),
+    *internals(Trainer, _results=None),
+)
+check_internals("lightning", "lightning", "2.6", INTERNALS)
+
+_Base: Any = object  # stands before a strategy of Lightning in the method resolution order
+_SingleDevice: Any = SingleDeviceStrategy  # their hooks are annotated more loosely than they are called
+_DDP: Any = DDPStrategy
+_KEPT = ("state_dict", "optimizer_states")  # of Lightning's checkpoint: what the run's own state holds already
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint that a strategy of this module wrote, as Lightning knows it.
+
+    For ``module.load_state_dict(read_checkpoint(path)["state_dict"])``, where ``load_from_checkpoint`` would expect a
+    pickled file.
+
+    Args:
+        path: The checkpoint's folder.
+
+    Returns:
+        Lightning's dict, with ``state_dict`` and, unless only weights were saved, ``optimizer_states``.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged.
+    """
+    found = read(path)
+    return _lightnings(found["extra"], found["model"], found["optimizer"])
+
+
+def _lightnings(extra: dict[str, Any], weights: dict[str, Any], optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    """Lightning's checkpoint out of ours."""
+    state = {extra["prefix"] + name: value for name, value in weights.items()} | extra["other_state"]
+    return extra["lightning"] | {"state_dict": state} | ({} if optimizer is None else {"optimizer_states": [optimizer]})
+
+
+class Privatising(_Base):
+    """What both strategies do: one batch for Lightning is one logical batch, and every step is `privatize`'s."""
+
+    def _take(
+        self,
+        plan: Plan,
+        dataset: Any,
+        *,
+        max_grad_norm: float,
+        key: KeyLike,
+        max_physical_batch_size: int | None = None,
+        submodule: str | None = None,
+        loss_reduction: LossReduction = "mean",
+        clipping_mode: Mode = "flat",
+        **options: Any,
+    ) -> None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
+        check_key(key)
+        self.plan, self.dataset = plan, dataset
+        self.private: Private | None = None
+        self.loader = StrategyLoader(self)
+        self._key, self._submodule = key, submodule
+        self._options = options | {
+            "max_grad_norm": max_grad_norm,
+            "max_physical_batch_size": max_physical_batch_size,
+            "loss_reduction": loss_reduction,
+            "clipping_mode": clipping_mode,
+        }
+        self._randomness = TrainingRandomness()
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Bind the plan to the model, once it is on its device and has its optimizer."""
+        super().setup(trainer)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        world = World.of(None)
+        with world.together("starting to train"):
+            self._check(trainer)
+            key = load_or_make(self._key) if world.first else None  # other ranks receive it from rank 0
+        self._randomness = TrainingRandomness()
+        self.private = privatize(
+            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
+        )
+
+    def _check(self, trainer: Any) -> None:
+        check_trainer(trainer, self.plan)
+        check_module(self.lightning_module, self.optimizers)
+        if self.private is not None and self.private.steps_taken and trainer.ckpt_path is None:
+            raise TrainingError(
+                f"this strategy's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
+                "fit(…, ckpt_path=…), or make a new module and strategy for a new run, which costs its own (ε, δ)"
+            )
+
+    def _private_model(self) -> nn.Module:
+        module: nn.Module = self.lightning_module
+        if self._submodule is None:
+            return module
+        try:
+            return module.get_submodule(self._submodule)
+        except AttributeError as error:
+            raise InvalidInput("submodule", self._submodule, f"the module has no such part ({error})") from None
+
+    def teardown(self) -> None:
+        if self.private is not None:
+            self.private.detach()
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self.private is not None:
+            self.private.detach()
+        super().on_exception(exception)
+
+    # --- a logical step ----------------------------------------------------------------------------------------------
+
+    def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
+        """A logical batch moves part by part."""
+        return batch if isinstance(batch, LogicalBatch) else super().batch_to_device(batch, device, dataloader_idx)
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """``training_step`` of the module for every physical batch, with its backward pass for all but the last."""
+        if not isinstance(batch, LogicalBatch) or self.private is None:
+            raise TrainingError(
+                f"training got a {type(batch).__name__} from a loader that is not the plan's. Pass strategy.loader to "
+                "fit, or return it from train_dataloader()"
+            )
+        output = None
+        with self._randomness.step():
+            for part, last in batch.parts():
+                moved = super().batch_to_device(self.precision_plugin.convert_input(part))
+                self._show_batch(moved)
+                output = super().training_step(moved, *args, **kwargs)
+                if not last:
+                    self.backward(_loss(output), None)
+        self._log_privacy()
+        check_monitors(self.lightning_module.trainer)  # before this step changes a weight
+        return output
+
+    def on_train_end(self) -> None:
+        """What the last epoch's end has logged, a stopping time may have followed."""
+        super().on_train_end()
+        check_monitors(self.lightning_module.trainer)
+
+    def _show_batch(self, part: Any) -> None:
+        """Lightning weighs logged values by the size of the batch it knows of."""
+        results = self.lightning_module.trainer._results
+        if results is not None:
+            results.batch, results.batch_size = part, None
+
+    def _log_privacy(self) -> None:
+        spent = {"privacy_epsilon": self.plan.epsilon, "privacy_delta": self.plan.delta}
+        self.lightning_module.log_dict(spent, on_step=True, on_epoch=False, batch_size=1)
+
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """The closure's backward pass first, then a step without it: noise comes in between."""
+        result = closure()
+        self.precision_plugin._after_closure(self.lightning_module, optimizer)
+        optimizer.step(**kwargs)
+        return result
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """The ledger is asked before any weight is loaded, and it needs the run."""
+        return True
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """The run's checkpoint, a folder, with Lightning's own state in it. What is not plain data is refused."""
+        if self.private is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        own = {self._prefix + name for name in self.private.model.state_dict()}
+        extra = {
+            "lightning": {name: value for name, value in checkpoint.items() if name not in _KEPT},
+            "prefix": self._prefix,
+            "other_state": {name: value for name, value in checkpoint["state_dict"].items() if name not in own},
+        }
+        self._randomness.put_back()
+        save(self.private, filepath, extra, weights_only="optimizer_states" not in checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; ``fit`` goes on from it, so it must be the run's newest release."""
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and self.private is not None:
+            extra = self.private.load(checkpoint_path)
+            if "lightning" not in extra:
+                raise CheckpointError(f"{checkpoint_path} was not saved by this strategy: go on with private.load")
+            self._randomness.keep()
+            return _lightnings(extra, self.private.model.state_dict(), self.private.optimizer.state_dict())
+        if Path(checkpoint_path).is_dir():
+            return read_checkpoint(checkpoint_path)
+        found: dict[str, Any] = super().load_checkpoint(checkpoint_path, weights_only=True)
+        return found
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Weights of the run's checkpoint are in place already; what else the module holds comes now."""
+        with self._may_load():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Of a checkpoint that `load_checkpoint` has asked the ledger about."""
+        with self._may_load():
+            super().load_optimizer_state_dict(checkpoint)
+
+    def _may_load(self) -> contextlib.AbstractContextManager[None]:
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return self.private.loading() if fitting and self.private is not None else contextlib.nullcontext()
+
+    @property
+    def _prefix(self) -> str:
+        """What names of the whole module have before those of the private part."""
+        return "" if self._submodule is None else f"{self._submodule}."
+
+
+class LambdaCGDStrategy(Privatising, _SingleDevice):
+    """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.
+
+    ::
+
+        strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
+        trainer = lightning.Trainer(strategy=strategy)
+        trainer.fit(module, strategy.loader, val_dataloaders=…)
+
+    One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
+    count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of
+    ``training_step``. Its loss must be the mean (``loss_reduction``) over the examples of the batch it sees. ``key``
+    is a ``SecretKey`` or the path of a key file, which is made where there is none. ``submodule`` names the attribute
+    that holds the model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``. The rest goes to
+    ``privatize``. ``device`` is CUDA where there is one. ``private`` is the run under way or last.
+
+    Guarantee
+    ---------
+    Weights in checkpoints and after ``fit`` are (ε, δ)-DP as `Private` says. Every checkpoint that this strategy
+    writes is entered in the ledger beside the key, and ``fit(ckpt_path=…)`` goes on from the newest only.
+    """
+
+    def __init__(self, plan: Plan, dataset: Any, *, device: str | torch.device | None = None, **settings: Any) -> None:
+        super().__init__(device=torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu")))
+        self._take(plan, dataset, **settings)
+
+    def setup_environment(self) -> None:
+        kind = type(self.accelerator).__name__
+        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
+            raise InvalidInput(
+                "device",
+                str(self.root_device),
+                f"the Trainer has a {kind}: give the strategy device=…, or the Trainer the accelerator that fits",
+            )
+        super().setup_environment()
+
+
+class LambdaCGDDDPStrategy(Privatising, _DDP):
+    """As `LambdaCGDStrategy`, with a whole model in each of several processes.
+
+    Batches are split between the processes, clipped sums reduced once a step, and every process adds the same noise.
+    Rank 0 keeps the key; all need the same file system for checkpoints. The module is not wrapped in
+    DistributedDataParallel, which would send gradients that were not clipped. ``process_group_backend`` and
+    ``start_method`` are those of Lightning's ``DDPStrategy``.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dataset: Any,
+        *,
+        process_group_backend: str | None = None,
+        start_method: str = "popen",
+        **settings: Any,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, start_method=start_method)
+        self._take(plan, dataset, **settings)
+
+    def configure_ddp(self) -> None:
+        """Nothing is wrapped: `privatize` reduces the sums."""
+
+
+class StrategyLoader:
+    """What ``fit`` takes as its training loader: the plan's logical batches, once the run has begun."""
+
+    def __init__(self, strategy: Privatising) -> None:
+        self._strategy, self.dataset = strategy, strategy.dataset
+
+    def __len__(self) -> int:
+        """Logical steps in an epoch."""
+        return self._strategy.plan.steps_per_epoch
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        private = self._strategy.private
+        if private is None:
+            raise TrainingError("the plan's batches exist once trainer.fit has bound the plan to the module")
+        yield from LogicalLoader(private)
+
+
+def _loss(output: Any) -> Tensor:
+    with contextlib.suppress(TypeError, KeyError):
+        found = output if isinstance(output, Tensor) else output["loss"]
+        if isinstance(found, Tensor):
+            return found
+    raise TrainingError(
+        f"training_step returned {type(output).__name__}; it must return the loss or a dict with 'loss' for every "
+        "physical batch: each example takes part in its logical step"
+    )
+
+
+# --- settings that cannot hold under a plan --------------------------------------------------------------------------
+
+_DEFAULT_EPOCHS = (None, -1, 1000)  # what Lightning makes of a max_epochs that nobody gave
+
+
+def check_trainer(trainer: Any, plan: Plan) -> None:
+    """Refuse what would change gradients, batches or their number behind the plan's back; set what it fixes."""
+    _only(trainer, "accumulate_grad_batches", (1,), _ACCUMULATE)
+    _only(trainer, "gradient_clip_val", (None,), _CLIP)
+    _only(trainer, "limit_train_batches", (None, 1.0), _LIMIT)
+    _only(trainer, "overfit_batches", (0, 0.0), _LIMIT)
+    _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
+    _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
+    _check_callbacks(trainer.callbacks)
+    asked = len(getattr(trainer._accelerator_connector, "_parallel_devices", None) or [])
+    if trainer.world_size == 1 < asked:  # no error: without devices=… Lightning asks for all that there are
+        warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
+    if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
+        name = type(trainer.strategy.checkpoint_io).__name__
+        advice = "the strategy writes checkpoints by itself: one must be whole before the ledger knows it. Leave it out"
+        raise InvalidInput("plugins", name, advice)
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        raise InvalidInput(
+            "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
+        )
+    loop = trainer.fit_loop
+    if trainer.max_steps not in (-1, plan.steps):
+        raise InvalidInput("max_steps", trainer.max_steps, f"the plan has {plan.steps} steps. {_HORIZON}")
+    if loop.max_epochs not in (*_DEFAULT_EPOCHS, plan.epochs):
+        raise InvalidInput("max_epochs", loop.max_epochs, f"the plan has {plan.epochs} epochs. {_HORIZON}")
+    loop.max_epochs = plan.epochs
+
+
+def _check_callbacks(callbacks: list[Any]) -> None:
+    """Tuners are callbacks too: ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit."""
+    for kind, advice in (
+        (LearningRateFinder, _SEARCH),
+        (BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
+        (GradientAccumulationScheduler, _ACCUMULATE),
+    ):
+        if any(isinstance(callback, kind) for callback in callbacks):
+            raise InvalidInput("callbacks", kind.__name__, advice)
+
+
+def check_monitors(trainer: Any) -> None:
+    """Refuse to steer by what training has logged: no noise protects it, so weights would depend on it unnoised."""
+    names = {result.meta.name for result in trainer.fit_loop._results.values()}
+    logged = names | {f"{name}_{when}" for name in names for when in ("step", "epoch")}
+    watched = [(getattr(callback, "monitor", None), type(callback).__name__) for callback in trainer.callbacks]
+    watched += [(c.monitor, "ReduceLROnPlateau") for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
+    for monitor, by in watched:
+        if monitor in logged:
+            raise InvalidInput("monitor", f"{monitor} ({by})", _STEERED)
+
+
+def check_module(module: Any, optimizers: list[Any]) -> None:
+    """Refuse modules whose hooks would step, clip or move batches by themselves."""
+    if not module.automatic_optimization:
+        raise InvalidInput(
+            "automatic_optimization",
+            False,
+            "this strategy takes a step after every logical batch by itself. With manual optimization write the loop "
+            "with lc.privatize",
+        )
+    if len(optimizers) != 1:
+        raise InvalidInput(
+            "configure_optimizers", f"{len(optimizers)} optimizers", "give one: an example's gradient has one norm"
+        )
+    for hook, advice in (
+        ("configure_gradient_clipping", _CLIP),
+        ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
+    ):
+        if is_overridden(hook, module):
+            raise InvalidInput(hook, "overridden", advice)
+
+
+def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
+    given = getattr(trainer, name, allowed[0])
+    if not any(type(given) is type(value) and given == value for value in allowed):  # 1 is a batch, 1.0 is all of them
+        raise InvalidInput(name, given, advice)
+
+
+_HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
+_ACCUMULATE = (
+    "leave it at 1: logical batches come from the plan, and max_physical_batch_size of the strategy splits them"
+)
+_SEARCH = (
+    "it trains on the private data, looks at the losses and goes back to the weights before, so that the run's noise "
+    "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
+)
+_STEERED = (
+    "training logged it, from private data and without noise: a learning rate, a stopping time or a choice of weights "
+    "that follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what "
+    "validation_step logs of public data"
+)
+_CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
+_LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

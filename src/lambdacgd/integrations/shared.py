@@ -1,0 +1,302 @@
+"""What every integration needs: the library beneath it checked, a place for the key, logical batches, one loss each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lambdacgd.errors import InvalidInput
+from lambdacgd.keys import SecretKey
+from lambdacgd.training import Private, TrainingError
+from lambdacgd.training.checkpoint import generators, set_generators
+from lambdacgd.training.guards import Phase
+from lambdacgd.training.loader import random_numbers_of
+
+# --- the library beneath an integration ------------------------------------------------------------------------------
+
+
+def need(extra: str, *packages: str) -> None:
+    """Refuse to go on without ``packages``, naming the extra that installs them.
+
+    Raises:
+        ImportError: One of them is not installed.
+    """
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"{', '.join(missing)} is not installed. Install the extra: pip install 'lambdacgd[{extra}]'")
+
+
+@dataclass(frozen=True)
+class Internal:
+    """Something of another library's class that an integration replaces or calls.
+
+    ``parameters`` are the first ones that it takes after ``self``, by name and in order; None where it is a property.
+    """
+
+    owner: type
+    name: str
+    parameters: tuple[str, ...] | None
+
+    def problem(self) -> str | None:
+        """What is not as it was; None if all is."""
+        there = inspect.getattr_static(self.owner, self.name, None)
+        what = f"{self.owner.__name__}.{self.name}"
+        if there is None:
+            return f"{what} does not exist"
+        if self.parameters is None:
+            return None if isinstance(there, property) else f"{what} is no property"
+        if not callable(there):
+            return f"{what} is no method"
+        taken = tuple(inspect.signature(there).parameters)[1 : len(self.parameters) + 1]
+        return None if taken == self.parameters else f"{what} takes ({', '.join(taken)})"
+
+
+def internals(owner: type, **parameters: str | None) -> tuple[Internal, ...]:
+    """A list of `Internal`, written as ``name="first second"``."""
+    return tuple(Internal(owner, name, None if p is None else tuple(p.split())) for name, p in parameters.items())
+
+
+def check_internals(package: str, extra: str, known: str, used: Sequence[Internal]) -> None:
+    """Refuse a version of ``package`` whose internals are not those that the integration was written for.
+
+    An override of a method that nobody calls any more would leave gradients without noise, or weights without an
+    entry in the ledger, and no test of ours would run at the user's.
+
+    Raises:
+        ImportError: Something in ``used`` is missing, or takes other arguments.
+    """
+    problems = [problem for problem in (item.problem() for item in used) if problem is not None]
+    if problems:
+        version = importlib.metadata.version(package)
+        raise ImportError(
+            f"{package} {version} is not one that this integration knows: {'; '.join(problems)}. Training would not be "
+            f"private. It is known to work with {package} {known}: pip install 'lambdacgd[{extra}]'"
+        )
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+# An output folder is copied, archived and uploaded as a whole, and the key must not travel with it. The default place
+# is therefore ``<output_dir>.private/run.key``, and a place inside the output folder is refused.
+
+KeyLike = SecretKey | str | os.PathLike[str] | None
+
+
+def default_key_path(output_dir: str | os.PathLike[str]) -> Path:
+    """``runs/first`` -> ``runs/first.private/run.key``."""
+    folder = Path(os.path.abspath(output_dir))  # "runs/.." too has a name then
+    return folder.with_name(folder.name + ".private") / "run.key"
+
+
+def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
+    """The key given, or that of the file given, or of the output folder's own file, which is made if there is none."""
+    if key is None:
+        key = default_key_path(output_dir)
+    path = key.path if isinstance(key, SecretKey) else key
+    if isinstance(path, (str, os.PathLike)):
+        check_outside(Path(path), output_dir)
+    return load_or_make(key)
+
+
+def load_or_make(key: KeyLike) -> SecretKey:
+    """The key given, or that of the file given, which is made if there is none."""
+    check_key(key)
+    if isinstance(key, SecretKey):
+        return key
+    path = Path(os.fspath(key))  # type: ignore[arg-type]  # checked
+    if path.exists():
+        return SecretKey.load(path)
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    made = SecretKey.generate()
+    made.save(path)
+    return made
+
+
+def check_key(key: object) -> None:
+    if not isinstance(key, (SecretKey, str, os.PathLike)):
+        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
+
+
+def check_outside(path: Path, output_dir: str | os.PathLike[str]) -> None:
+    if path.resolve().is_relative_to(Path(output_dir).resolve()):
+        raise InvalidInput(
+            "key",
+            str(path),
+            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
+            f"it at {default_key_path(output_dir)}",
+        )
+
+
+# --- random numbers --------------------------------------------------------------------------------------------------
+
+
+class TrainingRandomness:
+    """Training's random numbers (dropout), apart from those that evaluation, workers and callbacks draw in between.
+
+    A resumed run does not evaluate again what the broken one evaluated after its last checkpoint. For both to end with
+    the same bits, training goes on with the generators as its own last step left them. ``state`` is that of all
+    generators after the last training step, None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+
+    def keep(self) -> None:
+        """Go on from the generators as they are now: a checkpoint has just been loaded."""
+        self.state = generators()
+
+    def put_back(self) -> None:
+        """The generators as training left them: a checkpoint is about to be saved."""
+        if self.state is not None:
+            set_generators(self.state)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """One training step's computations."""
+        self.put_back()
+        yield
+        self.keep()
+
+
+# --- logical batches -------------------------------------------------------------------------------------------------
+# Trainers of other libraries take one optimizer step, one scheduler step and one tick of every counter per item that
+# their loader yields. So the loader yields logical batches, and the physical ones are read inside the training step.
+# Evaluation, checkpoints, schedulers and callbacks then always fall between logical steps.
+
+
+class LogicalBatch:
+    """The physical batches of one logical step, read when they are asked for, once."""
+
+    def __init__(self, private: Private, data: Iterator[Any]) -> None:
+        self._private, self._data, self._used = private, data, False
+
+    def parts(self) -> Iterator[tuple[Any, bool]]:
+        """Every physical batch, and whether it is the last: then ``optimizer.step()`` acts."""
+        if self._used:
+            raise TrainingError(
+                "the examples of this logical step were already read once; every example takes part once a step"
+            )
+        self._used, last = True, False
+        while not last:
+            part = next(self._data)
+            last = self._private.cycle.phase is Phase.WHOLE
+            yield part, last
+
+
+class LogicalLoader:
+    """The plan's logical batches, an epoch an iteration, from where the run stands."""
+
+    def __init__(self, private: Private) -> None:
+        self.private, self.dataset = private, private.dataset
+
+    def __len__(self) -> int:
+        """Logical steps in an epoch."""
+        return self.private.plan.steps_per_epoch
+
+    def __iter__(self) -> Iterator[LogicalBatch]:
+        private = self.private
+        if private.finished:
+            return
+        end = (private.steps_taken // len(self) + 1) * len(self)
+        data = private.loader.until(end)
+        while private.steps_taken < end:
+            yield LogicalBatch(private, data)
+
+
+# --- one loss per example --------------------------------------------------------------------------------------------
+
+Losses = Callable[[Any], Tensor]
+Collate = Callable[[list[Any]], Any]
+
+
+def check_losses(losses: object, rows: int) -> Tensor:
+    """One loss per example, as a vector."""
+    if not isinstance(losses, Tensor) or losses.shape != (rows,):
+        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+        raise TrainingError(
+            f"compute_loss must return one loss per example, a tensor of shape ({rows},), and returned {found}. A loss "
+            "that is already averaged may mix examples (a mean over all tokens of a batch does). Average over each "
+            "example's own tokens and return the vector"
+        )
+    return losses
+
+
+def check_independent(model: nn.Module, losses_of: Losses, items: Sequence[Any], collate: Collate) -> None:
+    """Compare losses of a few examples in one batch with the same examples read alone.
+
+    A difference beyond rounding means that the loss, the model or the padding mixes examples, and is refused. Two
+    extra forward passes a call, without gradients, dropout off; random numbers are put back. Agreement is evidence,
+    not proof.
+    """
+    if len(items) < 2:
+        return
+    with _quiet(model):
+        batch = collate(list(items))
+        together = check_losses(losses_of(batch), len(items)).float()
+        lengths = [_size(collate([item])) for item in items]
+        chosen = {0, lengths.index(min(lengths)), lengths.index(max(lengths))}
+        random = not _same(batch, collate(list(items)))
+        for row in sorted(chosen):
+            single = _rows(batch, len(items), row) if random else collate([items[row]])
+            alone = check_losses(losses_of(single), 1).float()
+            tolerance = _rounding(model) * (1 + abs(float(alone)))
+            if not abs(float(together[row]) - float(alone)) <= tolerance:
+                raise TrainingError(
+                    f"the loss of one example is {float(alone):.6g} alone and {float(together[row]):.6g} in a batch of "
+                    f"{len(items)}: it depends on the other examples, so clipping one example would not bound what it "
+                    "changes. Look for a mean over all tokens of the batch, contrastive terms, padding on the left "
+                    "(pad on the right), padding without an attention mask, or BatchNorm"
+                )
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout, nobody's random numbers moved."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), random_numbers_of("independence"):
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _rounding(model: nn.Module) -> float:
+    parameter = next(model.parameters())
+    low = parameter.dtype in (torch.float16, torch.bfloat16)
+    if low or hasattr(model, "_original_forward"):  # accelerate's autocast
+        return 3e-2
+    return 2e-3 if parameter.is_cuda else 3e-5
+
+
+def _size(batch: Any) -> int:
+    if isinstance(batch, Mapping):
+        return max((_size(x) for x in batch.values()), default=0)
+    return batch.numel() if isinstance(batch, Tensor) else 0
+
+
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, Mapping):
+        return all(_same(x[name], y[name]) for name in x)
+    if isinstance(x, Tensor):
+        return x.shape == y.shape and bool(torch.equal(x, y))
+    return True
+
+
+def _rows(batch: Any, rows: int, row: int) -> Any:
+    """One row of a batch that was collated with random numbers, which another reading would not repeat."""
+    if isinstance(batch, Mapping):
+        return {name: _rows(x, rows, row) for name, x in batch.items()}
+    if isinstance(batch, Tensor) and batch.dim() > 0 and batch.shape[0] == rows:
+        return batch[row : row + 1]
+    return batch

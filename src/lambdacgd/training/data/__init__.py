@@ -1,5 +1,0 @@
-"""Data sets that ``lambdacgd train`` knows: digits (no download), CIFAR-10 and IMDb (from a folder or a library)."""
-
-from lambdacgd.training.data.base import Examples, Splits
-
-__all__ = ["Examples", "Splits"]

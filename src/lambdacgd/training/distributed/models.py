@@ -1,0 +1,301 @@
+"""How the model is spread over processes: wrapped in DistributedDataParallel, or sharded by FSDP2's ``fully_shard``.
+
+Which rows of a parameter are here and how a gradient goes back to it; and how wrappers are kept from sending gradients
+that were not clipped.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from lambdacgd import torch_private
+from lambdacgd.clipping import accumulator
+from lambdacgd.errors import InvalidInput, TrainingError
+from lambdacgd.training.distributed.world import World
+
+# --- parameters and their shards -------------------------------------------------------------------------------------
+
+
+def is_sharded(p: Tensor) -> bool:
+    """Whether a parameter is a DTensor, of which this process holds a part."""
+    return hasattr(p, "device_mesh") and hasattr(p, "placements")
+
+
+def local(p: Any) -> Tensor:
+    """This process's part of a tensor, without autograd."""
+    return torch_private.local_tensor(p) if is_sharded(p) else p
+
+
+def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules that ``fully_shard`` was called on, with their paths."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes a second, and who shards has done so
+    return [] if fsdp is None else [(path, m) for path, m in model.named_modules() if isinstance(m, fsdp.FSDPModule)]
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of gathered parameters: after a forward pass without a backward pass the root keeps them, and would
+    compute with old values once its shards change.
+    """
+    for _, module in fsdp_modules(model):
+        module.reshard()
+
+
+def whole_state(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
+    """The state_dict with sharded tensors gathered, one after another, in host memory; tied ones once.
+
+    All ranks must call it; those that do not ``keep`` get nothing.
+    """
+    reshard(model)
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        whole = gathered(value)
+        if keep:
+            state[name] = whole.detach().cpu().contiguous()
+    return state
+
+
+def gathered(p: Any) -> Tensor:
+    """The whole of a tensor, wherever its shards are kept. All ranks must call it."""
+    if not is_sharded(p):
+        whole: Tensor = p
+        return whole
+    from torch.distributed.tensor import DTensor
+
+    # from_local moves shards kept in host memory to the mesh's device, where its process group can send them.
+    shape = {"shape": p.shape, "stride": p.stride()}
+    moved = DTensor.from_local(local(p).detach(), p.device_mesh, p.placements, run_check=False, **shape)
+    return moved.full_tensor()
+
+
+def gradient_like(p: Any, value: Tensor) -> Tensor:
+    """``value`` as ``p.grad``: in the parameter's type, device, strides and distribution."""
+    own = local(p).detach()
+    value = value.to(device=own.device, dtype=own.dtype)
+    if value.stride() != own.stride():  # channels_last: fused optimizers walk both through memory side by side
+        value = torch.empty_like(own).copy_(value)
+    return torch_private.dtensor_like(value, p) if is_sharded(p) else value
+
+
+@torch.no_grad()
+def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
+    """Two 64-bit numbers that change when a bit of a parameter changes; computed where the parameters are."""
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain, weighted = 0, 0
+    for p in parameters:
+        flat = p.detach().contiguous().view(-1)
+        for part in flat.view(kinds[flat.element_size()]).split(1 << 24):
+            bits = part.to(torch.int64)
+            place = 2 * torch.arange(bits.numel(), device=bits.device) + 1  # a shard may be empty
+            plain = (plain * 31 + int(bits.sum())) % (1 << 63)
+            weighted = (weighted * 37 + int((bits * place).sum())) % (1 << 63)
+    return plain, weighted
+
+
+@dataclass(frozen=True)
+class Place:
+    """Rows of a parameter of shape [n, …]: rank r of ``ranks`` holds rows r·c … (r+1)·c with c = ⌈n/ranks⌉."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    rank: int
+    ranks: int
+
+    @property
+    def row(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape[1:])
+
+    @property
+    def rows(self) -> int:
+        """Rows that one rank holds at most."""
+        return -(-self.shape[0] // self.ranks)
+
+    @property
+    def chunk(self) -> int:
+        """Elements that travel to each rank, padded."""
+        return self.rows * self.row
+
+    @property
+    def offset(self) -> int:
+        """The row-major index of the first element held here: what names the shard in the noise field."""
+        return min(self.rank * self.rows, self.shape[0]) * self.row
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (max(0, min(self.rows, self.shape[0] - self.rank * self.rows)), *self.shape[1:])
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.local_shape)
+
+    def scatter_into(self, flat: Tensor, start: int, total: Tensor) -> None:
+        """Put rank r's rows of ``total`` into ``flat[r, start:]``."""
+        whole = total.reshape(-1)
+        if self.chunk == 0:
+            return
+        full = whole.numel() // self.chunk
+        flat[:full, start : start + self.chunk].copy_(whole[: full * self.chunk].view(full, self.chunk))
+        rest = whole[full * self.chunk :]
+        if rest.numel():
+            flat[full, start : start + rest.numel()].copy_(rest)
+
+
+def place_of(name: str, p: Any) -> Place:
+    """Where a sharded parameter lies; refused if its shard is not a run of whole rows."""
+    kinds = [str(placement) for placement in p.placements]
+    shards = [k for k, placement in enumerate(p.placements) if not placement.is_replicate()]
+    last = p.device_mesh.ndim - 1
+    if p.device_mesh.ndim > 2 or shards != [last] or not p.placements[last].is_shard(0):
+        raise InvalidInput(
+            "model",
+            f"parameter {name!r} placed as {', '.join(kinds)}",
+            "fully_shard must shard dimension 0 over one mesh dimension (replicated over another at most). Tensor "
+            "parallelism and shard_placement_fn with other dimensions are not supported: leave them out",
+        )
+    ranks = p.device_mesh.size(last)
+    place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(last), ranks)
+    if tuple(local(p).shape) != place.local_shape:
+        raise InvalidInput(
+            "model",
+            f"parameter {name!r} with a local part of shape {tuple(local(p).shape)} where {place.local_shape} belongs",
+            "shard it with torch.distributed.fsdp.fully_shard",
+        )
+    return place
+
+
+# --- wrappers --------------------------------------------------------------------------------------------------------
+
+Undo = Callable[[], None]
+
+
+def unwrap(model: Any, world: World) -> Any:
+    """The user's own module inside DistributedDataParallel; anything else as it is, unless it cannot be trained."""
+    if isinstance(model, DistributedDataParallel):
+        _check_ddp(model, world)
+        model = model.module
+    if isinstance(model, nn.Module):
+        for path, module in model.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise InvalidInput(
+                    "model", f"DistributedDataParallel around its part {path!r}", "wrap the whole model, or nothing"
+                )
+            if type(module).__name__ == "FullyShardedDataParallel":
+                raise InvalidInput(
+                    "model",
+                    f"FullyShardedDataParallel (FSDP1) at {path!r}",
+                    "it flattens parameters, so clipping cannot see layers: use torch.distributed.fsdp.fully_shard",
+                )
+        reshard(model)
+    return model
+
+
+def _check_ddp(model: DistributedDataParallel, world: World) -> None:
+    if dist.get_world_size(model.process_group) != world.size:
+        raise InvalidInput(
+            "process_group",
+            f"{world.size} process(es), where the model is wrapped over {dist.get_world_size(model.process_group)}",
+            "pass the group that DistributedDataParallel was given",
+        )
+    _check_ddp_options(model)
+
+
+def _check_ddp_options(model: DistributedDataParallel) -> None:
+    for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
+        if asked:
+            raise InvalidInput(
+                "model",
+                f"DistributedDataParallel({name}=…)",
+                "it hooks into gradients that private training never makes: leave it out (autocast works)",
+            )
+    known = {id(p) for p in torch_private.ddp_parameters(model)}
+    new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
+    if new:
+        raise InvalidInput(
+            "model",
+            f"{new[0]!r}, which came after wrapping ({len(new)} parameter(s))",
+            "DistributedDataParallel does not know it. Convert and change the model first, then wrap it, make the "
+            "optimizer, and privatize",
+        )
+
+
+def quiet(model: DistributedDataParallel) -> Undo:
+    """Let DistributedDataParallel send nothing: clipped sums are reduced by us, once a logical step.
+
+    Its reducer waits for gradients from autograd, which never come here, and its buffers' broadcast would hold up
+    ranks. This is the state that ``no_sync()`` puts it in.
+    """
+    before = model.require_backward_grad_sync, model.require_forward_param_sync
+    model.require_backward_grad_sync = model.require_forward_param_sync = False
+
+    def undo() -> None:
+        model.require_backward_grad_sync, model.require_forward_param_sync = before
+
+    return undo
+
+
+def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
+    """Quieten the wrapper ``given``, and any that is put around ``model`` later (as accelerate does)."""
+    known: dict[int, Undo] = {}
+    if isinstance(given, DistributedDataParallel):
+        known[id(given)] = quiet(given)
+
+    def before_forward(module: nn.Module, args: Any) -> None:
+        wrapper = DistributedDataParallel._active_ddp_module
+        if wrapper is None or wrapper.module is not model or id(wrapper) in known:
+            return
+        if dist.get_world_size(wrapper.process_group) != world.size:
+            raise TrainingError(
+                f"the model was wrapped in DistributedDataParallel over {dist.get_world_size(wrapper.process_group)} "
+                f"processes after privatize, which knew of {world.size}: each would train by itself. Call "
+                "torch.distributed.init_process_group() first, then wrap, then privatize"
+            )
+        _check_ddp_options(wrapper)
+        known[id(wrapper)] = quiet(wrapper)
+
+    def undo() -> None:
+        for each in known.values():
+            each()
+
+    hook = torch_private.not_compiled(before_forward)
+    return [model.register_forward_pre_hook(hook).remove, undo]
+
+
+def check_not_sharded_since(model: nn.Module, before: int) -> None:
+    """``before``: how many modules were sharded when the run was bound."""
+    if len(fsdp_modules(model)) != before:
+        raise TrainingError(
+            "fully_shard was called after privatize, so the optimizer and the clipper hold parameters that the model "
+            "does not use. The order is: fully_shard(model), then the optimizer, then privatize"
+        )
+
+
+@torch.no_grad()
+def broadcast_(model: nn.Module, world: World) -> None:
+    """Rank 0's parameters and buffers on every rank, as wrapping in DistributedDataParallel would do; shards stay."""
+    if not world.many:
+        return
+    seen: set[int] = set()
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for tensor in tensors:
+        if id(tensor) not in seen and not is_sharded(tensor):
+            seen.add(id(tensor))
+            held = tensor.detach()
+            value = held.contiguous()
+            # As bytes: process groups do not know every type (int16, float8).
+            dist.broadcast(value.reshape(-1).view(torch.uint8), src=world.source, group=world.group)
+            if value is not held and not torch.equal(value, held):  # one that was expanded cannot be written
+                held.copy_(value)

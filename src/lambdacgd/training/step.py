@@ -1,0 +1,177 @@
+"""One private step, from the plan's batch to the gradient that the optimizer sees. Read this file first.
+
+    batch  = the plan's own examples of step t              `PrivateStep.batches`      (sampling)
+    sums   = Σ_i clip(g_i, ζ)                                `clipper.take`             (clipping, in backward passes)
+    sums   = added up over all processes                     `PrivateStep.reduce_`      (distributed)
+    sums  += ζσ · (C⁻¹z)_t, for λCGD ζσ · (z_t − λ·z_{t−1})  `PrivateStep.add_noise_`   (noise, computed from the key)
+    p.grad = sums / plan.batch_size                          `PrivateStep.write`        (then the optimizer acts)
+
+Every path goes through here: the hooks in the user's loop (`loop`), the captured step (`captured`), `Noiser`, and, by
+way of the loop, the integrations. `guards` decides what may happen when.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from lambdacgd import torch_private
+from lambdacgd.clipping import Clipper
+from lambdacgd.errors import InvalidInput, NotPrivateWarning
+from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
+from lambdacgd.planning import Plan
+from lambdacgd.training.distributed.models import gradient_like
+from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
+from lambdacgd.training.distributed.world import World
+from lambdacgd.training.run import Run
+
+
+class PrivateStep:
+    """The steps of one run: a plan, the run's key and id, and the clipping norm ζ, all fixed.
+
+    Guarantee
+    ---------
+    If a batch is that of ``batches`` and its sums hold each of its examples at most once with norm at most ζ over all
+    tensors together, and no other data, then what ``add_noise_`` makes of them over the run is (ε, δ)-DP as the plan
+    says, for real numbers: what their floating-point form reveals is not covered. Everything after it only
+    post-processes. The noise of a step is a function of the key, the run, the step and the element, so the same on any
+    number of processes.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        run: Run,
+        layout: Layout | None,
+        *,
+        max_grad_norm: float,
+        world: World | None = None,
+        shards: ShardedTotals | None = None,
+    ) -> None:
+        """``layout`` names the tensors of the sums and their shapes. Set it later where the first sums tell it."""
+        self.plan, self.run, self.layout, self.max_grad_norm = plan, run, layout, max_grad_norm
+        self._world = World(None) if world is None else world
+        self._shards = shards
+        self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
+        self._alone = not self._world.many
+        self._divisor = plan.batch_size
+        self._noise: RegeneratedNoise | BufferedNoise | None = None
+
+    def batches(self, start: int) -> Iterator[NDArray[np.int64]]:
+        """The indices of the examples of step ``start``, of the step after it, and so on to the plan's last."""
+        return self.plan.sampling.batches(self.run.key, run=self.run.id, start_step=start)
+
+    @torch.no_grad()
+    def __call__(self, clipper: Clipper, step: int | Tensor, *, check: bool = True) -> None:
+        """Turn the sums that the clipper has gathered into gradients: noised once, in ``p.grad``.
+
+        Args:
+            clipper: Has gathered the clipped sums of the whole batch of this step.
+            step: The step, from 1; on CUDA, for graphs, an int64 tensor of one element (with ``check=False``).
+            check: Whether to wait for the device and raise ``NonFiniteSum`` before the weights change.
+        """
+        sums = clipper.take()  # Σ_i clip(g_i, ζ)
+        self.reduce_(sums, step)  # over all processes
+        self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
+        self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
+
+    def reduce_(self, sums: dict[str, Tensor], step: int | Tensor) -> None:
+        """Add up what the processes have gathered. Sums of sharded models are reduced in the backward pass."""
+        if self._alone or self._shards is not None:
+            return
+        all_reduce_(sums, int(step), self._world)
+
+    def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:
+        """Add the plan's noise of this step, ζσ · (C⁻¹z)_t, to the sums in place."""
+        if self.plan.sigma:
+            self.noise.add_(sums, step, offsets=self._offsets, check=check)  # type: ignore[arg-type]  # see `captured`
+        elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
+            raise NonFiniteSum(
+                "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the loss or "
+                "the model"
+            )
+
+    def write(self, parameters: Mapping[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
+        """Divide by the expected batch size and put the result into ``p.grad``, rounded once to the parameter's dtype.
+
+        A gradient is the clipper's own buffer, by an alias that counts its own in-place changes: the next backward pass
+        writes the buffer again, and only ``zero_grad`` writes the alias.
+        """
+        torch_private.foreach_div_(list(sums.values()), self._divisor)
+        for name, p in parameters.items():
+            p.grad = gradient_like(p, sums[name].data)
+
+    @property
+    def noise(self) -> RegeneratedNoise | BufferedNoise:
+        """The plan's noise over the layout, made when it is first needed: it asks for the run's id, which starts a run.
+
+        Regenerated where the mechanism allows it, buffered where not. With fresh bins it restarts at every epoch's
+        first step, as the plan's accounting assumes.
+        """
+        if self._noise is None:
+            plan = self.plan
+            assert self.layout is not None
+            field = NoiseField(self.run.key, self.layout, run_id=self.run.id)
+            kind = RegeneratedNoise if plan.mechanism.regenerates(plan.block.steps) else BufferedNoise
+            self._noise = kind.of(
+                field,
+                plan.mechanism,
+                sigma=plan.sigma,
+                clip=self.max_grad_norm,
+                horizon=plan.steps,
+                restart_every=plan.restart_every,
+                float64_sums=not _claims(plan),  # where nothing is claimed, nothing is betrayed
+            )
+        return self._noise
+
+    def forget(self) -> None:
+        """Let go of the noise and its buffers: they are made anew from the key, at whatever step comes next."""
+        self._noise = None
+
+
+def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
+    """Refuse what is no plan, or a changed one; warn where σ is an estimate, whose card claims nothing, or δ > 1/N."""
+    if not isinstance(plan, Plan):
+        raise InvalidInput(
+            "plan", type(plan).__name__, "training takes a Plan: lc.plan(…) makes one, Plan.load reads one"
+        )
+    plan.check()
+    if plan.certificate.kind != "bound":
+        warnings.warn(
+            "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
+            "without estimate=True before training on data that needs protection",
+            NotPrivateWarning,
+            stacklevel=stacklevel,
+        )
+    elif plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+        warnings.warn(
+            f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example "
+            "outright. Plan with one well below 1/N",
+            stacklevel=stacklevel,
+        )
+
+
+def _claims(plan: Plan) -> bool:
+    return plan.certificate.kind == "bound" and math.isfinite(plan.epsilon)
+
+
+def check_precision(parameter: str, tensors: Mapping[str, Tensor], plan: Plan) -> None:
+    """Refuse float64 where a plan claims something: the noise has 32 random bits a number, and float64 shows which.
+
+    Whoever knows two candidates for a sum could tell them apart by the bits below the noise's own.
+    """
+    wide = [name for name, tensor in tensors.items() if tensor.dtype in (torch.float64, torch.complex128)]
+    if wide and _claims(plan):
+        raise InvalidInput(
+            parameter,
+            f"float64 in {wide[0]!r} ({len(wide)} of {len(tensors)} tensors)",
+            "noise is made of 32 bits a number, which the many digits of float64 would betray: use float32, bfloat16 "
+            "or float16",
+        )

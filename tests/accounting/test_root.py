@@ -1,0 +1,130 @@
+"""The walk to a root, and the interval that points leave for it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lambdacgd.accounting.certificate import Bound
+from lambdacgd.accounting.root import (
+    RegulaFalsi,
+    Secant,
+    SteppedSecant,
+    Strategy,
+    bisect,
+    find_root,
+    smallest,
+    smallest_certified,
+)
+from lambdacgd.errors import AccountingError
+
+
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.floats(-4, 4), st.floats(-6, 6))
+def test_a_falling_function_is_strategyed(xs: list[float], root: float, guess: float) -> None:
+    strategy = Strategy(-1.0)
+    strategy.points = [(x, root - x) for x in xs]
+    assert strategy.failed < root <= strategy.passed
+    assert (strategy.width < math.inf) == (min(xs) < root <= max(xs))
+    moved = strategy.inside(guess, 0.1)
+    if math.isfinite(strategy.width):
+        assert strategy.failed <= moved <= strategy.passed
+    else:
+        assert moved == guess
+    strategy.restart()
+    assert (strategy.failed, strategy.passed, strategy.slope) == (-math.inf, math.inf, -1.0)
+
+
+class Forward(Strategy):
+    """Always so much further."""
+
+    def __init__(self, step: float, last: float = math.inf) -> None:
+        super().__init__()
+        self.step, self.last = step, last
+
+    def next(self, aim: float = 0.0) -> float:
+        return min(self.points[-1][0] + self.step, self.last)
+
+
+def test_the_walk_ends_near_the_root_or_where_it_no_longer_moves_or_after_so_many_steps() -> None:
+    def f(x: float) -> float:
+        return 8.0 - x
+
+    strategy = Forward(3.0)
+    assert find_root(f, 0.0, strategy, lambda value: abs(value) <= 2) == (6.0, 2.0)
+    assert strategy.points == [(0.0, 8.0), (3.0, 5.0), (6.0, 2.0)]
+    assert find_root(f, 0.0, Forward(3.0, 5.0), lambda value: abs(value) <= 2) == (5.0, 3.0)
+    strategy = Forward(1.0)
+    assert find_root(f, 0.0, strategy, lambda value: False, most=4) == (3.0, 5.0)
+    assert len(strategy.points) == 4
+
+
+def test_where_all_points_look_alike_the_search_goes_on() -> None:
+    """δ is cut off at 1 where there is too little noise, and infinite losses stay where there is too much."""
+    for value, ahead in ((11.5, 1), (-4.6, -1)):
+        for strategy in (Secant(-12.0), SteppedSecant(-10.0, largest=0.35, limits=(-9.0, 9.0))):
+            x = 0.0
+            for _ in range(4):
+                strategy.add(x, value)
+                x, before = strategy.next(), x
+                assert ahead * (x - before) > 0.2
+
+
+@given(st.floats(-3, 3), st.floats(-4, 4), st.floats(2, 40))
+def test_every_strategy_finds_the_root_of_a_smooth_function(root: float, start: float, slope: float) -> None:
+    def f(x: float) -> float:
+        return slope * (root - x) + math.tanh(root - x)
+
+    stepped = SteppedSecant(-10.0, largest=0.35, limits=(-9.0, 9.0))
+    for strategy in (Secant(-12.0), stepped, RegulaFalsi(0.35)):
+        x, value = find_root(f, start, strategy, lambda value: abs(value) < 1e-6, most=100)
+        assert abs(value) < 1e-6
+        assert x == pytest.approx(root, abs=1e-6)
+
+
+@given(st.floats(-2, 2), st.floats(5, 30), st.sampled_from([2e-4, 3e-3]))
+def test_the_certified_point_passes_and_is_close(root: float, slope: float, rtol: float) -> None:
+    """Coarse values are 10% larger than fine ones, which count."""
+    coarse: list[float] = []
+
+    def evaluate(x: float, fine: bool) -> Bound:
+        coarse.extend([] if fine else [x])
+        delta = 1e-5 * math.exp(slope * (root - x)) * (1.0 if fine else 1.1)
+        return Bound(math.exp(x), 1.0, delta, delta / 2, "test")
+
+    bound, _ = smallest_certified(evaluate, 1e-5, 0.0, Secant(-12.0), rtol=rtol)
+    assert coarse
+    assert bound is not None
+    assert bound.delta <= 1e-5
+    assert root <= math.log(bound.sigma) + 1e-12 <= root + 1.5 * rtol
+    flat = Bound(1.0, 1.0, 1.0, 1.0, "test")
+    assert smallest_certified(lambda x, fine: flat, 1e-5, 0.0, Secant(-12.0), rtol=rtol)[0] is None
+
+
+def test_bisection_returns_what_passed() -> None:
+    assert bisect(lambda x: x >= 0.3, 0.0, 1.0, width=1e-3) == pytest.approx(0.3, abs=1e-3)
+    assert bisect(lambda x: x >= 0.3, 0.0, 1.0) >= 0.3
+    assert bisect(lambda x: False, 0.0, 1.0, most=5) == 1.0
+
+
+@given(st.floats(-6, 6), st.floats(1, 40), st.floats(-9, 9))
+def test_smallest_returns_a_passing_point_within_tolerance(log_root, slope, log_start):
+    root = math.exp(log_root)
+    found = smallest(lambda x: 1e-5 * (root / x) ** slope, 1e-5, start=math.exp(log_start), rtol=1e-8)
+    assert 1e-5 * (root / found) ** slope <= 1e-5
+    assert found <= root * (1 + 2e-8)
+
+
+def test_smallest_fails_closed():
+    """NaN and negative δ are failures; a function that never passes is an error, not an answer."""
+    with pytest.raises(AccountingError, match="larger δ"):
+        smallest(lambda x: math.nan, 1e-5)
+    with pytest.raises(AccountingError, match="larger δ"):
+        smallest(lambda x: -1.0, 1e-5)
+    with pytest.raises(AccountingError, match="larger δ"):
+        smallest(lambda x: 1.0, 1e-5)
+    assert smallest(lambda x: 0.0, 1e-5, limits=(1e-3, 1e3)) == pytest.approx(1e-3)
+    steps = smallest(lambda x: 0.0 if x > 3 else 1.0, 1e-5)  # no slope to follow
+    assert 3 < steps <= 3 * (1 + 1e-6)

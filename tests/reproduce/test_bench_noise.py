@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from reproduce import bench_noise as benchmark
+from reproduce.bench_noise import MODELS
+
+
+def test_models_have_the_published_sizes() -> None:
+    millions = {name: sum(map(math.prod, make().values())) / 1e6 for name, make in MODELS.items()}
+    assert sum(map(math.prod, MODELS["cnn"]().values())) == 307_498
+    for name, size in (
+        ("wrn-40-4", 8.9),
+        ("vit-b", 86),
+        ("vit-l", 303),
+        ("vit-h", 631),
+        ("bert-base", 109.5),
+        ("bert-large", 335),
+    ):
+        assert millions[name] == pytest.approx(size, rel=0.01)
+
+
+def test_measures_everything_and_writes_json(tmp_path: Path) -> None:
+    path = tmp_path / "results" / "noise.json"
+    result = benchmark.run(["cnn"], "cpu", bands=[2], seconds=0.005, out=path, show=False)
+    assert json.loads(path.read_text()) == result
+    rows = result["models"]["cnn"]["contenders"]
+    assert {"copy", "opacus DP-SGD", "rewinding generator, 2 bands", "regenerated, 2 bands"} <= rows.keys()
+    assert rows["regenerated, 2 bands"]["ms"] > 0
+    assert rows["regenerated, 2 bands"]["over copy"] > 0
+    assert result["versions"]["torch"]
+
+
+def test_one_failure_does_not_lose_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("out of memory\nand more")
+
+    monkeypatch.setattr(benchmark, "BufferedNoise", broken)
+    rows = benchmark.run(["cnn"], "cpu", bands=[2], seconds=0.005, show=False)["models"]["cnn"]["contenders"]
+    assert rows["buffers on device, 2 bands"] == {"error": "RuntimeError: out of memory"}
+    assert rows["regenerated, 2 bands"]["ms"] > 0
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="no model"):
+        benchmark.run(["gpt"], "cpu")
+    with pytest.raises(ValueError, match="bands"):
+        benchmark.run(["cnn"], "cpu", bands=[1])
+
+
+def test_coefficients_are_those_of_lambda_cgd_for_two_bands() -> None:
+    assert benchmark.coefficients(2) == (1.0, -0.9)
+    assert len(benchmark.coefficients(16)) == 16

@@ -1,0 +1,97 @@
+"""Fine-tuning pretrained weights in ``methods-imdb``: a small BERT saved as a hub would, on made-up reviews."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lambdacgd.errors import InvalidInput
+from reproduce import framework, problems
+from reproduce.framework import Settings
+from reproduce.methods_table import imdb_cells
+
+transformers = pytest.importorskip("transformers")
+
+
+def _save(folder: Path, vocabulary: int = 30_522, seed: int = 1) -> Path:
+    torch.manual_seed(seed)
+    config = transformers.BertConfig(
+        vocab_size=vocabulary, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    return _save(tmp_path / "weights")
+
+
+@pytest.fixture
+def reviews(tmp_path: Path) -> Path:
+    random = np.random.default_rng(7)
+    for split in ("train", "test"):
+        lengths = random.integers(4, 12, 200).astype(np.uint16)
+        tokens = random.integers(1, 30_522, lengths.sum()).astype(np.uint16)
+        labels = np.repeat(np.array([0, 1], dtype=np.uint8), 100)
+        np.savez(tmp_path / f"{split}_wordpiece512.npz", tokens=tokens, lengths=lengths, labels=labels)
+    return tmp_path
+
+
+def test_a_name_is_the_content_not_the_place(weights: Path, tmp_path: Path) -> None:
+    name = problems.register_weights(weights)
+    assert problems.is_pretrained(name)
+    assert problems.register_weights(_save(tmp_path / "same")) == name
+    assert problems.register_weights(_save(tmp_path / "other", seed=2)) != name
+
+
+def test_cells_fine_tune_only_where_weights_are_given(weights: Path) -> None:
+    assert {cell["model"] for cell in imdb_cells(Settings())} == {"words"}
+    tuned = imdb_cells(Settings(weights=weights))
+    assert {cell["model"] for cell in tuned} == {problems.register_weights(weights)}
+    assert len(tuned) == len(imdb_cells(Settings()))
+
+
+def test_pretrained_layers_are_kept_and_the_output_layer_is_new(weights: Path) -> None:
+    name = problems.register_weights(weights)
+    saved = transformers.BertModel.from_pretrained(weights).state_dict()
+    torch.manual_seed(3)
+    made = problems.make_pretrained(name)
+    for key, value in saved.items():
+        torch.testing.assert_close(made.state_dict()[f"bert.{key}"], value, rtol=0, atol=0)
+    torch.manual_seed(4)
+    assert not torch.equal(problems.make_pretrained(name).classifier.weight, made.classifier.weight)
+
+
+def test_methods_imdb_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path / "cache"))
+    settings = Settings(quick=True, data=reviews, weights=weights, device="cpu")
+    rows = framework.reproduce(framework.load("methods-imdb"), tmp_path / "out", settings=settings)
+    assert [row["method"] for row in rows] == ["lambda-cgd", "dp-sgd"]
+    page = (tmp_path / "out" / "methods-imdb.md").read_text()
+    assert "pretrained weights and a new output layer" in page
+    assert "trained from scratch, B" not in page
+
+
+def test_what_does_not_fit_is_refused(reviews: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        problems.register_weights(tmp_path / "empty")
+    name = problems.register_weights(_save(tmp_path / "small", vocabulary=100))
+    with pytest.raises(InvalidInput, match="the weights know 100"):
+        problems.reviews(name, reviews)
+
+
+def test_texts_go_through_the_weights_tokenizer(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"text": ["good film", "bad"], "label": [1, 0]}), tmp_path / f"{split}-0.parquet")
+    (weights / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "good", "bad", "film"]))
+    transformers.BertTokenizer(str(weights / "vocab.txt")).save_pretrained(weights)
+    found = problems.reviews(problems.register_weights(weights), tmp_path).train
+    rows = {tuple(row[row != 0].tolist()): int(label) for row, label in zip(found.inputs, found.labels, strict=True)}
+    assert rows == {(2, 5, 7, 3): 1, (2, 6, 3): 0}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, 
 from lambdacgd.clipping.batch_free import BatchFree, check_output, own_parameters_of, parameter_stand_in, standing_in
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import Probe
+from lambdacgd.clipping.probe import Loss, Probe, check_loss
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -150,6 +150,24 @@ class Clipper:
         if self.loss_reduction == "none" and loss.dim() != 1:
             raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
         loss.backward(torch.ones_like(loss))
+
+    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """See whether a loss adds examples up as declared; nothing is added to the sums.
+
+        A few examples are collated, run and differentiated together, and again with each of them exchanged for another
+        one: the gradients of the others must be what they were. Collating, padding and the loss are looked at as the
+        model is in every first batch.
+
+        Args:
+            loss: ``loss(model, batch)``, the training loss of a batch as ``collate`` makes it.
+            items: A few examples as the dataset gives them; three or more find more, lengths that differ, too.
+            collate: What makes a batch of them.
+
+        Raises:
+            ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
+                the loss.
+        """
+        check_loss(self.model, self._backward_pass, loss, items, collate, anchor=self.anchor)
 
     def detach(self) -> None:
         """Give the model back as it was."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import check_output, plain, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError
@@ -44,6 +45,7 @@ from lambdacgd.torch_private import (
 )
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
 MOST_MODES = 32
 """combinations of modes that are probed: a model that draws its own anew for every batch is not probed for ever"""
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
@@ -354,6 +356,75 @@ def _refuse_gradient(why: str) -> Callable[[Tensor], None]:
             raise ClippingError(why)
 
     return refuse
+
+
+# --- through the loss -------------------------------------------------------------------------------------------------
+
+
+def check_loss(
+    model: nn.Module,
+    backward_pass: BackwardPass,
+    loss: Loss,
+    items: Sequence[Any],
+    collate: Callable[[list[Any]], Any],
+    *,
+    anchor: Tensor,
+) -> None:
+    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows."""
+    if len(items) < 2:
+        return
+    noise, state, count = SameNoise(), State(model), len(items)
+    devices = [anchor.device] if anchor.is_cuda else []
+    with same_numbers(devices) as again:
+
+        def norms(some: Sequence[Any], stage: str) -> Tensor:
+            again()
+            backward_pass.looking = []
+            try:
+                with noise.passing(stage), torch.enable_grad():
+                    value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
+                    value.backward(torch.ones_like(value))
+                if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
+                    raise ClippingError(
+                        f"the loss of {len(some)} examples ran the model on another number of them, or not at all: it "
+                        "is called as loss(model, batch) and must call the model once."
+                    )
+                return backward_pass.looking[0].double()
+            finally:
+                backward_pass.looking = None
+                backward_pass.reset()
+                state.take_back()
+
+        norms(items[:-1], "shapes")
+        whole = norms(items, "keep")
+        tolerance = 2 * tolerance_of(next(p for p in model.parameters() if p.requires_grad))
+        for j in range(count):
+            others = [i for i in range(count) if i != j]
+            changed = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)], "repeat")
+            if noise.repeats:
+                _refuse_far(whole[others], changed[others], tolerance, count, fewer=False)
+        changed = norms(items[:-1], "repeat")
+        if noise.repeats:
+            _refuse_far(whole[:-1], changed, tolerance, count, fewer=True)
+
+
+def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, *, fewer: bool) -> None:
+    far = (one - other).abs() > tolerance * torch.maximum(one, other).clamp_min(1e-3 * float(one.max()) + 1e-30)
+    if not far.any():
+        return
+    ratio, step = other / one.clamp_min(1e-30), count / (count - 1)
+    if fewer and any(bool(((ratio / r - 1).abs() < tolerance).all()) for r in (step, 1 / step)):
+        raise ClippingError(
+            "the gradients of all examples change with the size of the batch: loss_reduction does not describe the "
+            "loss (a mean over examples is 'mean', a sum is 'sum')."
+        )
+    k = int(far.nonzero()[0])
+    raise ClippingError(
+        f"the loss mixes examples: the gradient of one of {count} has norm {float(one[k]):.4g}, and {float(other[k]):.4g} "
+        "where another example is exchanged or left out. Clipping one example then does not bound what it changes. "
+        "Look for a mean over all tokens of the batch (average within each example first), a root or power of the "
+        "mean, contrastive terms, mixup in collate_fn, padding on the left, padding without an attention mask."
+    )
 
 
 # --- what a pass shows ------------------------------------------------------------------------------------------------

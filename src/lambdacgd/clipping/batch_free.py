@@ -304,14 +304,20 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...], rows: int = 0) -> 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
     """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
-    layer = roots[0].layer
-    if not (x.dim() < out.dim() or x.shape[0] == 1):
+    layer, batch = roots[0].layer, roots[0].layer.forward_pass.batch
+    again = x.dim() == out.dim() and x.shape[0] > 1  # table.repeat(B, 1, 1): every example has all its rows
+    if again and out.shape[0] != batch * x.shape[0]:
         return None
-    if not layer.forward_pass.sizes.rows(f"{layer}, parameter '{roots[0].name}' expanded", out):
+    each = layer.forward_pass.sizes.rows(f"{layer}, parameter '{roots[0].name}' expanded", out)
+    if not each or (again and each != x.shape[0]):
         return None
-    per_example = _split(x, out.dim(), roots, out.shape[0])
+    if again:
+        per_example = _split(x, out.dim() + 1, roots).flatten(0, 1)
+    else:
+        per_example = _split(x, out.dim(), roots, out.shape[0])
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
-    return per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+    spread = per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+    return spread.contiguous() if out.is_contiguous() else spread  # who repeats may view the result
 
 
 def _product(

@@ -49,6 +49,8 @@ Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of
 MOST_MODES = 32
 """combinations of modes that are probed: a model that draws its own anew for every batch is not probed for ever"""
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
+_SETS = 3  #: numbers of examples that are tried until one tells the batch from other dimensions
+_TURNS = 3  #: random numbers that are tried until every layer has been seen
 _KEPT = 1 << 16  #: numbers of a row that are compared
 _WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
 
@@ -148,8 +150,8 @@ class Probe:
 
     def _look(self, arguments: Arguments, batch: int) -> None:
         """Run a few examples together, and without each of them; compare, and leave everything as it was."""
-        every = self._chosen(arguments, batch)
-        if take_examples(arguments, batch, every[0], self.views, self._count) is None:
+        sets = self._chosen(arguments, batch)
+        if take_examples(arguments, batch, sets[0][0], self.views, self._count) is None:
             return  # arguments that cannot be cut: the sizes of later batches have to do
         noise, state = SameNoise(), State(self._model)
         devices = [self._anchor.device] if self._anchor.is_cuda else []
@@ -160,26 +162,44 @@ class Probe:
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
 
                 def run(rows: Sequence[int], stage: str, *, apart: bool = False) -> Seen:
-                    again()
+                    again(turn)
                     try:
                         with noise.passing(stage):
                             return self._run(arguments, batch, rows, apart=apart)
                     finally:
                         state.take_back()
 
-                self._learn(run, every[0], rounds=1 if self._looked else 2)
-                for chosen in every:
-                    whole, written = run(chosen, "keep"), state.last
-                    for j in range(len(chosen)):
-                        fewer = run([c for i, c in enumerate(chosen) if i != j], "repeat")
-                        state.compare(written, state.last, whole.tolerance)
-                        if noise.repeats and self._compare(whole, fewer, j):  # some outputs mix: which?
+                turn = 0
+                every = self._learn_sizes(run, sets)
+                for turn in range(_TURNS):
+                    sure = True
+                    for chosen in every:
+                        whole, written = run(chosen, "keep"), state.last
+                        for j in range(len(chosen)):
                             rest = [c for i, c in enumerate(chosen) if i != j]
-                            self._compare(run(chosen, "keep", apart=True), run(rest, "repeat", apart=True), j)
-                    self._settle(whole)
+                            fewer = run(rest, "repeat")
+                            state.compare(written, state.last, whole.tolerance)
+                            if noise.repeats and self._compare(whole, fewer, j):  # some outputs mix: which?
+                                self._compare(run(chosen, "keep", apart=True), run(rest, "repeat", apart=True), j)
+                        sure &= self._settle(whole)
+                    if sure:
+                        break
                 self._looked = True
         finally:
             self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
+
+    def _learn_sizes(self, run: Callable[..., Seen], sets: list[list[list[int]]]) -> list[list[int]]:
+        """Learn from the first sets of examples whose sizes do not stand in the way."""
+        for attempt, every in enumerate(sets):
+            try:
+                self._learn(run, every[0], rounds=1 if self._looked else 2)
+                return every
+            except ClippingError:
+                if self._looked or attempt == len(sets) - 1:
+                    raise
+                self._forward_pass.sizes.forget()
+                self._shapes = {}
+        raise AssertionError
 
     def _learn(self, run: Callable[..., Seen], chosen: Sequence[int], *, rounds: int) -> None:
         """Passes of two sizes, until all places know whether the batch is their first dimension.
@@ -298,23 +318,32 @@ class Probe:
             a, b, whole.count, left_out, whole.tolerance, floor
         )
 
-    def _settle(self, whole: Seen) -> None:
-        """Where an example has several rows, how they are put together is known now."""
+    def _settle(self, whole: Seen) -> bool:
+        """Where an example has several rows, how they are put together is known now.
+
+        Returns:
+            Whether it is for all layers. It is not for one that no gradient came to: stochastic depth left it out.
+        """
+        sure, several = True, {path for (path, _, _), x in whole.rows.items() if x.shape[0] > whole.count}
         for layer in self.layers:
             layouts = whole.layouts.get(layer.path, set())
-            layer.layout = next(iter(layouts)) if len(layouts) == 1 else None
+            if len(layouts) == 1:
+                layer.layout = next(iter(layouts))
+            else:
+                sure &= layer.path not in several or layer.layout is not None
+        return sure
 
-    def _chosen(self, arguments: Arguments, batch: int) -> list[list[int]]:
-        """A few examples. Of two, each is taken twice in turn: a batch of one tells nothing.
+    def _chosen(self, arguments: Arguments, batch: int) -> list[list[list[int]]]:
+        """Sets of a few examples, those first whose number, and one less, no other dimension has.
 
-        No other dimension should have their number, nor one less.
+        Of two examples each is taken twice in turn: a batch of one tells nothing.
         """
         if batch == 2:
-            return [[0, 1, 1], [0, 0, 1]]
+            return [[[0, 1, 1], [0, 0, 1]]]
         dims = {d for p in self._model.parameters() for d in p.shape}
         dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch * self.views,) else 0 :]}
-        possible = [m for m in _SIZES if m <= batch]
-        return [list(range(min(possible, key=lambda m: sum(d in (m, m - 1) for d in dims))))]
+        sizes = sorted((m for m in _SIZES if m <= batch), key=lambda m: sum(d in (m, m - 1) for d in dims))
+        return [[list(range(m))] for m in sizes[:_SETS]]
 
 
 class _Failed(Exception):
@@ -381,6 +410,10 @@ def check_loss(
             again()
             backward_pass.looking = []
             try:
+                if backward_pass.sharded:  # whose backward pass gathers: losses are compared where there is one each
+                    with noise.passing(stage), torch.no_grad():
+                        value = loss(model, collate(copy.deepcopy(list(some))))
+                    return value.detach().double() if value.dim() == 1 else torch.ones(len(some)).double()
                 with noise.passing(stage), torch.enable_grad():
                     value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
                     value.backward(torch.ones_like(value))
@@ -416,12 +449,14 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, *, few
     if fewer and any(bool(((ratio / r - 1).abs() < tolerance).all()) for r in (step, 1 / step)):
         raise ClippingError(
             "the gradients of all examples change with the size of the batch: loss_reduction does not describe the "
-            "loss (a mean over examples is 'mean', a sum is 'sum')."
+            "loss (a mean over examples is 'mean', a sum is 'sum'), or the loss of an example depends on the other "
+            "examples of its batch."
         )
     k = int(far.nonzero()[0])
     raise ClippingError(
-        f"the loss mixes examples: the gradient of one of {count} has norm {float(one[k]):.4g}, and {float(other[k]):.4g} "
-        "where another example is exchanged or left out. Clipping one example then does not bound what it changes. "
+        f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
+        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one example "
+        "then does not bound what it changes. "
         "Look for a mean over all tokens of the batch (average within each example first), a root or power of the "
         "mean, contrastive terms, mixup in collate_fn, padding on the left, padding without an attention mask."
     )
@@ -551,7 +586,11 @@ def layouts_of(x: Tensor, y: Tensor, count: int, left_out: int, tolerance: float
     major = x.unflatten(0, (count, each))[kept].flatten(0, 1)
     minor = major if each == 1 else x.unflatten(0, (each, count))[:, kept].flatten(0, 1)
     layouts = {MAJOR} if close(major, y, tolerance, floor) else set()
-    return layouts | ({MINOR} if close(minor, y, tolerance, floor) else set())
+    layouts |= {MINOR} if close(minor, y, tolerance, floor) else set()
+    if len(layouts) == 2 and each > 1 and major.shape == y.shape:  # small gradients: rounding tells them apart, too
+        far = {MAJOR: float((major - y).norm()), MINOR: float((minor - y).norm())}
+        layouts -= {name for name in far if far[name] > 1e2 * min(far.values()) + 1e-30}
+    return layouts
 
 
 def close(x: Tensor, y: Tensor, tolerance: float, floor: float) -> bool:
@@ -650,17 +689,26 @@ def _whole(x: Any) -> bool:
 
 
 @contextlib.contextmanager
-def same_numbers(devices: Sequence[torch.device]) -> Iterator[Callable[[], None]]:
-    """Yields what sets Python's, NumPy's and torch's generators back to where they stood; done once more at the end."""
+def same_numbers(devices: Sequence[torch.device]) -> Iterator[Callable[..., None]]:
+    """Yields what sets Python's, NumPy's and torch's generators back to where they stood, or, for turns after the
+    first, to some other place of their own; at the end they stand where they stood.
+    """
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
     on_devices = [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
-    def again() -> None:
+    def again(turn: int = 0) -> None:
         random.setstate(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         torch.set_rng_state(states[2])
         for device, state in on_devices:
             torch.cuda.set_rng_state(state, device)
+        if turn:
+            random.seed(turn)
+            np.random.seed(turn)  # noqa: NPY002
+            torch.default_generator.manual_seed(turn)
+            for device, _ in on_devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(turn)
 
     try:
         yield again

@@ -113,6 +113,11 @@ class BatchSizes:
         self._known: dict[tuple[Hashable, int], str] = {}
         self._kinds: dict[Hashable, set[str]] = {}  # of all uses of a place
 
+    def forget(self) -> None:
+        """What was learnt was learnt from sizes that something else had, too."""
+        for known in (self._uses, self._first, self._known, self._kinds):
+            known.clear()  # type: ignore[attr-defined]
+
     def start(self, batch: int) -> None:
         """A forward pass over ``batch`` examples begins."""
         self.batch = batch

@@ -32,6 +32,9 @@ NOT_COVERED = (
     "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
 
+LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whatever the others are"
+LOSS_NOT_CHECKED = "not checked: the claim needs a loss that adds examples up (privatize(…, loss=…) looks)"
+
 NOT_DECLARED = "what these weights went through before this run was not declared"
 
 #: What `privatize` takes as one of its ``earlier`` cards: the card itself, its file, or the folder of an export.
@@ -214,7 +217,14 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
 
 
 def card(
-    plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
+    plan: Plan,
+    history: History,
+    *,
+    steps_taken: int,
+    max_grad_norm: float,
+    clipping: str,
+    augmentations: int,
+    loss_checked: bool = False,
 ) -> dict[str, Any]:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
@@ -226,6 +236,7 @@ def card(
         max_grad_norm: The clipping norm ζ.
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
+        loss_checked: Whether the loss was seen to add examples up.
 
     Returns:
         The facts, in the order in which a person would read them.
@@ -257,6 +268,7 @@ def card(
         "max_grad_norm": _finite(max_grad_norm),
         "clipping": clipping,
         "augmentations": augmentations,
+        "loss": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {
@@ -334,6 +346,7 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
+        ("Loss", facts.get("loss", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +99,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "DebertaV2ForSequenceClassification",
         "text",
         _TEXT
-        | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "norm_rel_ebd": "layer_norm", "share_att_key": True}
+        | {
+            "relative_attention": True,
+            "pos_att_type": ["c2p", "p2c"],
+            "norm_rel_ebd": "layer_norm",
+            "share_att_key": True,
+        }
         | {"pooler_hidden_size": 16, "position_buckets": 8},
     ),
     "MobileBERT": (
@@ -108,11 +113,26 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "text",
         _TEXT | {"embedding_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 1},
     ),
-    "SqueezeBERT": ("SqueezeBertConfig", "SqueezeBertForSequenceClassification", "text", _TEXT | {"embedding_size": 16}),
+    "SqueezeBERT": (
+        "SqueezeBertConfig",
+        "SqueezeBertForSequenceClassification",
+        "text",
+        _TEXT | {"embedding_size": 16},
+    ),
     "MPNet": ("MPNetConfig", "MPNetForSequenceClassification", "text", _TEXT),
-    "ModernBERT": ("ModernBertConfig", "ModernBertForSequenceClassification", "text", _TEXT | {"cls_token_id": 1, "sep_token_id": 2}),
+    "ModernBERT": (
+        "ModernBertConfig",
+        "ModernBertForSequenceClassification",
+        "text",
+        _TEXT | {"cls_token_id": 1, "sep_token_id": 2},
+    ),
     "FNet": ("FNetConfig", "FNetForSequenceClassification", "words", _TEXT | {"tpu_short_seq_length": TOKENS}),
-    "ConvBERT": ("ConvBertConfig", "ConvBertForSequenceClassification", "text", _TEXT | {"embedding_size": 16, "head_ratio": 1}),
+    "ConvBERT": (
+        "ConvBertConfig",
+        "ConvBertForSequenceClassification",
+        "text",
+        _TEXT | {"embedding_size": 16, "head_ratio": 1},
+    ),
     "Funnel": (
         "FunnelConfig",
         "FunnelForSequenceClassification",
@@ -120,8 +140,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         {"vocab_size": WORDS, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1]},
     ),
     "Longformer": ("LongformerConfig", "LongformerForSequenceClassification", "text", _TEXT | {"attention_window": 4}),
-    "BigBird": ("BigBirdConfig", "BigBirdForSequenceClassification", "text", _TEXT | {"attention_type": "original_full"}),
-    "Nyströmformer": ("NystromformerConfig", "NystromformerForSequenceClassification", "text", _TEXT | {"segment_means_seq_len": TOKENS, "num_landmarks": 5}),
+    "BigBird": (
+        "BigBirdConfig",
+        "BigBirdForSequenceClassification",
+        "text",
+        _TEXT | {"attention_type": "original_full"},
+    ),
     "RemBERT": ("RemBertConfig", "RemBertForSequenceClassification", "text", _TEXT | {"input_embedding_size": 8}),
     "RoFormer": ("RoFormerConfig", "RoFormerForSequenceClassification", "text", _TEXT | {"embedding_size": 16}),
     "I-BERT": ("IBertConfig", "IBertForSequenceClassification", "text", _TEXT),
@@ -138,14 +162,25 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "GPTNeoConfig",
         "GPTNeoForCausalLM",
         "words",
-        _TEXT | {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}
+        _TEXT
+        | {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}
         | {"use_cache": False},
     ),
     "GPT-NeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", "words", _CAUSAL),
     "GPT-J": ("GPTJConfig", "GPTJForCausalLM", "words", _GPT | {"rotary_dim": 4}),
     "CodeGen": ("CodeGenConfig", "CodeGenForCausalLM", "words", _GPT | {"n_head": 4, "rotary_dim": 2}),
-    "BLOOM": ("BloomConfig", "BloomForCausalLM", "words", {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 2, "use_cache": False}),
-    "OPT": ("OPTConfig", "OPTForCausalLM", "words", _TEXT | {"ffn_dim": 24, "word_embed_proj_dim": 16, "use_cache": False}),
+    "BLOOM": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        "words",
+        {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 2, "use_cache": False},
+    ),
+    "OPT": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        "words",
+        _TEXT | {"ffn_dim": 24, "word_embed_proj_dim": 16, "use_cache": False},
+    ),
     "Llama": ("LlamaConfig", "LlamaForCausalLM", "words", _CAUSAL),
     "Mistral": ("MistralConfig", "MistralForCausalLM", "words", _CAUSAL),
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "words", _CAUSAL),
@@ -153,17 +188,49 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "Gemma": ("GemmaConfig", "GemmaForCausalLM", "words", _CAUSAL),
     "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", "words", _CAUSAL),
     "Phi": ("PhiConfig", "PhiForCausalLM", "words", _CAUSAL),
-    "Phi-3": ("Phi3Config", "Phi3ForCausalLM", "words", _CAUSAL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
+    "Phi-3": (
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        "words",
+        _CAUSAL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    ),
     "StableLM": ("StableLmConfig", "StableLmForCausalLM", "words", _CAUSAL),
-    "Falcon": ("FalconConfig", "FalconForCausalLM", "words", _CAUSAL),
-    "MPT": ("MptConfig", "MptForCausalLM", "words", {"vocab_size": WORDS, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "use_cache": False}),
+    "Falcon": ("FalconConfig", "FalconForCausalLM", "words", _TEXT | {"use_cache": False}),
+    "MPT": (
+        "MptConfig",
+        "MptForCausalLM",
+        "words",
+        {"vocab_size": WORDS, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "use_cache": False},
+    ),
     "OLMo": ("OlmoConfig", "OlmoForCausalLM", "words", _CAUSAL),
     "Cohere": ("CohereConfig", "CohereForCausalLM", "words", _CAUSAL),
     "Granite": ("GraniteConfig", "GraniteForCausalLM", "words", _CAUSAL),
     "Starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", "words", _CAUSAL),
-    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", "words", _CAUSAL | {"num_local_experts": 2, "num_experts_per_tok": 1}),
-    "Mamba": ("MambaConfig", "MambaForCausalLM", "words", {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "use_cache": False}),
-    "RWKV": ("RwkvConfig", "RwkvForCausalLM", "words", {"vocab_size": WORDS, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 2, "context_length": 32, "use_cache": False}),
+    "Mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        "words",
+        _CAUSAL | {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"},
+    ),
+    "Mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        "words",
+        {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "use_cache": False},
+    ),
+    "RWKV": (
+        "RwkvConfig",
+        "RwkvForCausalLM",
+        "words",
+        {
+            "vocab_size": WORDS,
+            "hidden_size": 16,
+            "attention_hidden_size": 16,
+            "num_hidden_layers": 2,
+            "context_length": 32,
+            "use_cache": False,
+        },
+    ),
     "BART": ("BartConfig", "BartForConditionalGeneration", "pair", _SEQ),
     "BART (classification)": ("BartConfig", "BartForSequenceClassification", "sentence", _SEQ),
     "mBART": ("MBartConfig", "MBartForConditionalGeneration", "pair", _SEQ),
@@ -189,13 +256,25 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "WhisperConfig",
         "WhisperForConditionalGeneration",
         "spectrum",
-        _SEQ | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32, "suppress_tokens": None}
+        _SEQ
+        | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32, "suppress_tokens": None}
         | {"begin_suppress_tokens": None},
     ),
-    "wav2vec 2.0": ("Wav2Vec2Config", "Wav2Vec2ForSequenceClassification", "sound", _SPEECH | {"classifier_proj_size": 8}),
+    "wav2vec 2.0": (
+        "Wav2Vec2Config",
+        "Wav2Vec2ForSequenceClassification",
+        "sound",
+        _SPEECH | {"classifier_proj_size": 8},
+    ),
     "HuBERT": ("HubertConfig", "HubertForSequenceClassification", "sound", _SPEECH | {"classifier_proj_size": 8}),
     "WavLM": ("WavLMConfig", "WavLMForSequenceClassification", "sound", _SPEECH | {"classifier_proj_size": 8}),
-    "AST": ("ASTConfig", "ASTForAudioClassification", "patches", {k: v for k, v in _IMAGE.items() if k not in ("image_size", "num_channels")} | {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4}),
+    "AST": (
+        "ASTConfig",
+        "ASTForAudioClassification",
+        "patches",
+        {k: v for k, v in _IMAGE.items() if k not in ("image_size", "num_channels")}
+        | {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
+    ),
     "ViT": ("ViTConfig", "ViTForImageClassification", "image", _IMAGE),
     "DeiT": ("DeiTConfig", "DeiTForImageClassification", "image", _IMAGE),
     "BEiT": ("BeitConfig", "BeitForImageClassification", "image", _IMAGE | {"use_relative_position_bias": True}),
@@ -205,27 +284,185 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "SigLIP": ("SiglipVisionConfig", "SiglipVisionModel", "image", _IMAGE),
     "CLIP (vision)": ("CLIPVisionConfig", "CLIPVisionModel", "image", _IMAGE),
     "CLIP (text)": ("CLIPTextConfig", "CLIPTextModel", "words", _TEXT),
-    "Swin": ("SwinConfig", "SwinForImageClassification", "image", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2}),
-    "Swin V2": ("Swinv2Config", "Swinv2ForImageClassification", "image", {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2}),
-    "ConvNeXt": ("ConvNextConfig", "ConvNextForImageClassification", "image", {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
-    "ConvNeXt V2": ("ConvNextV2Config", "ConvNextV2ForImageClassification", "image", {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}),
-    "PoolFormer": ("PoolFormerConfig", "PoolFormerForImageClassification", "image", {"hidden_sizes": [8, 16], "depths": [1, 1], "patch_sizes": [3, 3], "strides": [2, 2], "padding": [1, 1], "num_encoder_blocks": 2}),
-    "SegFormer": ("SegformerConfig", "SegformerForImageClassification", "image", {"num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}),
-    "PVT": ("PvtConfig", "PvtForImageClassification", "image", {"image_size": 16, "num_encoder_blocks": 2, "depths": [1, 1], "sequence_reduction_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [4, 2], "strides": [4, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2]}),
-    "ResNet": ("ResNetConfig", "ResNetForImageClassification", "image", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}),
-    "RegNet": ("RegNetConfig", "RegNetForImageClassification", "image", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4}),
-    "MobileNet V2": ("MobileNetV2Config", "MobileNetV2ForImageClassification", "image", {"image_size": 32, "depth_multiplier": 0.2}),
-    "EfficientNet": ("EfficientNetConfig", "EfficientNetForImageClassification", "image", {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2}),
-    "LeViT": ("LevitConfig", "LevitForImageClassification", "image", {"image_size": 32, "hidden_sizes": [16, 32, 32], "num_attention_heads": [1, 2, 2], "depths": [1, 1, 1], "key_dim": [4, 4, 4]}),
+    "Swin": (
+        "SwinConfig",
+        "SwinForImageClassification",
+        "image",
+        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
+    ),
+    "Swin V2": (
+        "Swinv2Config",
+        "Swinv2ForImageClassification",
+        "image",
+        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
+    ),
+    "ConvNeXt": (
+        "ConvNextConfig",
+        "ConvNextForImageClassification",
+        "image",
+        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    ),
+    "ConvNeXt V2": (
+        "ConvNextV2Config",
+        "ConvNextV2ForImageClassification",
+        "image",
+        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
+    ),
+    "PoolFormer": (
+        "PoolFormerConfig",
+        "PoolFormerForImageClassification",
+        "image",
+        {
+            "hidden_sizes": [8, 16],
+            "depths": [1, 1],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "padding": [1, 1],
+            "num_encoder_blocks": 2,
+        },
+    ),
+    "SegFormer": (
+        "SegformerConfig",
+        "SegformerForImageClassification",
+        "image",
+        {
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sr_ratios": [2, 1],
+            "hidden_sizes": [8, 16],
+            "patch_sizes": [3, 3],
+            "strides": [2, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+        },
+    ),
+    "PVT": (
+        "PvtConfig",
+        "PvtForImageClassification",
+        "image",
+        {
+            "image_size": 16,
+            "num_encoder_blocks": 2,
+            "depths": [1, 1],
+            "sequence_reduction_ratios": [2, 1],
+            "hidden_sizes": [8, 16],
+            "patch_sizes": [4, 2],
+            "strides": [4, 2],
+            "num_attention_heads": [1, 2],
+            "mlp_ratios": [2, 2],
+        },
+    ),
+    "ResNet": (
+        "ResNetConfig",
+        "ResNetForImageClassification",
+        "image",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+    ),
+    "RegNet": (
+        "RegNetConfig",
+        "RegNetForImageClassification",
+        "image",
+        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
+    ),
+    "MobileNet V2": (
+        "MobileNetV2Config",
+        "MobileNetV2ForImageClassification",
+        "image",
+        {"image_size": 32, "depth_multiplier": 0.2},
+    ),
+    "EfficientNet": (
+        "EfficientNetConfig",
+        "EfficientNetForImageClassification",
+        "image",
+        {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256},
+    ),
     "TimeSformer": ("TimesformerConfig", "TimesformerForVideoClassification", "video", _IMAGE | {"num_frames": 3}),
-    "VideoMAE": ("VideoMAEConfig", "VideoMAEForVideoClassification", "video", _IMAGE | {"num_frames": 4, "tubelet_size": 2}),
-    "ViViT": ("VivitConfig", "VivitForVideoClassification", "video", _IMAGE | {"num_frames": 4, "tubelet_size": [2, 4, 4]}),
-    "PatchTST": ("PatchTSTConfig", "PatchTSTForPrediction", "series", {"num_input_channels": 3, "context_length": 12, "patch_length": 4, "patch_stride": 4, "d_model": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "ffn_dim": 24, "prediction_length": 4, "norm_type": "layernorm"}),
-    "PatchTSMixer": ("PatchTSMixerConfig", "PatchTSMixerForPrediction", "series", {"num_input_channels": 3, "context_length": 12, "patch_length": 4, "patch_stride": 4, "d_model": 16, "num_layers": 2, "prediction_length": 4, "norm_mlp": "LayerNorm"}),
-    "DETR": ("DetrConfig", "DetrForObjectDetection", "image", _SEQ | {"num_queries": 5, "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None, "backbone_config": {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "out_features": ["stage2"]}}),
-    "SAM": ("SamVisionConfig", "SamVisionModel", "image", {k: v for k, v in _IMAGE.items() if k != "intermediate_size"} | {"mlp_dim": 24, "window_size": 2, "output_channels": 8, "global_attn_indexes": [1]}),
-    "Perceiver": ("PerceiverConfig", "PerceiverForSequenceClassification", "text", {"vocab_size": WORDS, "num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1, "num_self_attention_heads": 2, "num_cross_attention_heads": 2, "max_position_embeddings": TOKENS}),
-    "CANINE": ("CanineConfig", "CanineForSequenceClassification", "text", _TEXT | {"num_hash_functions": 2, "num_hash_buckets": 32, "downsampling_rate": 2, "upsampling_kernel_size": 2, "local_transformer_stride": 4}),
+    "VideoMAE": (
+        "VideoMAEConfig",
+        "VideoMAEForVideoClassification",
+        "video",
+        _IMAGE | {"num_frames": 4, "tubelet_size": 2},
+    ),
+    "ViViT": (
+        "VivitConfig",
+        "VivitForVideoClassification",
+        "video",
+        _IMAGE | {"num_frames": 4, "tubelet_size": [2, 4, 4]},
+    ),
+    "PatchTST": (
+        "PatchTSTConfig",
+        "PatchTSTForPrediction",
+        "series",
+        {
+            "num_input_channels": 3,
+            "context_length": 12,
+            "patch_length": 4,
+            "patch_stride": 4,
+            "d_model": 16,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "ffn_dim": 24,
+            "prediction_length": 4,
+            "norm_type": "layernorm",
+        },
+    ),
+    "PatchTSMixer": (
+        "PatchTSMixerConfig",
+        "PatchTSMixerForPrediction",
+        "series",
+        {
+            "num_input_channels": 3,
+            "context_length": 12,
+            "patch_length": 4,
+            "patch_stride": 4,
+            "d_model": 16,
+            "num_layers": 2,
+            "prediction_length": 4,
+            "norm_mlp": "LayerNorm",
+        },
+    ),
+    "DETR": (
+        "DetrConfig",
+        "DetrForObjectDetection",
+        "image",
+        _SEQ
+        | {
+            "num_queries": 5,
+            "use_timm_backbone": False,
+            "use_pretrained_backbone": False,
+            "backbone": None,
+            "backbone_config": {
+                "model_type": "resnet",
+                "embedding_size": 8,
+                "hidden_sizes": [8, 16],
+                "depths": [1, 1],
+                "out_features": ["stage2"],
+            },
+        },
+    ),
+    "SAM": (
+        "SamVisionConfig",
+        "SamVisionModel",
+        "image",
+        {k: v for k, v in _IMAGE.items() if k != "intermediate_size"}
+        | {"mlp_dim": 24, "window_size": 2, "output_channels": 8, "global_attn_indexes": [1]},
+    ),
+    "Perceiver": (
+        "PerceiverConfig",
+        "PerceiverForSequenceClassification",
+        "text",
+        {
+            "vocab_size": WORDS,
+            "num_latents": 4,
+            "d_latents": 16,
+            "d_model": 16,
+            "num_blocks": 1,
+            "num_self_attends_per_block": 1,
+            "num_self_attention_heads": 2,
+            "num_cross_attention_heads": 2,
+            "max_position_embeddings": TOKENS,
+        },
+    ),
 }
 
 
@@ -253,7 +490,7 @@ def inputs(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def build(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model of the zoo with random weights, in float64 and train mode without dropout, and a batch for it."""
+    """A model of the zoo with random weights, in float64, and a batch for it."""
     import transformers
 
     configuration, model, kind, options = MODELS[name]
@@ -275,16 +512,10 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.tanh(flat @ direction / flat.shape[1] ** 0.5).mean() + flat.square().mean(1).mean()
 
 
-def without_dropout(model: nn.Module) -> nn.Module:
-    """In eval mode: dropout differs from example to example alone and together."""
-    return model.eval()
-
-
 def ours(name: str) -> str:
     """ "yes", or what was said."""
     model, batch = build(name)
-    convert(model)
-    without_dropout(model)
+    convert(model).eval()  # dropout differs between an example alone and together with others
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
     zeta = float(norms.median())
@@ -300,12 +531,12 @@ def opacus(name: str) -> str:
 
     model, batch = build(name)
     model = ModuleValidator.fix(model) if ModuleValidator.validate(model, strict=False) else model
-    without_dropout(model.double())
+    model.double().eval()
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
     sampled = GradSampleModule(model)
     loss(sampled, batch).backward()
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
-    zeta, total = float(norms.median()), {}
+    zeta = float(norms.median())
     grads = {n.removeprefix("_module."): p.grad_sample for n, p in sampled.named_parameters() if p.requires_grad}
     if any(g is None for g in grads.values()):
         used = {n for n in expected[0] if any(e[n].any() for e in expected)}
@@ -349,7 +580,15 @@ def page(rows: list[Row]) -> str:
 
 
 def _short(answer: str) -> str:
-    return "yes" if answer == "yes" else "refused" if answer.startswith("refused") else "wrong" if "wrong" in answer else "no"
+    return (
+        "yes"
+        if answer == "yes"
+        else "refused"
+        if answer.startswith("refused")
+        else "wrong"
+        if "wrong" in answer
+        else "no"
+    )
 
 
 def cells(settings: Settings) -> Sequence[Cell]:
@@ -363,8 +602,6 @@ def _version() -> str:
 
     return version("transformers")
 
-
-Check = Callable[[Cell, Settings], Row]
 
 EXPERIMENT = Experiment(
     name="zoo",

@@ -300,7 +300,10 @@ FINE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "counters": (Counting, (8,)),
     "transformer": (lambda: _transformer(batch_first=True), (6, 8)),
     "transformer, norm first": (lambda: _transformer(batch_first=True, norm_first=True), (6, 8)),
-    "deep": (lambda: nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))), (8,)),
+    "deep": (
+        lambda: nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))),
+        (8,),
+    ),
     "one unit": (lambda: nn.Sequential(nn.Linear(8, 1), nn.Tanh(), nn.Linear(1, 8)), (8,)),
     "zero": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Hardshrink(9.0)), (8,)),
 }

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lambdacgd.clipping import ClippingError, attach, convert, register
+from lambdacgd.clipping import ClippingError, attach, convert
+from lambdacgd.clipping.rules import register
 from lambdacgd.clipping.records import Stored
 from lambdacgd.clipping.rules import tap
 

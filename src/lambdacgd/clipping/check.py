@@ -1,5 +1,7 @@
 """`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?
 
+`register` asks the same of a rule of one's own.
+
 The reference stands here, too: one example at a time through plain autograd, the slow twin that every fast path is
 tested against.
 """
@@ -19,6 +21,8 @@ from lambdacgd.clipping.backward import LossReduction
 from lambdacgd.clipping.bounds import AUTOMATIC_STABILITY, Mode
 from lambdacgd.clipping.clipper import attach
 from lambdacgd.clipping.probe import Loss
+from lambdacgd.clipping.rules import RULES, Rule, rule_for
+from lambdacgd.clipping.rules import register as keep_rule
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import AnyDropout, tree_leaves, tree_map
 
@@ -142,6 +146,63 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolera
         f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs "
         "long examples more: average within each example first), or the batch size took part in the computation."
     )
+
+
+# --- a rule of one's own ----------------------------------------------------------------------------------------------
+
+
+def register(
+    kind: type[nn.Module],
+    *,
+    example: Callable[[], tuple[nn.Module, Tensor]],
+    finds_batch: bool = False,
+    pointwise: bool = False,
+) -> Callable[[Rule], Rule]:
+    """Use the decorated rule for a class of layers, once it has given the right sums for an example of it.
+
+    A rule is called as ``rule(layer, *args, **kwargs)`` in place of the module's forward. It computes the output with
+    the parameters hidden from autograd, ``layer.hidden(x)``, and returns it through ``tap(layer, output, recorder,
+    *saved)``. The recorder is called with the output's gradient and what was saved, and yields a record for every
+    parameter: ``Stored(layer.names["weight"], gradients)`` with per-example gradients [B, *shape], or
+    ``outer(layer.names["weight"], a, b, shape)`` where they are Σ_t b_t a_tᵀ.
+
+    Args:
+        kind: The class of layers; subclasses that compute alike are meant, too.
+        example: Makes a layer of that class and an input for it, of three or more examples.
+        finds_batch: Whether the rule looks for the batch dimension itself (``layer.is_batched(x)``). Otherwise it is
+            called only if its first argument has the batch first.
+        pointwise: Whether the layer treats all leading dimensions of its only argument alike, as Linear does.
+
+    Returns:
+        A decorator that keeps the rule and returns it.
+
+    Raises:
+        ClippingError: The rule's sums are not those of one example at a time; it is not kept.
+    """
+
+    def keep(rule: Rule) -> Rule:
+        module, x = example()
+        before = RULES.get(kind)
+        keep_rule(kind, finds_batch=finds_batch, pointwise=pointwise)(rule)
+        try:
+            if rule_for(module) is not rule:
+                raise ClippingError(f"the example is a {type(module).__name__}, which is no plain {kind.__name__}.")
+            check_model(nn.Sequential(module), x, loss=_bent)
+        except BaseException:
+            RULES.pop(kind)
+            if before is not None:
+                RULES[kind] = before
+            raise
+        return rule
+
+    return keep
+
+
+def _bent(model: nn.Module, x: Any) -> Tensor:
+    """A loss whose gradient differs from example to example and from place to place."""
+    flat = model(x).flatten(1)
+    direction = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device) + 0.1
+    return torch.tanh(flat @ direction / flat.shape[1] ** 0.5).mean() + flat.square().mean(1).mean()
 
 
 # --- the reference ----------------------------------------------------------------------------------------------------

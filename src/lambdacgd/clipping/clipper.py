@@ -103,7 +103,14 @@ class Clipper:
         self._snapshot = Snapshot(model, self.parameters)
         device = compute_device(next(iter(self.parameters.values())))
         self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
-        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe, mean=settings.loss_reduction == "mean")
+        self._probe = Probe(
+            model,
+            self._forward_pass,
+            self._backward_pass.anchor,
+            self.count,
+            enabled=probe,
+            mean=settings.loss_reduction == "mean",
+        )
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._standing_in: contextlib.AbstractContextManager[None] | None = None

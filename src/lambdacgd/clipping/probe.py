@@ -291,7 +291,9 @@ class Probe:
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
         for path, kind, x, y in _pairs(whole, fewer):
-            layouts = set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, whole.floor(kind))
+            layouts = (
+                set() if y is None else layouts_of(x, y, whole.count, left_out, whole.tolerance, whole.floor(kind))
+            )
             if not layouts and kind in ("input", "output"):
                 raise layers[path].refuse(_MIXES.format(what=kind))
             if not layouts:
@@ -314,8 +316,8 @@ class Probe:
         if layouts_of(x, y, whole.count, left_out, whole.tolerance, floor):
             return True
         a, b = whole.seconds[place], fewer.seconds[place]
-        return a is not None and b is not None and MINOR in layouts_of(
-            a, b, whole.count, left_out, whole.tolerance, floor
+        return (
+            a is not None and b is not None and MINOR in layouts_of(a, b, whole.count, left_out, whole.tolerance, floor)
         )
 
     def _settle(self, whole: Seen) -> bool:
@@ -817,7 +819,11 @@ class State:
             for name, b in own_buffers(module).items():
                 yield (path, name, True), b
             for name, value in vars(module).items():
-                if name != "training" and isinstance(value, (Tensor, int, float)) and not isinstance(value, nn.Parameter):
+                if (
+                    name != "training"
+                    and isinstance(value, (Tensor, int, float))
+                    and not isinstance(value, nn.Parameter)
+                ):
                     yield (path, name, False), value
 
     @torch.no_grad()

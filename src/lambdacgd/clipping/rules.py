@@ -32,7 +32,7 @@ Recorder = Callable[..., Iterable[Record]]
 
 # --- which rule for which layer ---------------------------------------------------------------------------------------
 
-_RULES: dict[type[nn.Module], Rule] = {}
+RULES: dict[type[nn.Module], Rule] = {}
 _NAMED: dict[str, Rule] = {}
 _BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its forward does not call
 
@@ -56,7 +56,7 @@ def register(
     def keep(rule: Rule) -> Rule:
         rule.finds_batch, rule.pointwise = finds_batch, pointwise  # type: ignore[attr-defined]
         for kind in kinds:
-            (_NAMED if isinstance(kind, str) else _RULES)[kind] = rule  # type: ignore[index]
+            (_NAMED if isinstance(kind, str) else RULES)[kind] = rule  # type: ignore[index]
         return rule
 
     return keep
@@ -71,7 +71,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     ):
         return None  # what is computed from parameters is no parameter
     for base in kind.__mro__:
-        rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        rule = RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
             return rule if _computes_as(base, module) else None
     return None

@@ -213,6 +213,7 @@ class LogicalLoader:
 
 # --- one loss per example --------------------------------------------------------------------------------------------
 
+
 def check_losses(losses: object, rows: int) -> Tensor:
     """One loss per example, as a vector."""
     if not isinstance(losses, Tensor) or losses.shape != (rows,):

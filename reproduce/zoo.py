@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping import attach, convert
-from lambdacgd.clipping.check import clipped_sum, example, per_example_gradients
+from lambdacgd.clipping.check import clipped_sum, per_example_gradients
 from lambdacgd.clipping.probe import tensors_in
 from lambdacgd.errors import ClippingError
 from reproduce.framework import Cell, Experiment, Row, Settings
@@ -531,7 +531,7 @@ def opacus(name: str) -> str:
 
     model, batch = build(name)
     model = ModuleValidator.fix(model) if ModuleValidator.validate(model, strict=False) else model
-    model.double().eval()
+    _without_dropout(model.double().train())  # it sees layers in train mode only
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
     sampled = GradSampleModule(model)
     loss(sampled, batch).backward()
@@ -544,10 +544,23 @@ def opacus(name: str) -> str:
             raise RuntimeError("some parameters got no gradient")
         grads = {n: torch.zeros(EXAMPLES, *expected[0][n].shape) if g is None else g for n, g in grads.items()}
     whole = {n: (torch.stack(g).sum(0) if isinstance(g, list) else g) for n, g in grads.items()}
+    for n, g in whole.items():
+        if g.shape[0] != EXAMPLES:
+            raise RuntimeError(f"gradients of {g.shape[0]} examples for {EXAMPLES} ({n})")
     found = torch.stack([g.flatten(1).square().sum(1) for g in whole.values()]).sum(0).sqrt()
     factor = (zeta / found).clamp_max(1)
     total = {n: torch.einsum("b,b...->...", factor.to(g), g) for n, g in whole.items()}
     return _same(total, clipped_sum(expected, zeta))
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """Every rate of dropout, stochastic depth and layer drop is zero."""
+    for module in model.modules():
+        held = [module, getattr(module, "config", None)]
+        for owner in held:
+            for name, value in vars(owner).items() if owner is not None else ():
+                if isinstance(value, float) and ("drop" in name or (name == "p" and "Drop" in type(owner).__name__)):
+                    vars(owner)[name] = 0.0
 
 
 def _same(sums: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
@@ -610,4 +623,5 @@ EXPERIMENT = Experiment(
     compute=check,
     columns=("model", "ours", "opacus"),
     page=page,
+    revision=2,
 )

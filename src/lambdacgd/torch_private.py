@@ -10,7 +10,7 @@ a module, then attributes. An attribute that only instances have is written as o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -164,7 +164,7 @@ def version(tensor: Tensor) -> int:
     return tensor._version
 
 
-def versions(tensors: list[Tensor]) -> list[int]:
+def versions(tensors: Sequence[Tensor]) -> list[int]:
     """`version` of many, asked for in every step. Known for torch 2.11 to 2.13."""
     return [t._version for t in tensors]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import step
 from torch import Tensor, nn
 
 from lambdacgd.clipping import ClippingError, attach
+from tests.clipping.small import step
 
 pytestmark = pytest.mark.usefixtures("seeded")
 Oracle = Callable[..., None]

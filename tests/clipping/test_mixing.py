@@ -1,4 +1,4 @@
-"""The probe sees examples that mix, and nothing else: every way past the clipper that was ever found, and what is none."""
+"""The probe sees examples that mix, and nothing else: every way past the clipper that was found, and what is none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from tests.clipping.small import step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import ClippingError, attach, convert
+from tests.clipping.small import step
 
 pytestmark = pytest.mark.usefixtures("seeded")
 
@@ -153,15 +153,18 @@ def test_a_loss_alone() -> None:
         model(torch.randn(6, 4)).backward()
 
 
+def _train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        step(model, torch.randn(6, 4))
+
+
 def test_what_begins_later() -> None:
     """A probe is repeated at passes 1, 2, 4, 8, …"""
     model = Net(lambda m, x: m.last(m.first(x - x.mean(0) if m.calls > 5 else x)))
     attach(model)
-    for _ in range(5):
-        step(model, torch.randn(6, 4))
+    _train(model, 5)
     with pytest.raises(ClippingError, match="mixes"):
-        for _ in range(4):
-            step(model, torch.randn(6, 4))
+        _train(model, 4)
 
 
 def test_what_happens_now_and_then() -> None:
@@ -169,8 +172,7 @@ def test_what_happens_now_and_then() -> None:
     model = Net(_mixup)
     attach(model)
     with pytest.raises(ClippingError, match="mixes"):  # missed with probability 2⁻⁷
-        for _ in range(64):
-            step(model, torch.randn(6, 4))
+        _train(model, 64)
 
 
 def _into_frozen(m: Any, x: Tensor) -> Tensor:

@@ -487,7 +487,7 @@ def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
 
 def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
     """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
-    x = args[0] if args else next(iter(kwargs.values()), None)
+    x: Any = args[0] if args else next(iter(kwargs.values()), None)
     if rule is None or not (rule.finds_batch or isinstance(x, Tensor)):
         return _followed(layer, *args, **kwargs)
     rows = 0

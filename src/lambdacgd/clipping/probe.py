@@ -84,6 +84,7 @@ class Probe:
         self._due, self._now = True, False  # whether a probe is, and whether the pass under way was probed
         self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
         self._looked = False  # whether any probe has come to its end
+        self._turn = 0  # which random numbers it is looked at with
         self._shapes: dict[int, list[torch.Size]] = {}  # of the model's outputs, by the number of examples
         self._suspects: dict[bytes, dict[int, str]] = {}  # by mode: outputs that no gradient may come from, and why
 
@@ -162,16 +163,16 @@ class Probe:
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
 
                 def run(rows: Sequence[int], stage: str, *, apart: bool = False) -> Seen:
-                    again(turn)
+                    again(self._turn)
                     try:
                         with noise.passing(stage):
                             return self._run(arguments, batch, rows, apart=apart)
                     finally:
                         state.take_back()
 
-                turn = 0
+                self._turn = 0
                 every = self._learn_sizes(run, sets)
-                for turn in range(_TURNS):
+                for self._turn in range(_TURNS):
                     sure = True
                     for chosen in every:
                         whole, written = run(chosen, "keep"), state.last
@@ -370,9 +371,9 @@ _MIXES = (
     "statistic of the batch, no neighbour; sort when the batch is put together."
 )
 _OUTPUT = (
-    "the model mixes the examples of a batch: this output for one example is not the same with and without another one. "
-    "Take every statistic within an example; if another part of the output is what you train on, leave this one out of "
-    "the loss."
+    "the model mixes the examples of a batch: this output for one example is not the same with and without another "
+    "one. Take every statistic within an example; if another part of the output is what you train on, leave this one "
+    "out of the loss."
 )
 _LOSS = (
     "the loss that the model returns is not the declared mean or sum over examples: an example's gradient is not the "
@@ -457,10 +458,10 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, *, few
     k = int(far.nonzero()[0])
     raise ClippingError(
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
-        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one example "
-        "then does not bound what it changes. "
-        "Look for a mean over all tokens of the batch (average within each example first), a root or power of the "
-        "mean, contrastive terms, mixup in collate_fn, padding on the left, padding without an attention mask."
+        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
+        "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
+        "each example first), a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
+        "left, padding without an attention mask."
     )
 
 

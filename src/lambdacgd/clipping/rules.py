@@ -116,7 +116,7 @@ class BatchSizes:
     def forget(self) -> None:
         """What was learnt was learnt from sizes that something else had, too."""
         for known in (self._uses, self._first, self._known, self._kinds):
-            known.clear()  # type: ignore[attr-defined]
+            known.clear()
 
     def start(self, batch: int) -> None:
         """A forward pass over ``batch`` examples begins."""
@@ -342,8 +342,8 @@ class Call:
             return record
         if rest or self.layer.layout is None:
             raise self.layer.refuse(
-                f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could not be "
-                "seen from the first batches. Keep the batch as the first dimension of its input."
+                f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could not "
+                "be seen from the first batches. Keep the batch as the first dimension of its input."
             )
         return record.folded(self.batch, minor=self.layer.layout == MINOR)
 

@@ -7,13 +7,12 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey

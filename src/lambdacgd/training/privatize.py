@@ -28,7 +28,6 @@ from lambdacgd.training.sample import sample_of
 from lambdacgd.training.step import check_plan, check_precision
 from lambdacgd.version import __version__
 
-
 _LOOKED_AT = 6  #: examples that a loss is looked at with
 
 

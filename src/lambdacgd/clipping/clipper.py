@@ -321,8 +321,8 @@ class Clipper:
         self._probe.begin(args, kwargs, batch)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
         self._forward_pass.look_at(batch)
-        if any(layer.elsewhere for layer in self._probe.layers):
-            self._standing_in = standing_in(self._probe.layers)
+        if self._probe.read_elsewhere:
+            self._standing_in = standing_in(self._probe.read_elsewhere)
             self._standing_in.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -63,6 +63,7 @@ class Probe:
         allowed: Whether this batch may be probed: where ranks compute together (FSDP2), all must probe at the same one.
         views: Rows of every example in the model's arguments, one view of all examples after another.
         layers: The layers that are clipped.
+        read_elsewhere: Those whose parameters other modules read, too.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Probe:
         """``mean``: whether a loss that the model returns is the mean over examples."""
         self.enabled, self.allowed, self.views = enabled, True, 1
         self.layers: list[Layer] = []
+        self.read_elsewhere: list[Layer] = []
         self._model, self._forward_pass, self._anchor, self._count = model, forward_pass, anchor, count
         self._mean = mean
         self._modes, self._writes = Modes(model), Writes(model)
@@ -186,6 +188,7 @@ class Probe:
                     if sure:
                         break
                 self._looked = True
+                self.read_elsewhere = [layer for layer in self.layers if layer.elsewhere]
         finally:
             self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
 

@@ -42,6 +42,7 @@ from lambdacgd.torch_private import (
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 Undo = Callable[[], None]
 _LISTS = (nn.ParameterList, nn.ParameterDict)
+_FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "x", "input", "inputs")
 
 
@@ -538,7 +539,7 @@ def refuse_modules(model: nn.Module) -> None:
                 "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
             )
         inside = any(p.requires_grad for p in m.parameters())
-        if type(m) in (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN) and inside:
+        if type(m) in _FUSED and inside:
             raise ClippingError(
                 f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
                 "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."

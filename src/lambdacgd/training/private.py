@@ -145,7 +145,15 @@ class Private:
         """
         plan = self.plan
         informational = epsilon_after_epochs(plan) if after_epochs else None
-        return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational)
+        return Spent(
+            plan.epsilon,
+            plan.delta,
+            plan.certificate,
+            self.steps_taken,
+            plan.steps,
+            informational,
+            key_for_tests=self.run.key.is_for_tests,
+        )
 
     def card(self) -> dict[str, Any]:
         """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
@@ -165,6 +173,7 @@ class Private:
             clipping=self.clipper.mode,
             augmentations=self.augmentations,
             loss_checked=self.loss_checked,
+            key_for_tests=self.run.key.is_for_tests,
         )
 
     def check_loss(

@@ -360,3 +360,22 @@ def test_packed_sequences_know_their_batch() -> None:
         step(model, pack_sequence([torch.randn(n, 3) for n in lengths], enforce_sorted=False))  # type: ignore[arg-type]
         assert clipper.norms.numel() == len(lengths)
         clipper.zero()
+
+
+def test_long_rows_are_compared_in_part() -> None:
+    """Of rows too long to keep, some numbers of every step and all norms: also where the longest example is left out."""
+
+    class Long(nn.Module):
+        def __init__(self, *, mixes: bool) -> None:
+            super().__init__()
+            self.net, self.mixes = nn.GRU(3, 64, batch_first=True), mixes
+            self.last = nn.Linear(64, 64, bias=False)  # padding stays zero
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            h = self.last(pad_packed_sequence(self.net(x)[0], batch_first=True)[0])
+            return (h - h.mean((0, 1)) if self.mixes else h).square().sum(1)  # type: ignore[no-any-return]
+
+    x = pack_sequence([torch.randn(n, 3) for n in (20, 300, 170, 2)], enforce_sorted=False)
+    step(attach(convert(Long(mixes=False))).model, x)  # type: ignore[arg-type]
+    with pytest.raises(ClippingError, match="mixes"):
+        step(attach(convert(Long(mixes=True))).model, x)  # type: ignore[arg-type]

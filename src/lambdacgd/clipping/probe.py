@@ -51,7 +51,7 @@ MOST_MODES = 32
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
 _SETS = 3  #: numbers of examples that are tried until one tells the batch from other dimensions
 _TURNS = 3  #: random numbers that are tried until every layer has been seen
-_KEPT = 1 << 16  #: numbers of a row that are compared
+_STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
 _WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
 
 
@@ -555,15 +555,19 @@ def _sums(seen: Seen, path: str, kind: str) -> dict[int, Tensor]:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Rows of a tensor as they are compared: a copy; of long rows `_KEPT` numbers and the norm of all."""
+    """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all.
+
+    Which ones does not depend on the number of steps, which may be another without the longest example.
+    """
     with torch.no_grad():
-        x = x.detach()
+        x = x.detach().unsqueeze(1) if x.dim() == 1 else x.detach()
+        parts = x.flatten(2)[:, :_STEPS] if x.dim() > 2 else x.unsqueeze(1)  # [rows, steps, numbers of each]
         wide = x.dtype == torch.float64 or not x.is_floating_point()
-        x = x.to(torch.float64 if wide else torch.float32, copy=True).nan_to_num_(0.0, 0.0, 0.0)
-        if x.numel() <= _KEPT * x.shape[0]:
-            return x.unsqueeze(1) if x.dim() == 1 else x
-        flat = x.flatten(1)
-        return torch.cat([flat[:, :: -(-flat.shape[1] // _KEPT)], flat.norm(dim=1, keepdim=True)], 1)
+        parts = parts.to(torch.float64 if wide else torch.float32, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+        most = _EACH if x.dim() > 2 else _EACH * _STEPS
+        if parts.shape[2] <= most:
+            return parts
+        return torch.cat([parts[..., :: -(-parts.shape[2] // most)], parts.norm(dim=2, keepdim=True)], 2)
 
 
 def tolerance_of(x: Tensor) -> float:

@@ -363,7 +363,7 @@ def test_packed_sequences_know_their_batch() -> None:
 
 
 def test_long_rows_are_compared_in_part() -> None:
-    """Of rows too long to keep, some numbers of every step and all norms: also where the longest example is left out."""
+    """Of rows too long to keep, some numbers of every step and all norms, whatever the longest example is."""
 
     class Long(nn.Module):
         def __init__(self, *, mixes: bool) -> None:

@@ -227,7 +227,7 @@ def test_a_loss_is_looked_at_before_the_first_step(loss, collate, says):
         return
     private = privatize(model, optimizer, dataset, oracle.plan(), **options)
     assert torch.equal(torch.get_rng_state(), before)
-    assert private.card()["loss"].startswith(says)
+    assert private.card()["objective"].startswith(says)
     for batch in private.loader:
         _cross_entropy(model, batch).backward()
         optimizer.step()

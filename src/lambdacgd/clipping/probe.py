@@ -23,6 +23,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -411,6 +412,11 @@ def check_loss(
     noise, state, count = SameNoise(), State(model), len(items)
     devices = [anchor.device] if anchor.is_cuda else []
     with same_numbers(devices) as again:
+        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+        batch = collate(copy.deepcopy(list(items)))
+        if before != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
+            # Another reading would draw other numbers for the same examples: rows of this one are exchanged.
+            items, collate = list(range(count)), partial(_rows_of, batch, count)
 
         def norms(some: Sequence[Any], stage: str) -> Tensor:
             again()
@@ -445,6 +451,12 @@ def check_loss(
         changed = norms(items[:-1], "repeat")
         if noise.repeats:
             _refuse_far(whole[:-1], changed, tolerance, count, fewer=True)
+
+
+def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
+    """A batch of some rows of another."""
+    taken = take_examples(((batch,), {}), count, rows, 1, lambda args, kwargs: len(rows))
+    return batch if taken is None else taken[0][0]
 
 
 def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, *, fewer: bool) -> None:

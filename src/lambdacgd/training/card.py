@@ -34,7 +34,7 @@ NOT_COVERED = (
 )
 
 LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whatever the others are"
-LOSS_NOT_CHECKED = "not checked: the claim needs a loss that adds examples up (privatize(…, loss=…) looks)"
+LOSS_NOT_CHECKED = "not checked: the claim needs one that adds examples up (privatize looks where it is given)"
 
 KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
 NOT_DECLARED = "what these weights went through before this run was not declared"
@@ -278,7 +278,7 @@ def card(
         "max_grad_norm": _finite(max_grad_norm),
         "clipping": clipping,
         "augmentations": augmentations,
-        "loss": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
+        "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {
@@ -356,7 +356,7 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
-        ("Loss", facts.get("loss", LOSS_NOT_CHECKED)),
+        ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),

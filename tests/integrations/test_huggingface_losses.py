@@ -136,7 +136,9 @@ def over_all(outputs, labels, **kwargs):
 
 
 def contrastive(outputs, labels, **kwargs):
-    return F.cross_entropy(outputs.logits, labels, reduction="none") + outputs.logits.mean(0).sum()
+    return F.cross_entropy(outputs.logits, labels, reduction="none") + (outputs.logits @ outputs.logits.t()).logsumexp(
+        1
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_padding_that_moves_positions_is_refused(tmp_path):
         return batch
 
     for kind in ("gpt2", "llama"):
-        with pytest.raises(lc.TrainingError, match="pad on the right"):
+        with pytest.raises(lc.ClippingError, match="pad on the right"):
             hf.make_trainer(kind, tmp_path / kind, data_collator=on_the_left).train()
 
 
@@ -232,7 +234,7 @@ def test_a_missing_attention_mask_is_refused(tmp_path):
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(4.0)  # far from the start, where attention matters
-    with pytest.raises(lc.TrainingError, match="attention mask"):
+    with pytest.raises(lc.ClippingError, match="attention mask"):
         hf.make_trainer("bert", tmp_path / "out", model=model, data_collator=without).train()
 
 

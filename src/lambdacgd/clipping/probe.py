@@ -451,6 +451,9 @@ def check_loss(
         changed = norms(items[:-1], "repeat")
         if noise.repeats:
             _refuse_far(whole[:-1], changed, tolerance, count, fewer=True)
+        alone = torch.cat([norms([item], "repeat") for item in items])
+        if noise.repeats:
+            _refuse_far(whole, alone, tolerance, count, fewer=False)
 
 
 def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
@@ -476,7 +479,7 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, *, few
         f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
         "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
         "each example first), a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
-        "left, padding without an attention mask."
+        "left (pad on the right), padding without an attention mask."
     )
 
 

@@ -807,9 +807,10 @@ class SameNoise(DispatchMode):
             self.repeats = False
             return drawn
         kept = self._kept[place]
-        if any(k not in (1, d) for k, d in zip(kept.shape, drawn.shape, strict=True)):
+        if any(k != 1 and k < d for k, d in zip(kept.shape, drawn.shape, strict=True)):
             self.repeats = False
             return drawn
+        kept = kept[tuple(slice(0, d) for d in drawn.shape)]  # shorter without the longest example
         return drawn.copy_(kept.expand_as(drawn))
 
 

@@ -25,7 +25,7 @@ from lambdacgd.training.loader import Collate, examples_in, random_numbers_of, r
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.sample import sample_of
-from lambdacgd.training.step import check_plan, check_precision
+from lambdacgd.training.step import check_plan, floating_point_of
 from lambdacgd.version import __version__
 
 _LOOKED_AT = 6  #: examples that a loss is looked at with
@@ -150,7 +150,7 @@ def privatize(
             try:
                 undo += follow(model, given, world)
                 _check_same_parameters(clipper.parameters, optimizer)
-                check_precision("model", clipper.parameters, plan)
+                floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
                 clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))

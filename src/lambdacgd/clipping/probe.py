@@ -590,7 +590,7 @@ def tolerance_of(x: Tensor) -> float:
     """How far two results for one example may lie apart, relative to the example's row, and be rounding.
 
     Products over other numbers of examples are added up in another order, by other kernels, which costs a few units of
-    roundoff in every layer. One example of five moves a mean over the batch by a fifth of its distance from it, so these
+    roundoff in every layer. One example of five moves a mean of the batch by a fifth of its distance from it: these
     are chosen between the two: about 20 units of bfloat16, tens of thousands of float32 on the CPU. How large rounding
     really gets was not measured; that small models raise no alarm was (tests, and the zoo).
     """

@@ -15,7 +15,9 @@ import numpy as np
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import listening
-from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
+from lambdacgd.errors import InvalidInput, brief, integer, number, shown
+from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BandInvMF,
     GammaBIFR,
@@ -64,7 +66,8 @@ class Plan:
     Guarantee
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
-    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says:
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says
+    (also as floating-point numbers, for which it sets a share of ε and δ aside):
     surely where its confidence is 1, else with that probability over the accountant's own coin flips. A certificate
     of kind "estimate" claims nothing. Choosing hyperparameters by looking at the data is not covered.
     """
@@ -186,8 +189,8 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
-        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.458 (analytic)
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
+        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.466 (analytic)
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
@@ -229,9 +232,11 @@ class Plan:
             OSError: the file cannot be read.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_bytes(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InvalidInput("plan", f"{path} is not a plan file: byte {error.start} is not UTF-8 text.") from None
+        except ValueError as error:
+            raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
         return cls.from_json(text)
 
     @classmethod
@@ -245,13 +250,13 @@ class Plan:
             InvalidInput: the text is not a plan, or it was changed after it was made.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
+            data = parse_json(text)
+        except ValueError as error:
             raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
             given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
             raise InvalidInput(
-                "plan", f"This is {given!r}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
+                "plan", f"This is {shown(given)}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
             )
         digest = data.pop("digest", None)
         if digest != _digest(data):
@@ -262,24 +267,28 @@ class Plan:
             plan = cls._from_content(data)
         except InvalidInput:
             raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(
-                "plan", f"The file is not a whole plan ({type(error).__name__}: {error}). Make a new plan instead."
-            ) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {brief(error)}"
+            raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
         for name in ("sigma", "sensitivity", "rmse", "maxse"):
             number(name, getattr(plan, name), above=0, include=(0,))
+        number("epsilon", plan.epsilon, above=0, include=(math.inf,))
+        number("delta", plan.delta, above=0, below=1)
+        integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
+        plan.mechanism.validate(plan.block)
         integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
         claimed = (plan.certificate.epsilon, plan.certificate.delta)
         if claimed != (plan.epsilon, plan.delta):
             raise InvalidInput(
                 "plan",
-                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {claimed}.",
+                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
             )
         derived = ("steps", "steps_per_epoch", "epochs", "examples")
         for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
             if getattr(plan, name) != data.get(name):
                 raise InvalidInput(
-                    name, f"The plan file says {name} = {data.get(name)!r}, and its sampling {getattr(plan, name)}."
+                    name,
+                    f"The plan file says {name} = {shown(data.get(name))}, and its sampling {getattr(plan, name)}.",
                 )
         return plan
 
@@ -388,7 +397,11 @@ def plan(
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
         check_epsilon(bound, epsilon)
-    resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
+    # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
+    real_delta, real = delta * (1 - DELTA_SHARE), epsilon
+    if epsilon is not None and math.isfinite(epsilon):
+        real = epsilon - set_aside(epsilon, delta)["epsilon"]
+    resolved, selection = _resolve(mechanism, bound, epsilon=real, delta=real_delta)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
 
@@ -399,20 +412,28 @@ def plan(
     with listening(tell):
         if noise_multiplier is None:
             assert epsilon is not None
-            calibration = accountant.sigma(epsilon, delta, estimate=estimate)
+            assert real is not None
+            calibration = accountant.sigma(real, real_delta, estimate=estimate)
         else:
-            calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
+            calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
+            epsilon = claimed_epsilon(calibration.certificate.epsilon)
+    certificate = calibration.certificate
+    if math.isfinite(epsilon):
+        details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
+        certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
+    else:
+        certificate = replace(certificate, delta=delta)
     return Plan(
         mechanism=resolved,
         sampling=bound,
-        epsilon=calibration.certificate.epsilon,
+        epsilon=epsilon,
         delta=delta,
         requested_batch_size=batch_size,
         sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
-        certificate=calibration.certificate,
+        certificate=certificate,
         selection=selection,
     )
 

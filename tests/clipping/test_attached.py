@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import pickle
 import weakref
@@ -63,7 +64,7 @@ class Held:
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_cannot_be_cut(second: bool) -> None:
+def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_in_an_object(second: bool) -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -78,11 +79,7 @@ def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_cannot_be_
         loss = model.net(ids[i : i + 1]).square().sum()
         expected.append(torch.autograd.grad(loss, list(model.parameters())))
     clipper = attach(model, math.inf, batch_of=lambda args, _: args[0].shape[1] if second else len(args[0].ids))
-    if not second:
-        with pytest.raises(ClippingError, match="size by chance"):
-            step(model, Held(ids))  # type: ignore[arg-type]
-        return
-    step(model, ids.t())
+    step(model, ids.t() if second else Held(ids))  # type: ignore[arg-type]
     norms = [math.sqrt(sum(float(g.square().sum()) for g in e)) for e in expected]
     torch.testing.assert_close(clipper.norms, torch.tensor(norms), rtol=1e-3, atol=1e-3)
 
@@ -265,7 +262,7 @@ def test_nothing_of_a_pass_stays_behind_not_even_of_the_probe() -> None:
             assert not anchor(clipper.anchor).node.metadata
     finally:
         gc.enable()
-    assert len(outputs) == 4  # two of the probe
+    assert len(outputs) > 2 + 2 * 3  # the probes' are among them
     assert all(output() is None for output in outputs)
 
 
@@ -334,3 +331,17 @@ def test_the_gradient_of_an_example_is_the_mean_over_its_views(loss_reduction: A
         clipper.detach()
     for name, total in sums[0].items():
         torch.testing.assert_close(sums[1][name], total)
+
+
+def test_saving_an_attached_model_says_what_to_save_instead() -> None:
+    """It was a bare PicklingError about a function of ours."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh())
+    clipper = attach(model, 1.0)
+    for what in (model, model[0], {"model": model}):
+        with pytest.raises(ClippingError, match=r"Save model\.state_dict\(\), or use private\.save or lc\.export"):
+            torch.save(what, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied[0].weight, model[0].weight)
+    clipper.detach()
+    torch.save(model, io.BytesIO())

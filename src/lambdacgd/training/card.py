@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, set_aside
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput
+from lambdacgd.errors import CheckpointError, InvalidInput, brief
+from lambdacgd.files import read_json
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
@@ -29,9 +31,12 @@ NOT_COVERED = (
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
     "frozen parameters and buffers, which are released as they were before training",
     "whoever holds the secret key: with it the noise can be subtracted",
-    "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
 
+LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whatever the others are"
+LOSS_NOT_CHECKED = "not checked: the claim needs one that adds examples up (privatize looks where it is given)"
+
+KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
 NOT_DECLARED = "what these weights went through before this run was not declared"
 
 #: What `privatize` takes as one of its ``earlier`` cards: the card itself, its file, or the folder of an export.
@@ -56,6 +61,7 @@ class Spent:
     steps_taken: int
     steps: int
     after_epochs: tuple[float, ...] | None = None
+    key_for_tests: bool = False
 
     @property
     def share(self) -> float:
@@ -64,13 +70,15 @@ class Spent:
 
     @property
     def private(self) -> bool:
-        """Whether anything is claimed: not for ε = inf, not for an estimate."""
-        return math.isfinite(self.epsilon) and self.certificate.kind == "bound"
+        """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
+        return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
 
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
         what = "" if self.certificate.kind == "bound" else " (a point estimate, not a claim)"
+        if self.key_for_tests:
+            what = " (not a claim: the key is one for tests)"
         return f"(ε = {self.epsilon:g}, δ = {self.delta:g}){what}, {self.steps_taken} of {self.steps} steps taken"
 
 
@@ -79,7 +87,9 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     if plan.sigma == 0:
         return (math.inf,) * plan.epochs
     accountant = accountant_for(plan.mechanism, plan.sampling)
-    return (*accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta)[:-1], plan.epsilon)
+    after = accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta * (1 - DELTA_SHARE))
+    aside = set_aside(plan.epsilon, plan.delta)["epsilon"]  # for floating point
+    return (*(epsilon + aside for epsilon in after[:-1]), plan.epsilon)
 
 
 # --- what the weights went through besides ---------------------------------------------------------------------------
@@ -165,8 +175,8 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         path = Path(given)
         path = path / CARD_JSON if path.is_dir() else path
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            facts = read_json(path)
+        except (OSError, ValueError) as error:
             raise InvalidInput("earlier", str(given), f"there is no privacy card to be read ({error})") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
         raise InvalidInput(
@@ -186,7 +196,9 @@ def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
             runs = runs[-1:]
         claims_nothing = str(facts["claim"]).startswith("none")
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput("earlier", "a damaged privacy card", f"an entry is missing or no number ({error})") from None
+        raise InvalidInput(
+            "earlier", "a damaged privacy card", f"an entry is missing or no number ({brief(error)})"
+        ) from None
     if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
         raise InvalidInput("earlier", "a damaged privacy card", "ε must not be negative and δ must lie in [0, 1]")
     return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs
@@ -204,7 +216,9 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
     if not math.isfinite(plan.epsilon):
         return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
-        return gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta), plan.delta, "twice the sensitivity"
+        real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
+        if real <= min(3 * plan.epsilon, 20.0):  # what is set aside for floating point covers no more
+            return real + set_aside(plan.epsilon, plan.delta)["epsilon"], plan.delta, "twice the sensitivity"
     return _in_and_out(plan.epsilon, plan.delta)
 
 
@@ -214,7 +228,16 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
 
 
 def card(
-    plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
+    plan: Plan,
+    history: History,
+    *,
+    steps_taken: int,
+    max_grad_norm: float,
+    clipping: str,
+    augmentations: int,
+    floating_point: FloatingPointCost | None,
+    loss_checked: bool = False,
+    key_for_tests: bool = False,
 ) -> dict[str, Any]:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
@@ -226,21 +249,25 @@ def card(
         max_grad_norm: The clipping norm ζ.
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
+        floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
+        loss_checked: Whether the loss was seen to add examples up.
+        key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
 
     Returns:
         The facts, in the order in which a person would read them.
     """
-    own = (plan.epsilon if plan.certificate.kind == "bound" else math.inf, plan.delta)
-    runs = [*history.runs, (plan.epsilon, plan.delta)]
+    certified = plan.certificate.kind == "bound" and not key_for_tests
+    own = (plan.epsilon if certified else math.inf, plan.delta)
+    runs = [*history.runs, own if key_for_tests else (plan.epsilon, plan.delta)]
     epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
-    if not history.runs:
+    if not history.runs and not key_for_tests:
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
     return {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
-        "claim": _claim(plan, history),
+        "claim": KEY_FOR_TESTS if key_for_tests else _claim(plan, history),
         "epsilon": _finite(epsilon),
         "delta": delta,
         "this_run": {"epsilon": _finite(own[0]), "delta": own[1]},
@@ -257,6 +284,7 @@ def card(
         "max_grad_norm": _finite(max_grad_norm),
         "clipping": clipping,
         "augmentations": augmentations,
+        "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {
@@ -264,6 +292,10 @@ def card(
             "taken": steps_taken,
             "note": "the claim is that of all planned steps",
         },
+        "floating_point": None
+        if floating_point is None
+        else floating_point.to_dict()
+        | {"note": "in ε and δ: released numbers are this close to those of real-valued noise, by docs/noise-proof.md"},
         "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
@@ -334,13 +366,24 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
+        ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
+        ("Floating point", _floating_point(facts["floating_point"])),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
+
+
+def _floating_point(cost: dict[str, Any] | None) -> str:
+    if cost is None:
+        return "no claim"
+    return (
+        f"covered by ε and δ: rounding and finitely many bits take at most 2 · {_rounded_up(cost['epsilon'])} of ε; "
+        f"sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
+    )
 
 
 def _described(parameters: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Re
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
-from lambdacgd.accounting.root import Secant, bisect, find_root, smallest_certified
+from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, Mechanism
 
@@ -357,7 +357,7 @@ def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: fl
     def value_at(x: float) -> float:
         bound = accountant._evaluate(math.exp(x), epsilon, delta, quick=True)
         passed.extend([bound] if bound.delta <= delta else [])
-        return math.log(bound.delta / delta)
+        return log_ratio(bound.delta, delta)
 
     x, value = find_root(
         value_at,

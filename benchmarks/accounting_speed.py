@@ -26,6 +26,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "examples": 1_000_000, "batch_size": 1024, "epochs": 3, "epsilon": 8.0, "delta": 1e-7,
         "mechanism": lc.LambdaCGD("auto"),
     },
+    "plain, b = 6250": {
+        "examples": 400_000, "batch_size": 64, "epochs": 3, "epsilon": 1.0, "delta": 1e-7,
+        "mechanism": lc.LambdaCGD("auto"),
+    },
     "default, b = 976": {"examples": 1_000_000, "batch_size": 1024, "epochs": 3, "epsilon": 8.0, "delta": 1e-7},
     "default, b = 6250": {"examples": 400_000, "batch_size": 64, "epochs": 3, "epsilon": 1.0, "delta": 1e-7},
     "default, b = 10 000": {"examples": 1_280_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5},

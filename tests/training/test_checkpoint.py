@@ -345,3 +345,15 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
     assert checkpoint.read(tmp_path / "c")["optimizer"] is None
     with pytest.raises(CheckpointError, match="weights only"):
         start(tmp_path).load(tmp_path / "c")
+
+
+def test_what_is_not_a_checkpoint_stays(tmp_path):
+    private = start(tmp_path)
+    notes = tmp_path / "checkpoint" / "step-by-step"
+    notes.mkdir(parents=True)
+    (notes / "notes.txt").write_text("mine")
+    for _ in range(2):
+        steps(private, 1)
+        private.save(tmp_path / "checkpoint")
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-00000002", "step-by-step"]
+    assert (notes / "notes.txt").read_text() == "mine"

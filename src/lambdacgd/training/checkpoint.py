@@ -53,13 +53,13 @@ from lambdacgd.version import __version__
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
 _OLD_FACTS = "run.pt"
+_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
 
 class SavedRun(Protocol):
     """What a checkpoint is made of and goes back to: `Private`, as far as this file knows it."""
 
-    model: nn.Module
     optimizer: Optimizer
     dataset: Any
     clipper: Clipper
@@ -70,6 +70,8 @@ class SavedRun(Protocol):
     augmentations: int
     data_fingerprint: str | None
 
+    @property
+    def model(self) -> nn.Module: ...
     @property
     def plan(self) -> Plan: ...
     @property
@@ -85,6 +87,7 @@ class SavedRun(Protocol):
     @property
     def history(self) -> History: ...
     def adopt(self, saved: dict[str, Any]) -> None: ...
+    def note_changes(self) -> None: ...
     def check_usable(self) -> None: ...
     def check_whole(self) -> None: ...
     def going_on_from(self, step: int) -> contextlib.AbstractContextManager[None]: ...
@@ -119,6 +122,7 @@ def save(
     reshard(private.model)
     with world.together("saving"):
         check_savable(private)
+        private.note_changes()
         _refuse_file(folder)
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
     compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
@@ -539,8 +543,8 @@ def _give_name(draft: Path, target: Path) -> None:
         os.rename(target, aside)
     os.rename(draft, target)
     sync_folder(target.parent)
-    for old in (*target.parent.glob("step-*"), *target.parent.glob(".step-*.old")):
-        if old != target:
+    for old in target.parent.iterdir():
+        if old != target and _STEP.fullmatch(old.name):
             shutil.rmtree(old, ignore_errors=True)
 
 

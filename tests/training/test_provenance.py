@@ -318,3 +318,17 @@ def test_a_checkpoint_of_changed_weights_says_so(detached, tmp_path):
     resumed = start(tmp_path)
     resumed.load(tmp_path / "checkpoint")
     assert "provided" in resumed.card()["claim"]
+
+
+def test_no_earlier_run_is_lost_where_a_resumed_run_names_others(tmp_path):
+    """Also where they were named without a whole declaration: the longer list may be the smaller sum."""
+    cards = [run(oracle.model(), oracle.plan(epsilon=epsilon)).card() for epsilon in (1.0, 3.0)]
+    private = start(tmp_path, earlier=[cards[0], cards[0]])
+    steps(private, 1)
+    private.save(tmp_path / "checkpoint")
+    private.detach()
+    for other in ([cards[1]], []):
+        again = start(tmp_path, earlier=other)
+        with pytest.raises(CheckpointError, match="2 earlier runs declared"):
+            again.load(tmp_path / "checkpoint")
+        again.detach()

@@ -134,9 +134,10 @@ class History:
         """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.
 
         Raises:
-            CheckpointError: Both declare, and not the same.
+            CheckpointError: Both name runs, or declare that there were none, and not the same.
         """
-        if self.declared and saved.declared and self.runs != saved.runs:
+        both = (self.runs or self.declared) and (saved.runs or saved.declared)
+        if both and self.runs != saved.runs:
             raise CheckpointError(
                 f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
                 f"{_counted(self.runs)}: give the same cards, or leave earlier= out"

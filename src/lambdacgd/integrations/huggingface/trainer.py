@@ -410,6 +410,12 @@ class LambdaCGDTrainer(_Trainer):
         if self.private is None:
             return
         self.private.cycle.refuse_half_done()
+        self.private.check_weights()  # before anything is written: no weights without their card
+        if self.model is not self.private.model:
+            raise TrainingError(
+                "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "
+                "trained model first; what you make of it (merged adapters, say) save yourself, with that card"
+            )
         if not self.is_world_process_zero():
             return  # rank 0 keeps the ledger
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

@@ -13,6 +13,7 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import Calibration, Certificate
+    from lambdacgd.auditing import audit
     from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.errors import (
         AccountingError,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lambdacgd.accounting": ("Calibration", "Certificate"),
+    "lambdacgd.auditing": ("audit",),
     "lambdacgd.errors": (
         "AccountingError", "CheckpointError", "ClippingError", "InvalidInput", "KeyFileError", "LedgerError",
         "NonFiniteSum", "NotPrivateWarning", "TrainingError",
@@ -75,7 +77,7 @@ __all__ = [
     "Horizon", "Identity", "InvalidInput", "KeyFileError", "LambdaCGD", "Layout", "Ledger", "LedgerError",
     "Mechanism", "NoiseField", "Noiser", "NonFiniteSum", "NotPrivateWarning", "Plan", "Poisson", "Private",
     "RegeneratedNoise", "Sampling", "SecretKey", "Spent", "TrainingError", "Workload", "__version__",
-    "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
+    "audit", "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 
 

@@ -193,3 +193,13 @@ def test_weights_that_are_not_the_runs_are_not_saved_under_its_card(how, tmp_pat
     with pytest.raises(lc.TrainingError, match=r"not those of the run's last step|not the model that this run"):
         trainer.save_model(str(tmp_path / "other"))
     assert not (tmp_path / "other").exists()
+
+
+def test_earlier_runs_can_be_declared(tmp_path):
+    first = hf.make_trainer("bert", tmp_path / "first", cls=LambdaCGDTrainer)
+    first.train()
+    card = first.private.card()
+    options = {"plan": hf.make_plan(), "train_dataset": hf.Sentences(True), "data_collator": hf.collate}
+    second = LambdaCGDTrainer(first.model, hf.arguments(tmp_path / "second"), earlier=[card], **options)
+    second.train()
+    assert second.private.card()["earlier_runs"] == [{"epsilon": card["epsilon"], "delta": card["delta"]}]

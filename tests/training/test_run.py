@@ -244,3 +244,23 @@ def test_a_step_that_failed_half_way_is_not_begun_again_behind_the_operator(tmp_
         export(private, tmp_path / "release")
     with pytest.raises(LedgerError, match="released weights after step 1"):
         steps(start(tmp_path, run_id=prepared), 1)
+
+
+def test_two_processes_that_no_lock_kept_apart_do_not_both_release(tmp_path):
+    """As on a file system without locks, or where a cleaner removed the file."""
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "one")
+    for lock in tmp_path.glob("*.lock"):
+        lock.unlink()
+    second = start(tmp_path)
+    second.load(tmp_path / "one")
+    steps(second, 1)
+    second.save(tmp_path / "two")
+    steps(private, 2)
+    with pytest.raises(LedgerError, match="another process released step 2"):
+        private.save(tmp_path / "three")
+    with pytest.raises(LedgerError, match="another process released step 2"):
+        export(private, tmp_path / "release")
+    steps(second, 1)
+    second.save(tmp_path / "two")

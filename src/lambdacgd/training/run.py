@@ -52,7 +52,7 @@ class Run:
         self._ledger: Ledger | None = None
         self._held = contextlib.ExitStack()
         self._holds = False  # whether this process has the run's lock
-        self._last: Release | None = None  # the run's newest release when this process let go of the lock
+        self._last: Release | None = None  # the run's newest release, as far as this process knows
 
     @property
     def id(self) -> str:
@@ -80,7 +80,7 @@ class Run:
         except LedgerError:
             self._held.close()
             raise
-        self._holds = True
+        self._holds, self._last = True, self._ledger.newest(run_id)
         return run_id
 
     @property
@@ -113,7 +113,9 @@ class Run:
         _ = self.id
         if self._ledger is not None:
             with self.holding(self.id, patience=0):
+                self._check_alone()
                 self._ledger.record(self.id, step, digest=digest, kind=kind)
+                self._last = self._ledger.newest(self.id)
 
     def hand_over(self, step: int) -> None:
         """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
@@ -126,6 +128,7 @@ class Run:
         """Become the run of a checkpoint, if the ledger allows it."""
         if self._id == run_id:
             self.need_ledger().check_resume(run_id, step, digest)
+            self._last = self.need_ledger().newest(run_id)
             return
         if self.key.path is None:
             raise CheckpointError(
@@ -144,7 +147,7 @@ class Run:
         except LedgerError:
             self.close()
             raise
-        self._ledger, self._id = ledger, run_id
+        self._ledger, self._id, self._last = ledger, run_id, ledger.newest(run_id)
 
     @contextlib.contextmanager
     def holding(self, run_id: str, patience: float | None = None) -> Iterator[None]:
@@ -177,6 +180,16 @@ class Run:
                 f"run {self.id} was detached here, and its ledger has changed since: another process went on with it, "
                 "under the noise of steps that these weights went through too. Both must not leave: throw these "
                 "weights away, and load the run's newest checkpoint"
+            )
+
+    def _check_alone(self) -> None:
+        """Locks fail: where a file system has none, or somebody removed the file. What others enter is seen here."""
+        newest, last = self.need_ledger().newest(self.id), self._last
+        if newest is not None and newest != last and (last is None or newest.step >= last.step):
+            raise LedgerError(
+                f"another process released step {newest.step} of run {self.id} while this one had it: both use the "
+                "same noise for different sums. Stop this one, throw its weights away, and find out why the run's "
+                "lock did not hold (a network file system, or a cleaner that removes lock files)"
             )
 
     def _let_go(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -380,3 +380,25 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
 def test_noise_multipliers_refused(changes, match):
     with pytest.raises(lc.InvalidInput, match=match):
         lc.plan(**SIGMA, **changes)
+
+
+@pytest.mark.parametrize("kind", [lc.BallsInBins, lc.Poisson, lc.Cyclic])
+def test_a_sampling_of_ones_own_is_refused(kind):
+    """It would be accounted for as the class that it derives from, whatever it draws."""
+
+    class Everybody(kind):
+        def _batches(self, key, run, start_step):
+            yield from ([range(self.examples)] * (self.steps - start_step + 1))
+
+    with pytest.raises(lc.InvalidInput, match="No accountant knows which batches Everybody draws"):
+        lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=Everybody())
+    made = lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=lc.Cyclic())
+    drawn = Everybody().bind(examples=100, steps_per_epoch=10, epochs=1, batch_size=10)
+    with pytest.raises(lc.InvalidInput, match="No accountant knows"):
+        replace(made, sampling=drawn).check()
+
+
+def test_a_claim_without_noise_is_refused():
+    made = lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=lc.Cyclic())
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        replace(made, sigma=0.0, rmse=0.0, maxse=0.0).check()

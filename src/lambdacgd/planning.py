@@ -29,7 +29,7 @@ from lambdacgd.mechanisms import (
     mechanism_from_dict,
     sensitivity,
 )
-from lambdacgd.sampling import BallsInBins, Sampling, sampling_from_dict
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -168,6 +168,7 @@ class Plan:
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
+        _check_sampling(self.sampling)
         mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
         sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
@@ -176,6 +177,7 @@ class Plan:
         unnamed = self.sampling.kind if self.restart_every is None else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
+        same &= self.sigma > 0 or math.isinf(self.epsilon)
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",
@@ -413,8 +415,7 @@ def plan(
 
 
 def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:
-    if not isinstance(sampling, Sampling):
-        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+    _check_sampling(sampling)
     epochs = integer("epochs", epochs)
     if steps_per_epoch is None:
         steps_per_epoch = examples // batch_size
@@ -428,6 +429,18 @@ def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, st
             f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
         )
     return sampling.bind(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
+
+
+def _check_sampling(sampling: Any) -> None:
+    """Accountants know the samplings of this package: a class derived from one may draw other batches than they say."""
+    if not isinstance(sampling, Sampling):
+        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+    if type(sampling) is not SAMPLINGS.get(sampling.name):
+        raise InvalidInput(
+            "sampling",
+            f"No accountant knows which batches {type(sampling).__name__} draws: use "
+            f"{', '.join(f'lc.{kind.__name__}' for kind in SAMPLINGS.values())} as they are.",
+        )
 
 
 Selection = dict[str, Any]

@@ -29,7 +29,7 @@ CARD_JSON, CARD_MARKDOWN = "privacy-card.json", "PRIVACY.md"
 NOT_COVERED = (
     "choosing hyperparameters, stopping times or models by looking at the private data",
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
-    "frozen parameters and buffers, which are released as they were before training",
+    "frozen parameters and buffers, which are released as they are: no noise protects what was written to them",
     "whoever holds the secret key: with it the noise can be subtracted",
 )
 
@@ -144,9 +144,10 @@ class History:
         """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.
 
         Raises:
-            CheckpointError: Both declare, and not the same.
+            CheckpointError: Both name runs, or declare that there were none, and not the same.
         """
-        if self.declared and saved.declared and self.runs != saved.runs:
+        both = (self.runs or self.declared) and (saved.runs or saved.declared)
+        if both and self.runs != saved.runs:
             raise CheckpointError(
                 f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
                 f"{_counted(self.runs)}: give the same cards, or leave earlier= out"
@@ -258,9 +259,9 @@ def card(
     """
     certified = plan.certificate.kind == "bound" and not key_for_tests
     own = (plan.epsilon if certified else math.inf, plan.delta)
-    runs = [*history.runs, own if key_for_tests else (plan.epsilon, plan.delta)]
+    runs = [*history.runs, own]
     epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
-    if not history.runs and not key_for_tests:
+    if not history.runs and certified:
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
@@ -327,24 +328,31 @@ def _claim(plan: Plan, history: History) -> str:
         if history.changed
         else ""
     )
-    own = f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}{provided}"
+    own = f"({_at_least(plan.epsilon)}, {_at_least(plan.delta)})-differentially private{sure}{provided}"
     if not history.runs:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
     before = _counted(history.runs)
-    return f"({epsilon:g}, {delta:g})-differentially private together with {before} on these weights; the last: {own}"
+    together = f"({_at_least(epsilon)}, {_at_least(delta)})-differentially private together with {before}"
+    return f"{together} on these weights; the last: {own}"
 
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded_up(value: float | str) -> str:
-    """Four digits, never less than the value: a bound must not be rounded down."""
+def _rounded_up(value: float | str, digits: int = 4) -> str:
+    """So many digits, never less than the value: a bound must not be rounded down."""
     if isinstance(value, str) or value == 0:
         return str(value)
-    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
-    return f"{math.ceil(value / unit) * unit:.4g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{math.ceil(value / unit) * unit:.{digits}g}"
+
+
+def _at_least(value: float) -> str:
+    """A number of a claim, as people write it where six digits are enough."""
+    short = f"{value:g}"
+    return short if float(short) >= value else _rounded_up(value, 6)
 
 
 def to_json(facts: dict[str, Any]) -> str:

@@ -187,15 +187,16 @@ def privatize(
         if isinstance(private.run, SharedRun):
             with world.together("privatize"):
                 facts = _facts(private, max_physical_batch_size, reduce_every_batch)
-            start_together(
-                private.run,
-                facts,
-                model=model,
-                parameters=clipper.parameters,
-                optimizer=optimizer,
-                world=world,
-                device=clipper.anchor.device,
-            )
+            with private.loading():  # all ranks begin with rank 0's weights
+                start_together(
+                    private.run,
+                    facts,
+                    model=model,
+                    parameters=clipper.parameters,
+                    optimizer=optimizer,
+                    world=world,
+                    device=clipper.anchor.device,
+                )
         if loss is not None and views == 1 and private.shards is None:
             with world.together("looking at the loss"):
                 private.check_loss(loss, _few(dataset), collate_fn or default_collate)

@@ -77,7 +77,7 @@ def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
         "delta": 1e-5,
         "sampling": lc.BallsInBins(),
     }
-    with pytest.raises(lc.InvalidInput, match="fresh bins', but bisr has only a point estimate there"):
+    with pytest.raises(lc.InvalidInput, match="fresh bins': bisr has only a point estimate there"):
         lc.plan(**small, mechanism=lc.BISR(3))
     assert lc.plan(**small, mechanism=lc.BISR(3), estimate=True).certificate.kind == "estimate"
 

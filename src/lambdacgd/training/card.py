@@ -17,7 +17,7 @@ from typing import Any
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
 
@@ -213,9 +213,17 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
     return 2 * epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
+class Card(dict[str, Any]):
+    """A privacy card: a dictionary of public facts, which JSON can hold, and a table in notebooks."""
+
+    def _repr_html_(self) -> str:
+        rows = [*rows_of(self), ("Not covered", "; ".join(self["not_covered"]))]
+        return html_table("Privacy card", [(name, str(value)) for name, value in rows])
+
+
 def card(
     plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
-) -> dict[str, Any]:
+) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
     Args:
@@ -237,7 +245,7 @@ def card(
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
-    return {
+    facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
         "claim": _claim(plan, history),
@@ -268,6 +276,7 @@ def card(
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
+    return Card(facts)
 
 
 def _correlation(plan: Plan) -> str:
@@ -319,11 +328,11 @@ def to_json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
 
-def to_markdown(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
+def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What a person wants to know of the card, by name."""
     mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
     certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
-    rows = [
+    return [
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
         ("Before this run", facts["history"]),
@@ -338,7 +347,11 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def to_markdown(facts: dict[str, Any]) -> str:
+    """The same facts for people."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
 

@@ -311,7 +311,7 @@ def test_what_a_plan_must_choose_is_not_known_before(mechanism):
         mechanism.noising(10)
 
 
-def test_a_plan_prints_as_one_line():
+def test_a_plan_prints_as_three_lines():
     text = str(
         lc.plan(
             1000,
@@ -324,7 +324,7 @@ def test_a_plan_prints_as_one_line():
         )
     )
     assert text.startswith("λCGD λ=0.9 normalised, cyclic: ε = 2, δ = 1e-05, σ = ")
-    assert "\n" not in text
+    assert text.count("\n") == 2
 
 
 @pytest.mark.parametrize(("bins", "epsilon"), [("fresh", 500.0), ("fixed", 500.0), ("fresh", 1e-5), ("fixed", 1e300)])
@@ -364,7 +364,7 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
     [
         ({}, "Give either epsilon or noise_multiplier"),
         ({"epsilon": 1.0, "noise_multiplier": 1.0}, "Give either epsilon or noise_multiplier"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier is 0.0"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier must be"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"noise_multiplier": 1.0}, "automatic lam is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic gamma is chosen for an ε"),

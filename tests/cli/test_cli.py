@@ -194,7 +194,7 @@ def test_a_model_of_ones_own_is_checked(capsys, tmp_path, monkeypatch):
         "factories_of_mine:model": "FACTORY: factories_of_mine:model must return a model",
         "factories_of_mine:nothing": "has no function nothing",
         "factories_of_nobody:make": "there is no module factories_of_nobody",
-        "factories_of_mine": "it must be module:function",
+        "factories_of_mine": "must be module:function",
     }.items():
         assert main(["check", factory]) == 2
         told_by_it = capsys.readouterr().err

@@ -263,7 +263,7 @@ def _check_dataset(dataset: Any, plan: Plan) -> None:
     if isinstance(dataset, DataLoader):
         raise InvalidInput(
             "dataset",
-            "This is a DataLoader. The plan decides which examples form a batch, so pass the loader's dataset.",
+            "This is a DataLoader. The plan decides which examples form a batch, so pass its dataset.",
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InvalidInput(

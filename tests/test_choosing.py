@@ -198,7 +198,7 @@ def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bad_input_of_amplified_bands() -> None:
-    with pytest.raises(InvalidInput, match=r"^bins must be"):
+    with pytest.raises(InvalidInput, match=r"^bins is 'new'"):
         amplified_band_inv_mf(3, BANDED, epsilon=1.0, delta=1e-4, bins="new")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"^bands is 9"):
         amplified_band_inv_mf(9, Horizon(8, 4), epsilon=1.0, delta=1e-4, bins="fresh")

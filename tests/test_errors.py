@@ -13,9 +13,9 @@ from lambdacgd import errors
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (lc.InvalidInput("lam", 2, "it must be below 1"), "lam must be below 1, and 2 was given"),
+        (lc.InvalidInput("lam", 2, "it must be below 1"), "lam is 2; it must be below 1"),
         (lc.InvalidInput("epsilon", "Give either epsilon or noise_multiplier."), "Give either epsilon or noise_mul"),
-        (lc.InvalidInput("loss", lambda: None, "it must be a loss"), "loss must be a loss, and <function"),
+        (lc.InvalidInput("loss", lambda: None, "it must be a loss"), "loss is <function"),
     ],
 )
 def test_invalid_input_names_the_parameter_and_says_a_sentence(error, said):

@@ -364,7 +364,7 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
     [
         ({}, "Give either epsilon or noise_multiplier"),
         ({"epsilon": 1.0, "noise_multiplier": 1.0}, "Give either epsilon or noise_multiplier"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier must be"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier is 0.0"),
         ({"noise_multiplier": math.nan}, "noise_multiplier"),
         ({"noise_multiplier": 1.0}, "automatic lam is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic gamma is chosen for an ε"),

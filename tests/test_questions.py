@@ -55,9 +55,9 @@ def test_noise_for_a_budget_and_its_epsilon_are_inverse(plan):
         ({"delta": 1e-5}, "noise multiplier"),
         ({"delta": 1e-5, "noise_multiplier": 1.0}, "both sampling_rate and steps"),
         ({"delta": 1e-5, "noise_multiplier": 1.0, "sampling_rate": 0.1}, "both sampling_rate and steps"),
-        ({"delta": 1e-5, "noise_multiplier": 1.0, "sampling_rate": 50, "steps": 5}, "sampling_rate must be"),
-        ({"delta": 1e-5, "noise_multiplier": 0.0, **RUN}, "noise_multiplier must be"),
-        ({"delta": 2, "noise_multiplier": 1.0, **RUN}, "delta must be"),
+        ({"delta": 1e-5, "noise_multiplier": 1.0, "sampling_rate": 50, "steps": 5}, "sampling_rate is 50; it must be"),
+        ({"delta": 1e-5, "noise_multiplier": 0.0, **RUN}, "noise_multiplier is 0.0; it must be"),
+        ({"delta": 2, "noise_multiplier": 1.0, **RUN}, "delta is 2; it must be"),
         ({"plan": "plan.json", "delta": 1e-5}, "what lc.plan returns"),
     ],
 )

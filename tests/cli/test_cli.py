@@ -194,7 +194,7 @@ def test_a_model_of_ones_own_is_checked(capsys, tmp_path, monkeypatch):
         "factories_of_mine:model": "FACTORY: factories_of_mine:model must return a model",
         "factories_of_mine:nothing": "has no function nothing",
         "factories_of_nobody:make": "there is no module factories_of_nobody",
-        "factories_of_mine": "must be module:function",
+        "factories_of_mine": "it must be module:function",
     }.items():
         assert main(["check", factory]) == 2
         told_by_it = capsys.readouterr().err
@@ -226,9 +226,9 @@ def test_compare_needs_noise(capsys):
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_bins_belong_to_balls_in_bins(command, capsys):
     assert main([command, *CYCLIC, "--bins", "fixed"]) == 2
-    assert "--bins is 'fixed': it applies to balls-in-bins" in capsys.readouterr().err
+    assert "--bins is 'fixed'; it applies to balls-in-bins" in capsys.readouterr().err
     assert main([command, *BASE, "--bins", "old"]) == 2
-    assert "--bins must be fresh" in capsys.readouterr().err
+    assert "--bins is 'old'; it must be fresh" in capsys.readouterr().err
 
 
 def test_what_is_compared():

@@ -152,7 +152,7 @@ def test_bins_from_the_command_or_a_file(tmp_path, bins):
         cli("digits", "--plan", tmp_path / "one" / "plan.json", "--bins", bins, "--out", tmp_path / "four")
     with pytest.raises(InvalidInput, match="fixed for a run"):
         cli("--resume", tmp_path / "one", "--bins", bins)
-    with pytest.raises(InvalidInput, match=r"^bins must be"):
+    with pytest.raises(InvalidInput, match=r"^bins is 'old'"):
         cli(*common, "--bins", "old", "--out", tmp_path / "five")
 
 

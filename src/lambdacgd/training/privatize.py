@@ -331,8 +331,8 @@ def check_no_repeats(dataset: Any) -> None:
         times = int(((places[0] == whose[first]) & (places[1] == index[first])).sum())
         raise InvalidInput(
             "dataset",
-            f"The {type(dataset).__name__} holds example {index[first]} {times} times ({len(again)} repetitions in "
-            "all). Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
+            f"The {type(dataset).__name__} holds example {index[first]} {times} times ({len(again)} repetitions). "
+            "Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
             "plan accounts for. Give each example once; to make a class count for more, multiply its examples' losses.",
         )
 

@@ -16,10 +16,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 
 from lambdacgd.cli.options import number_or_auto
-from lambdacgd.errors import InvalidInput
+from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import to_markdown
-from lambdacgd.training.errors import NotPrivateWarning
 from reproduce.session import Config, Interrupted, Session, resolve
 
 # What may change when a run is resumed: where and how fast it runs, not what it computes.

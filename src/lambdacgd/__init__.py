@@ -13,6 +13,7 @@ from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.accounting import Calibration, Certificate
+    from lambdacgd.auditing import audit
     from lambdacgd.choosing import choose_gamma, choose_lambda
     from lambdacgd.errors import (
         AccountingError,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "lambdacgd.accounting": ("Calibration", "Certificate"),
+    "lambdacgd.auditing": ("audit",),
     "lambdacgd.errors": (
         "AccountingError", "CheckpointError", "ClippingError", "InvalidInput", "KeyFileError", "LedgerError",
         "NonFiniteSum", "NotPrivateWarning", "TrainingError",
@@ -77,8 +79,8 @@ __all__ = [
     "Horizon", "Identity", "InvalidInput", "KeyFileError", "LambdaCGD", "Layout", "Ledger", "LedgerError",
     "Mechanism", "NoiseField", "Noiser", "NonFiniteSum", "NotPrivateWarning", "Plan", "Poisson", "Private",
     "RegeneratedNoise", "Sampling", "SecretKey", "Spent", "TrainingError", "Workload", "__version__",
-    "choose_gamma", "choose_lambda", "compare", "epsilon", "export", "maxse", "noise_multiplier", "plan", "privatize",
-    "rmse", "sensitivity",
+    "audit", "choose_gamma", "choose_lambda", "compare", "epsilon", "export", "maxse", "noise_multiplier", "plan",
+    "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 
 

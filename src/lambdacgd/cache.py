@@ -29,7 +29,9 @@ import scipy
 from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
-AFTER_THE_PLAN = ("cli", "clipping", "digits.py", "integrations", "noise", "torch_private.py", "training")
+AFTER_THE_PLAN = (
+    "auditing", "cli", "clipping", "digits.py", "integrations", "noise", "torch_private.py", "training", "verifying.py",
+)  # fmt: skip
 _SECRET = ".secret"
 _enabled: ContextVar[bool] = ContextVar("cache_enabled", default=True)
 

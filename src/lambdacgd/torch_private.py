@@ -10,7 +10,8 @@ a module, then attributes. An attribute that only instances have is written as o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
     "AnyNormWithStatistics",
     "WithoutTorchFunction",
     "after_backward",
+    "backward_hooks",
     "backward_task",
     "ddp_parameters",
     "dtensor_like",
@@ -48,7 +50,6 @@ __all__ = [
     "foreach_zero_",
     "functorch_is_active",
     "fused_recurrence",
-    "has_backward_hooks",
     "local_tensor",
     "non_persistent_buffers",
     "not_compiled",
@@ -147,18 +148,13 @@ AnyNormWithStatistics = _NormBase  # batch and instance norms: whatever may keep
 #: A context in which tensor subclasses are treated as plain tensors. Known for torch 2.11 to 2.13.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
-
-def version(tensor: Tensor) -> int:
-    """How often the tensor was written in place: tells whether anybody changed it since. Known for torch 2.11 to 2.13.
-
-    Inference tensors have none, and raise ``RuntimeError``.
-    """
-    return tensor._version
+#: How often a tensor was written in place: tells whether anybody changed it since. Inference tensors have no count and
+#: raise ``RuntimeError``.
+version: Callable[[Tensor], int] = attrgetter("_version")
 
 
-def has_backward_hooks(tensor: Tensor) -> bool:
-    """Whether somebody registered a hook on the tensor's gradient. Known for torch 2.11 to 2.13."""
-    return bool(tensor._backward_hooks)
+#: The hooks that somebody registered on a tensor's gradient; empty or None where there is none.
+backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -177,22 +173,17 @@ def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:
     return DTensor(shard, like._spec, requires_grad=False)  # type: ignore[attr-defined]
 
 
-def backward_task() -> int:
-    """The number of the backward pass that this thread is in, or -1 outside of one. Known for torch 2.11 to 2.13.
-
-    A forward pass inside a backward pass is a recomputation by activation checkpointing.
-    """
-    return torch._C._current_graph_task_id()
+#: The number of the backward pass that this thread is in, or -1 outside of one. A forward pass inside a backward pass
+#: is a recomputation by activation checkpointing.
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
-def will_execute(node: Any) -> bool:
-    """Whether the backward pass that is running will reach this autograd node. Known for torch 2.11 to 2.13."""
-    return bool(torch._C._will_engine_execute_node(node))
+#: Whether the backward pass that is running will reach an autograd node.
+will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 
 
-def after_backward(callback: Callable[[], None]) -> None:
-    """Call this when the backward pass that is running has ended. Known for torch 2.11 to 2.13."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
+#: Calls a function when the backward pass that is running has ended.
+after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -202,9 +193,8 @@ def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-def functorch_is_active() -> bool:
-    """Whether a transform such as vmap or grad runs this code. Known for torch 2.11 to 2.13."""
-    return bool(torch._C._are_functorch_transforms_active())
+#: Whether a transform such as vmap or grad runs this code.
+functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
 def not_compiled(function: Callable[..., Any]) -> Any:
@@ -212,30 +202,24 @@ def not_compiled(function: Callable[..., Any]) -> Any:
     return torch._dynamo.disable(function)
 
 
-def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The parameters registered on the module itself, None included; not a copy. Known for torch 2.11 to 2.13."""
-    return module._parameters
+#: The parameters registered on a module itself, None included; not a copy.
+own_parameters: Callable[[nn.Module], dict[str, nn.Parameter | None]] = attrgetter("_parameters")
 
 
-def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The buffers registered on the module itself, None included; not a copy. Known for torch 2.11 to 2.13."""
-    return module._buffers
+#: The buffers registered on a module itself, None included; not a copy.
+own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 
 
-def own_modules(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The module's direct children, under every name they have; not a copy. Known for torch 2.11 to 2.13."""
-    return module._modules
+#: A module's direct children, under every name they have; not a copy.
+own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the module's own buffers that its state_dict leaves out. Known for torch 2.11 to 2.13."""
-    return module._non_persistent_buffers_set
+#: Names of a module's own buffers that its state_dict leaves out.
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
 
 
-def repeated_padding(convolution: nn.Module) -> list[int]:
-    """A convolution's padding as ``F.pad`` takes it: last dimension first. Known for torch 2.11 to 2.13."""
-    padding: Any = convolution._reversed_padding_repeated_twice  # a list or a tuple
-    return list(padding)
+#: A convolution's padding as ``F.pad`` takes it: last dimension first.
+repeated_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_padding_repeated_twice")
 
 
 def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import (
     BISR,
     BLT,
@@ -26,7 +27,6 @@ from lambdacgd.mechanisms import (
     sensitivity,
 )
 from lambdacgd.mechanisms.error import squared_row_norms
-from lambdacgd.validation import InvalidInput
 from tests.mechanisms import reference
 from tests.mechanisms.test_mechanisms import fractions, horizons, mechanisms_and_horizons
 

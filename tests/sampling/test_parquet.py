@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling import BallsInBins, BinSortedParquet
-from lambdacgd.validation import InvalidInput
 
 duckdb = pytest.importorskip("duckdb")
 pa = pytest.importorskip("pyarrow")

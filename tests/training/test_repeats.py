@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from torch.utils.data import ConcatDataset, Subset
 
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training.privatize import check_no_repeats
-from lambdacgd.validation import InvalidInput
 from tests.training import oracle
 from tests.training.saved import start
 

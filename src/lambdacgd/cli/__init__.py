@@ -1,4 +1,7 @@
-"""The command line, ``lambdacgd plan | compare | epsilon | check | demo``: bad input is one line and exit code 2."""
+"""The command line: ``lambdacgd plan | compare | epsilon | check | audit | verify | demo``.
+
+Bad input is one line and exit code 2.
+"""
 
 from __future__ import annotations
 

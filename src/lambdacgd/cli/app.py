@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from lambdacgd.cli.options import flag, plan_flags, with_flags
+from lambdacgd.cli.options import flag, place_for, plan_flags, with_flags
 from lambdacgd.errors import InvalidInput
 from lambdacgd.version import __version__
 
@@ -41,6 +41,8 @@ def command(arguments: Sequence[str] = ()) -> Any:
     app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
     app.command()(epsilon)
     app.command()(check)
+    app.command()(audit)
+    app.command()(verify)
     app.command()(demo)
     return typer.main.get_command(app)
 
@@ -180,7 +182,7 @@ def check(
     """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
     if loss_reduction not in ("mean", "sum"):
         raise InvalidInput("loss_reduction", loss_reduction, "it must be mean or sum")
-    made = _imported(factory)()
+    made = _imported("factory", factory)()
     from torch import nn
 
     from lambdacgd.clipping import check_model
@@ -195,23 +197,66 @@ def check(
     print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
 
 
-def _imported(factory: str) -> Callable[[], Any]:
+def _imported(parameter: str, factory: str) -> Callable[..., Any]:
     """The function that ``factory`` names as module:function; modules of the current folder can be named, too."""
     module, _, name = factory.partition(":")
     if not module or not name:
-        raise InvalidInput("factory", factory, "it must be module:function, such as models:make for make in models.py")
+        raise InvalidInput(parameter, factory, "it must be module:function, such as models:make for make in models.py")
     sys.path.insert(0, "")  # a console script does not look into the current folder, as ``python -m`` does
     try:
         function = getattr(importlib.import_module(module), name, None)
     except ModuleNotFoundError as error:
         if not (module + ".").startswith(f"{error.name}."):
             raise  # something that the user's module needs
-        raise InvalidInput("factory", factory, f"there is no module {module} here") from None
+        raise InvalidInput(parameter, factory, f"there is no module {module} here") from None
     finally:
         sys.path.remove("")
     if not callable(function):
-        raise InvalidInput("factory", factory, f"{module} has no function {name}")
+        raise InvalidInput(parameter, factory, f"{module} has no function {name}")
     return function
+
+
+def audit(
+    plan: Annotated[Path, typer.Argument(help="A plan file: lambdacgd plan --out writes one.", show_default=False)],
+    train: Annotated[
+        str | None, typer.Option("--train", help="module:function, a loop of yours; by default the plain loop.")
+    ] = None,
+    runs: Annotated[int | None, typer.Option("--runs", help="How often canaries are trained.")] = None,
+    canaries: Annotated[int | None, typer.Option("--canaries", help="How many canaries in a run.")] = None,
+    as_json: AsJson = False,
+    out: Annotated[Path | None, typer.Option("--out", help="Write the report to this JSON file.")] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the trade-off to this PNG, SVG or PDF.")] = None,
+) -> None:
+    """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
+    place_for("out", out)
+    place_for("plot", plot)
+    loop = None if train is None else _imported("train", train)
+    from lambdacgd.auditing import audit
+    from lambdacgd.planning import Plan
+
+    report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
+    if out:
+        report.save(out)
+    if plot:
+        report.plot(plot)
+    print(json.dumps(report.to_dict(), indent=2) if as_json else report)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+def verify(
+    source: Annotated[
+        Path, typer.Argument(help="A plan file, or the folder of a release or its card.", show_default=False)
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
+    from lambdacgd.verifying import verify
+
+    claim = verify(source)
+    sure = "deterministic" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
+    told = f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} ({claim.method}, {sure})"
+    print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
 
 
 def demo(

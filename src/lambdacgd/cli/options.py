@@ -13,7 +13,7 @@ import typer
 
 from lambdacgd.errors import InvalidInput
 
-FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK", "factory": "FACTORY"}
+FLAGS = {"lam": "--lambda", "name": "NAME", "task": "TASK", "factory": "FACTORY", "source": "SOURCE", "plan": "PLAN"}
 """Parameters whose flag is not simply their name with dashes."""
 
 

@@ -28,9 +28,9 @@ from lambdacgd.torch_private import (
     AnyBatchNorm,
     AnyInstanceNorm,
     AnyLazyNorm,
+    backward_hooks,
     backward_task,
     functorch_is_active,
-    has_backward_hooks,
     not_compiled,
     own_modules,
     own_parameters,
@@ -222,54 +222,25 @@ class Clipper:
 
         The gradient of an example is the mean over its views: a loss that adds examples up has ``views`` times as many.
         """
-        self.views = views
-        self.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
+        self._probe.views = views
+        self._settings.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
 
     def expect_loss_scale(self, scale: float | Tensor) -> None:
         """The loss is multiplied by ``scale`` before ``backward()`` (GradScaler, under float16)."""
-        self.loss_scale = scale
+        self._settings.loss_scale = scale
 
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
-        self.may_probe = allowed
+        self._probe.allowed = allowed
 
     def call_before_adding(self, callback: Callable[[], None] | None) -> None:
         """Call this before a backward pass writes the sums."""
-        self.before_adding = callback
-
-    # The same as attributes, until training uses the methods above.
+        self._backward_pass.before_adding = callback
 
     @property
     def views(self) -> int:
+        """K, the readings of an example that are averaged before clipping."""
         return self._probe.views
-
-    @views.setter
-    def views(self, views: int) -> None:
-        self._probe.views = views
-
-    @property
-    def loss_scale(self) -> float | Tensor:
-        return self._settings.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, scale: float | Tensor) -> None:
-        self._settings.loss_scale = scale
-
-    @property
-    def may_probe(self) -> bool:
-        return self._probe.allowed
-
-    @may_probe.setter
-    def may_probe(self, allowed: bool) -> None:
-        self._probe.allowed = allowed
-
-    @property
-    def before_adding(self) -> Callable[[], None] | None:
-        return self._backward_pass.before_adding
-
-    @before_adding.setter
-    def before_adding(self, callback: Callable[[], None] | None) -> None:
-        self._backward_pass.before_adding = callback
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
 
@@ -403,7 +374,7 @@ class Snapshot:
                 raise _changed(name, "was frozen")
             if p.shape != shape or p.dtype != dtype:
                 raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
-            if has_backward_hooks(p):
+            if backward_hooks(p):
                 raise ClippingError(
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
                     "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."

@@ -8,8 +8,8 @@ import pytest
 from torch import nn
 
 import lambdacgd as lc
+from lambdacgd.errors import InvalidInput
 from lambdacgd.training.distributed.world import World
-from lambdacgd.validation import InvalidInput
 from tests.training.distributed import jobs, launch, mistakes
 
 # What the message says on rank 0 and on rank 1.

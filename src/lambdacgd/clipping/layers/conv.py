@@ -105,7 +105,7 @@ def _geometry(m: Any) -> dict[str, Any]:
         padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
     return {
         "kernel": m.kernel_size, "stride": m.stride, "dilation": m.dilation, "padding": padding, "groups": m.groups,
-        "mode": m.padding_mode, "wrap": repeated_padding(m), "transposed": transposed,
+        "mode": m.padding_mode, "wrap": list(repeated_padding(m)), "transposed": transposed,
     }  # fmt: skip
 
 

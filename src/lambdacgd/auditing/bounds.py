@@ -1,0 +1,259 @@
+"""Lower bounds on ε from scores of canaries, and the best score there is: the likelihood ratio of the dominating pair.
+
+No torch, and nothing of the library but what a plan says: the attacker's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import linalg, stats
+from scipy.special import logsumexp
+
+from lambdacgd.errors import InvalidInput, number
+from lambdacgd.planning import Plan
+from lambdacgd.sampling import BallsInBins, Poisson
+
+Array = NDArray[np.float64]
+CHUNK = 4_000_000
+"""Numbers in the largest temporary array."""
+
+
+def strategy_matrix(plan: Plan) -> Array:
+    """C over the stretch in which the plan's noise is correlated: the whole run, or an epoch with fresh bins."""
+    n = plan.block.steps
+    column, scales = plan.mechanism.strategy(n), plan.mechanism.column_scales(n)
+    matrix = linalg.toeplitz(column, np.zeros(n))
+    return matrix if scales is None else matrix / np.asarray(scales)[None, :]
+
+
+def in_blocks(plan: Plan, matrix: Array, values: Array) -> Array:
+    """``matrix`` times each stretch of correlated steps of ``values``, which has a row per step."""
+    size = plan.block.steps
+    blocks = values.reshape(plan.steps // size, size, -1)
+    return np.matmul(matrix, blocks).reshape(plan.steps, -1)
+
+
+def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | None = None) -> Array:
+    """log P(W | canary in) / P(W | zeroed out) for each canary, the most powerful score by Neyman and Pearson.
+
+    W = CY/(ζσ) has a row per step and a column per canary. ``places`` tells each canary's step in an epoch, from 0,
+    where the sampling does not hide it (``Cyclic``); −1 where it never takes part.
+    """
+    sigma, b = plan.sigma, plan.steps_per_epoch
+    if isinstance(plan.sampling, Poisson):
+        step = np.logaddexp(
+            math.log1p(-1 / b) if b > 1 else -math.inf, -math.log(b) + whitened / sigma - 0.5 / sigma**2
+        )
+        return np.asarray(step.sum(0))
+    size = plan.block.steps
+    means = strategy_matrix(plan).reshape(size, size // b, b).sum(1).T / sigma  # a row per bin: m_j / σ
+    halves = 0.5 * (means**2).sum(1)[:, None]
+    total = np.zeros(whitened.shape[1])
+    width = max(1, CHUNK // b)
+    for first in range(0, whitened.shape[1], width):
+        part = slice(first, first + width)
+        for start in range(0, plan.steps, size):
+            exponents = means @ whitened[start : start + size, part] - halves
+            if places is None:
+                total[part] += logsumexp(exponents, axis=0) - math.log(b)
+            else:
+                place = places[part]
+                total[part] += np.where(place < 0, 0.0, exponents[place, np.arange(len(place))])
+    return total
+
+
+def ideal_scores(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[Array, Array]:
+    """Scores of simulated canaries, in and zeroed out: what a mechanism that does exactly what the plan says shows."""
+    n, b, k = plan.steps, plan.steps_per_epoch, plan.epochs
+    matrix, scores, coins = strategy_matrix(plan), [], rng.random(canaries) < 0.5
+    for present in np.array_split(coins, math.ceil(canaries * n / CHUNK)):
+        size, places = len(present), None
+        if isinstance(plan.sampling, Poisson):
+            x = (rng.random((n, size)) < 1 / b).astype(np.float64)
+        else:
+            bins = rng.integers(0, b, (k, size)) if plan.restart_every else np.tile(rng.integers(0, b, size), (k, 1))
+            x = (bins[:, None, :] == np.arange(b)[None, :, None]).reshape(n, size).astype(np.float64)
+            places = None if isinstance(plan.sampling, BallsInBins) else bins[0]
+        x[:, ~present] = 0
+        whitened = in_blocks(plan, matrix, x) / plan.sigma + rng.standard_normal((n, size))
+        scores.append(likelihood_ratios(plan, whitened, places))
+    score = np.concatenate(scores)
+    return score[coins], score[~coins]
+
+
+@dataclass(frozen=True)
+class LowerBound:
+    """ε is at least ``epsilon`` with this confidence, for the δ that was asked about."""
+
+    epsilon: float
+    delta: float
+    confidence: float
+    canaries: int
+    details: dict[str, Any]
+
+
+def lower_bound(included: Array, excluded: Array, *, delta: float, confidence: float = 0.95) -> LowerBound:
+    """Bound ε from below by a threshold on scores of independent canaries.
+
+    The threshold is chosen on every other canary of either kind and judged on the rest, so that the Clopper–Pearson
+    limits are those of a threshold fixed in advance. Both directions are tried, each with half of the error.
+
+    Args:
+        included: Scores of canaries that took part; higher means that the attacker believes so.
+        excluded: Scores of canaries that were zeroed out.
+        delta: The δ of the claim.
+        confidence: Of the bound.
+
+    Returns:
+        The larger bound of the two directions; 0 where the scores show nothing.
+
+    Guarantee
+    ---------
+    If scores of canaries are independent and the mechanism is (ε, δ)-DP, the bound exceeds ε with probability at most
+    1 − ``confidence``.
+    """
+    number("delta", delta, above=0, below=1, include=(0,))
+    number("confidence", confidence, above=0, below=1)
+    best, details = 0.0, {"direction": "none", "tpr": 0.0, "fpr": 0.0}
+    for direction, hits, misses in (("remove", included, excluded), ("add", -excluded, -included)):
+        if min(len(hits), len(misses)) < 4:
+            continue
+        threshold = _threshold(hits[::2], misses[::2], delta)
+        hits, misses = hits[1::2], misses[1::2]
+        right, wrong = int((hits >= threshold).sum()), int((misses >= threshold).sum())
+        bound = bound_of_counts(right, len(hits), wrong, len(misses), delta=delta, error=(1 - confidence) / 2)
+        if bound > best:
+            best = bound
+            details = {"direction": direction, "tpr": right / len(hits), "fpr": wrong / len(misses)}
+    return LowerBound(best, delta, confidence, len(included) + len(excluded), details)
+
+
+def bound_of_counts(right: int, hits: int, wrong: int, misses: int, *, delta: float, error: float) -> float:
+    """log((TPR − δ)/FPR) at Clopper–Pearson limits, each with half of the error, of a test that was fixed before."""
+    low = stats.beta.ppf(error / 2, right, hits - right + 1) if right else 0.0
+    high = stats.beta.ppf(1 - error / 2, wrong + 1, misses - wrong) if wrong < misses else 1.0
+    return max(0.0, math.log((low - delta) / high)) if low > delta else 0.0
+
+
+def _threshold(hits: Array, misses: Array, delta: float) -> float:
+    """The threshold whose bound, with limits two standard errors away, is the largest on these scores."""
+    hits, misses = np.sort(hits), np.sort(misses)
+    both = np.concatenate([hits, misses])
+    tail = np.geomspace(1e-2, min(1e-2, 4 / len(both)), 60)
+    candidates = np.quantile(both, np.concatenate([np.linspace(0.01, 0.99, 99), 1 - tail]))
+    right = 1 - np.searchsorted(hits, candidates) / len(hits)
+    wrong = 1 - np.searchsorted(misses, candidates) / len(misses)
+    low = right - 2 * np.sqrt(right * (1 - right) / len(hits))
+    high = wrong + 2 * np.sqrt(np.maximum(wrong, 1 / len(misses)) / len(misses)) + 2 / len(misses)
+    return float(candidates[np.argmax(np.maximum(low - delta, 1e-12) / high)])
+
+
+def curve(included: Array, excluded: Array, points: int = 80) -> list[tuple[float, float]]:
+    """The trade-off that the scores show: (false, true) positive rates over thresholds, for a plot."""
+    thresholds = np.quantile(np.concatenate([included, excluded]), 1 - np.geomspace(1e-5, 1, points))
+    return [(float((excluded >= t).mean()), float((included >= t).mean())) for t in thresholds]
+
+
+# --- one training run of a model of one's own ------------------------------------------------------------------------
+
+
+def one_run_bound(
+    included: Array | list[float],
+    excluded: Array | list[float],
+    *,
+    delta: float,
+    confidence: float = 0.95,
+    guesses: tuple[int, int] | None = None,
+    plan: Plan | None = None,
+    seed: int | None = None,
+) -> LowerBound:
+    """Bound ε from below by one training run of any model, from scores of many canaries.
+
+    The method is that of Steinke, Nasr and Jagielski, *Privacy Auditing with One (1) Training Run* (NeurIPS 2023,
+    arXiv 2305.08846): of m canaries, each put into the training data by a fair coin of its own, an attacker guesses
+    "in" for the highest scores, "out" for the lowest, and abstains in between. Under (ε, δ)-DP the number of right
+    guesses is hardly larger than Binomial(r, e^ε/(1 + e^ε)), whatever the model does.
+
+    Args:
+        included: Scores of canaries that were trained on, such as minus their loss after training.
+        excluded: Scores of canaries that the coins left out.
+        delta: The δ of the claim.
+        confidence: Of the bound.
+        guesses: How many guesses "in" and "out", fixed before looking. By default 18 pairs are tried, each with an
+            18th of the error.
+        plan: If given, ``details["ideal"]`` is what an attacker would get on average who sees every gradient of an
+            exact run of this plan.
+        seed: Of that simulation.
+
+    Returns:
+        The bound. ``details["ceiling"]`` is the largest bound that so many canaries can give, all guesses right: a
+        claim above it cannot be refuted.
+
+    Raises:
+        InvalidInput: There are too few scores, or a number cannot be used.
+
+    Guarantee
+    ---------
+    If every canary was put in or left out by its own fair coin and training is (ε, δ)-DP for zero-out (or addition and
+    removal) of one example, the bound exceeds ε with probability at most 1 − ``confidence``. Canaries need not be
+    independent of each other.
+    """
+    inside, outside = np.asarray(included, dtype=np.float64), np.asarray(excluded, dtype=np.float64)
+    number("delta", delta, above=0, below=1, include=(0,))
+    number("confidence", confidence, above=0, below=1)
+    m = len(inside) + len(outside)
+    if inside.ndim != 1 or outside.ndim != 1 or m < 8 or not (np.isfinite(inside).all() and np.isfinite(outside).all()):
+        raise InvalidInput("included", f"{m} scores", "give finite scores of eight or more canaries in two lists")
+    sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
+    pairs = [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
+    pairs = pairs if guesses is None else [guesses]
+    if any(min(pair) < 0 or not 0 < sum(pair) <= m for pair in pairs):
+        raise InvalidInput("guesses", guesses, f"it must be two numbers from 0, together at most {m} canaries")
+    error = (1 - confidence) / len(pairs)
+    best, (ups, downs) = _best_guesses(inside, outside, pairs, delta, error)
+    ceiling = max(_one_run_epsilon(m, sum(pair), sum(pair), delta, error) for pair in pairs)
+    details: dict[str, Any] = {"method": "Steinke, Nasr, Jagielski 2023", "guesses": [ups, downs], "ceiling": ceiling}
+    if plan is not None:
+        rng = np.random.default_rng(seed)
+        trials = [_best_guesses(*ideal_scores(plan, m, rng), pairs, delta, error)[0] for _ in range(3)]
+        details |= {"ideal": float(np.mean(trials)), "claimed": plan.epsilon}
+    return LowerBound(best, delta, confidence, m, details)
+
+
+def _best_guesses(
+    inside: Array, outside: Array, pairs: list[tuple[int, int]], delta: float, error: float
+) -> tuple[float, tuple[int, int]]:
+    m = len(inside) + len(outside)
+    # Ties are broken at random: the order of the two lists must not help.
+    order = np.lexsort([np.random.default_rng(m).random(m), np.concatenate([inside, outside])])
+    truth = order < len(inside)
+    right = [int(truth[m - ups :].sum()) + int((~truth[:downs]).sum()) for ups, downs in pairs]
+    bounds = [_one_run_epsilon(m, sum(pair), count, delta, error) for pair, count in zip(pairs, right, strict=True)]
+    return max(zip(bounds, pairs, strict=True))
+
+
+def _one_run_epsilon(m: int, guesses: int, right: int, delta: float, error: float) -> float:
+    """The largest ε that so many right guesses refute at this error; 0 if none."""
+    if _one_run_p_value(m, guesses, right, 0.0, delta) >= error:
+        return 0.0
+    low, high = 0.0, 64.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        refuted = _one_run_p_value(m, guesses, right, middle, delta) < error
+        low, high = (middle, high) if refuted else (low, middle)
+    return low
+
+
+def _one_run_p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
+    """P(at least ``right`` of the guesses are right) under (ε, δ)-DP: β + 2mδ·max_i P(right > B ≥ right − i)/i."""
+    q = 1 / (1 + math.exp(-epsilon))
+    below = stats.binom.cdf(right - 1, guesses, q)
+    steps = np.arange(1, right + 1)
+    between = below - stats.binom.cdf(right - steps - 1, guesses, q)
+    worst = float((between / steps).max()) if right else 0.0
+    return min(1.0, float(stats.binom.sf(right - 1, guesses, q)) + 2 * m * delta * worst)

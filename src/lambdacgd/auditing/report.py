@@ -1,0 +1,233 @@
+"""``lc.audit``: train canaries by a plan, look at what is released, and say whether it can be what the plan claims."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lambdacgd.auditing.bounds import Array, LowerBound, curve, ideal_scores, lower_bound
+from lambdacgd.auditing.canaries import Train, plain_loop, record
+from lambdacgd.auditing.conformance import Check, Measured, checks
+from lambdacgd.auditing.floating import floating_point
+from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.planning import Plan
+from lambdacgd.version import __version__
+
+FORMAT = "lambdacgd-audit-1"
+FALSE_ALARM = 1e-4
+"""α: of so many audits of a correct run one fails."""
+LARGEST = 15_000_000
+"""Released numbers of a run: steps times canaries."""
+MOST_STEPS = 5_000
+"""Matrices have a row and a column per step, and several of them are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What an audit measured.
+
+    Attributes:
+        plan: The plan that was audited.
+        checks: The tests, in order. One fails if its p-value is below ``level``.
+        level: α divided by the number of tests.
+        bound: The lower bound on ε. None if a run did not release what can be scored.
+        ideal: The lower bound that an ideal mechanism would have given on average, with as many canaries.
+        trade_off: (false, true) positive rates over thresholds, ``"released"`` and ``"ideal"``.
+        floating_point: The attacks on floating point.
+        runs: How often canaries were trained.
+        canaries: How many canaries each run had.
+        seconds: How long the audit took.
+    """
+
+    plan: Plan
+    checks: list[Check]
+    level: float
+    bound: LowerBound | None
+    ideal: float
+    trade_off: dict[str, list[tuple[float, float]]]
+    floating_point: dict[str, Any]
+    runs: int
+    canaries: int
+    seconds: float
+
+    @property
+    def failed(self) -> list[Check]:
+        """The tests that failed."""
+        return [check for check in self.checks if not check.p_value >= self.level]
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing was caught. That is no proof: an audit can only show that a claim is false."""
+        return not self.failed
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        if not self.passed:
+            return f"CAUGHT: what was released is not what the plan says ({', '.join(c.name for c in self.failed)})"
+        agree = f"nothing was caught: {len(self.checks)} tests agree with the plan (false alarms: {FALSE_ALARM:g})"
+        betrayed = any(attack["p_value"] < self.level for attack in self.floating_point["attacks"].values())
+        return agree + ("; but the floats' bits betray who took part, which is not covered by the claim" * betrayed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can hold it. It holds no key, no bin and no score of an example."""
+        return {
+            "format": FORMAT,
+            "library": f"lambdacgd {__version__}",
+            "verdict": self.verdict,
+            "passed": self.passed,
+            "plan": str(self.plan),
+            "plan_digest": self.plan.digest,
+            "claimed": {"epsilon": self.plan.epsilon, "delta": self.plan.delta, "sigma": self.plan.sigma},
+            "lower_bound": None if self.bound is None else asdict(self.bound),
+            "ideal_lower_bound": self.ideal,
+            "false_alarm_rate": FALSE_ALARM,
+            "level_of_a_test": self.level,
+            "tests": [check._asdict() | {"passed": check not in self.failed} for check in self.checks],
+            "floating_point": self.floating_point,
+            "trade_off": self.trade_off,
+            "runs": self.runs,
+            "canaries_of_a_run": self.canaries,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as JSON; beside a release's card it shows what was tried.
+
+        Args:
+            path: The file.
+        """
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        lines = [f"audit of {self.plan}", f"  {self.runs} runs of {self.canaries} canaries, {self.seconds:.0f} s"]
+        if self.bound is not None:
+            lines.append(
+                f"  ε ≥ {self.bound.epsilon:.3f} at {self.bound.confidence:.0%} confidence; claimed "
+                f"{self.plan.epsilon:g}; an ideal run with as many canaries shows {self.ideal:.3f}"
+            )
+        for check in self.checks:
+            mark = "ok    " if check not in self.failed else "CAUGHT"
+            lines.append(f"  {mark} {check.name}: {check.measured} (p = {check.p_value:.2g})")
+        covered = "covered by the claim" if self.floating_point["covered"] else "NOT covered by the claim"
+        lines.append(f"  floating point, {covered}; {self.floating_point['trials']} trials of each attack:")
+        for name, attack in self.floating_point["attacks"].items():
+            rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
+            lines.append(f"    {name}: {rates}, ε ≥ {attack['epsilon_at_least']:.2f}")
+        return "\n".join([*lines, f"  {self.verdict}"])
+
+    def plot(self, path: str | Path) -> None:
+        """Draw the trade-off between false and true positives, with what (ε, δ) allows. Needs matplotlib.
+
+        Args:
+            path: The file; its ending says of which kind it is.
+        """
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(6, 4.5))
+        axes = figure.subplots()
+        for name, points in self.trade_off.items():
+            shown = [(x, y) for x, y in points if x > 0 and y > 0]
+            axes.loglog(*zip(*shown, strict=True), "." if name == "released" else "-", label=name)
+        rates = np.geomspace(1e-5, 1, 200)
+        epsilon, delta = self.plan.epsilon, self.plan.delta
+        allowed = np.minimum(np.exp(epsilon) * rates + delta, 1 - np.exp(-epsilon) * (1 - delta - rates))
+        axes.loglog(rates, np.minimum(allowed, 1), "k--", label=f"allowed by ε = {epsilon:g}, δ = {delta:g}")
+        axes.set_xlabel("false positive rate")
+        axes.set_ylabel("true positive rate")
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(path, dpi=150)
+
+
+def audit(
+    plan: Plan,
+    train: Train | None = None,
+    *,
+    runs: int | None = None,
+    canaries: int | None = None,
+    max_grad_norm: float = 1.0,
+    confidence: float = 0.95,
+    seed: int | None = None,
+) -> Report:
+    """Train canaries by the plan, with the real ``privatize``, and test what is released against what the plan says.
+
+    Args:
+        plan: From ``lc.plan``.
+        train: Your own loop, called once a run as ``train(model, optimizer, dataset, plan, max_grad_norm)``. It must
+            call ``lc.privatize`` with these five, and whatever else you use, and train through all steps;
+            ``model(batch)`` returns one loss per example. By default the plain loop.
+        runs: How often; by default from 2 to 10, so that there are 20 000 canaries if that does not take long.
+        canaries: How many canaries in a run; by default as many as the data set and 15 million released numbers allow.
+        max_grad_norm: ζ.
+        confidence: Of the lower bound on ε that is shown.
+        seed: Chooses canaries and coins. Noise and bins come from the runs' own keys, so audits differ all the same.
+
+    Returns:
+        The report. ``report.passed`` says whether nothing was caught.
+
+    Raises:
+        InvalidInput: The plan claims nothing that can be audited, or a number cannot be used.
+
+    Guarantee
+    ---------
+    If runs do what the plan says and the plan's claim is true, the audit fails with probability at most 10⁻⁴ (see
+    docs/audit.md for each test's law). That it passes proves nothing: differences too small for the number of canaries
+    stay unseen.
+    """
+    if not isinstance(plan, Plan):
+        raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one, Plan.load reads one")
+    plan.check()
+    if not plan.sigma or not math.isfinite(plan.epsilon):
+        raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")
+    if plan.steps > MOST_STEPS:
+        raise InvalidInput(
+            "plan",
+            f"{plan.steps} steps",
+            f"an audit takes at most {MOST_STEPS}: audit a shorter plan of the same mechanism and sampling",
+        )
+    number("max_grad_norm", max_grad_norm, above=0)
+    most = plan.examples - 1
+    if most < 32:
+        raise InvalidInput("plan", f"{plan.examples} examples", "an audit needs at least 33, for canaries")
+    size = min(most, max(64, LARGEST // plan.steps))
+    if canaries is not None:
+        size = integer("canaries", canaries, minimum=32, maximum=most, why=" (the examples without one)")
+    if runs is None:
+        runs = 2 if size * plan.steps > LARGEST // 2 else min(10, max(2, math.ceil(20_000 / size)))
+    runs = integer("runs", runs, minimum=1)
+    begun, rng = time.monotonic(), np.random.default_rng(seed)
+    measured: list[Measured] = []
+    scores: tuple[list[Array], list[Array]] = ([], [])
+    for _ in range(runs):
+        recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+        releases = len(recording.released)
+        if releases != plan.steps:
+            wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
+            none = {"covered": False, "trials": 0, "attacks": {}}
+            return Report(plan, [wrong], FALSE_ALARM, None, 0.0, {}, none, runs, size, time.monotonic() - begun)
+        measured.append(Measured(plan, recording, max_grad_norm))
+        scores[0].append(measured[-1].scores[recording.present])
+        scores[1].append(measured[-1].scores[~recording.present])
+    included, excluded = np.concatenate(scores[0]), np.concatenate(scores[1])
+    answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
+    attacks = floating_point(plan, rng)
+    if attacks["covered"]:
+        for name, attack in attacks["attacks"].items():
+            rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
+            answers.append(Check(f"floating point, {name}", attack["p_value"], rates))
+    level = FALSE_ALARM / (len(answers) + 1)
+    sure = lower_bound(included, excluded, delta=plan.delta, confidence=1 - level).epsilon
+    answers.append(Check("ε", float(sure <= plan.epsilon), f"ε ≥ {sure:.3f} but for {level:.1g}"))
+    bound = lower_bound(included, excluded, delta=plan.delta, confidence=confidence)
+    ideal = ideal_scores(plan, min(runs * size, 10 * LARGEST // plan.steps), rng)
+    expected = lower_bound(*ideal, delta=plan.delta, confidence=confidence).epsilon
+    trade_off = {"released": curve(included, excluded), "ideal": curve(*ideal)}
+    seconds = time.monotonic() - begun
+    return Report(plan, answers, level, bound, expected, trade_off, attacks, runs, size, seconds)

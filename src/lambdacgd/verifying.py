@@ -1,0 +1,96 @@
+"""Certify a claim again: σ of a plan file or of a release, computed anew, believing no cache and no digest."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+
+from lambdacgd import cache
+from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.errors import AccountingError, InvalidInput, number
+from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
+from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
+from lambdacgd.sampling import Sampling, sampling_from_dict
+
+CARD = "privacy-card.json"
+ROUNDING = 1e-9  # relative, of δ: the same sums on another machine
+SAMPLING = 0.02  # relative, of σ: how far two certificates by Monte Carlo may lie apart, each with its random margin
+
+
+def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
+    """Certify σ again, without the cache.
+
+    Args:
+        source: A plan, a plan file, a privacy card, or the folder of a release that holds one. Earlier runs that a card
+            adds up are taken as it states them.
+
+    Returns:
+        The certificate of what is claimed, made now.
+
+    Raises:
+        InvalidInput: The file holds neither, it claims nothing, or its σ is too small for what it claims.
+        OSError: The file cannot be read.
+
+    Guarantee
+    ---------
+    If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ:
+    surely where the confidence is 1, else with that probability (and to 2% in σ, by which two random certificates may
+    differ). It says nothing about whether the weights were trained that way.
+    """
+    if isinstance(source, Plan):
+        source.check()
+        bound = source.certificate.kind == "bound"
+        return _certify("plan", source.mechanism, source.sampling, (source.epsilon, source.delta), source.sigma, bound)
+    path = Path(source) / CARD if Path(source).is_dir() else Path(source)
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        kind = data.get("format")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise InvalidInput("source", str(path), f"it must be a plan file or a privacy card ({error})") from None
+    if kind in (FIRST_FORMAT, FORMAT):
+        return verify(Plan.load(path))
+    if not str(kind).startswith("lambdacgd-privacy-card-"):
+        raise InvalidInput("source", str(path), f"it must be a plan file, or a release's folder or {CARD}")
+    try:
+        claim = float(data["this_run"]["epsilon"]), float(data["this_run"]["delta"])
+        total, sigma = float(data["epsilon"]), float(data["sigma"])
+        mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
+        bound = data["certificate"]["kind"] == "bound"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise InvalidInput("source", str(path), f"it is not a whole privacy card: {error}") from None
+    if not total >= claim[0]:
+        raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {claim[0]:g}")
+    return _certify("card", mechanism, sampling, claim, sigma, bound)
+
+
+def _certify(
+    source: str, mechanism: Mechanism, sampling: Sampling, claim: tuple[float, float], sigma: float, bound: bool
+) -> Certificate:
+    epsilon, delta = claim
+    if not bound or not math.isfinite(epsilon):
+        raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
+    number("delta", delta, above=0, below=1)
+    number("sigma", sigma, above=0)
+    try:
+        with cache.disabled():
+            accountant = accountant_for(mechanism, sampling)
+            certificate = accountant.delta(sigma, epsilon)
+            least = f"δ = {certificate.delta:.4g} is what its σ = {sigma:.6g} is certified for"
+            holds = certificate.delta <= delta * (1 + ROUNDING)
+            if not holds and certificate.confidence < 1:
+                calibration = accountant.sigma(epsilon, delta)
+                certificate, least = (
+                    calibration.certificate,
+                    f"it needs σ = {calibration.sigma:.6g} and has {sigma:.6g}",
+                )
+                holds = calibration.sigma <= sigma * (1 + SAMPLING)
+    except AccountingError as error:
+        holds, least = False, str(error)
+    if not holds:
+        raise InvalidInput(
+            "source", f"This {source} is false: it claims ε = {epsilon:g} at δ = {delta:g}, but {least}."
+        )
+    return replace(certificate, delta=delta)

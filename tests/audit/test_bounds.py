@@ -1,0 +1,167 @@
+"""Lower bounds hold at their confidence, and are those of the papers."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+import lambdacgd as lc
+from lambdacgd.auditing import lower_bound, one_run_bound
+from lambdacgd.auditing.bounds import (
+    _one_run_p_value,
+    bound_of_counts,
+    ideal_scores,
+    in_blocks,
+    likelihood_ratios,
+    strategy_matrix,
+)
+
+MECHANISMS = [lc.Identity(), lc.LambdaCGD(0.7), lc.LambdaCGD(0.7, normalized=True), lc.BISR(3), lc.BSR(2)]
+
+
+def small_plan(mechanism: lc.Mechanism, sampling: lc.Sampling) -> lc.Plan:
+    return lc.plan(60, 20, epochs=2, epsilon=2.0, delta=1e-3, mechanism=mechanism, sampling=sampling, estimate=True)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
+def test_scores_are_the_likelihood_ratio_of_the_dominating_pair(mechanism: lc.Mechanism) -> None:
+    plan = small_plan(mechanism, lc.BallsInBins("fixed"))
+    matrix, sigma = strategy_matrix(plan), plan.sigma
+    whitened = np.random.default_rng(0).standard_normal((6, 5))
+    means = [matrix[:, j] + matrix[:, j + 3] for j in range(3)]
+    expected = [
+        math.log(sum(stats.multivariate_normal.pdf(w, mean / sigma) for mean in means) / 3)
+        - stats.multivariate_normal.logpdf(w, np.zeros(6))
+        for w in whitened.T
+    ]
+    np.testing.assert_allclose(likelihood_ratios(plan, whitened), expected, rtol=1e-9)
+
+
+def test_scores_of_fresh_bins_add_up_over_epochs() -> None:
+    plan = small_plan(lc.LambdaCGD(0.7), lc.BallsInBins("fresh"))
+    matrix, sigma = strategy_matrix(plan), plan.sigma
+    assert matrix.shape == (3, 3)
+    whitened = np.random.default_rng(0).standard_normal((6, 4))
+    expected = np.zeros(4)
+    for epoch in (whitened[:3], whitened[3:]):
+        for i, w in enumerate(epoch.T):
+            densities = [stats.multivariate_normal.pdf(w, matrix[:, j] / sigma) for j in range(3)]
+            expected[i] += math.log(sum(densities) / 3) - stats.multivariate_normal.logpdf(w, np.zeros(3))
+    np.testing.assert_allclose(likelihood_ratios(plan, whitened), expected, rtol=1e-9)
+
+
+def test_scores_of_poisson_add_up_over_steps() -> None:
+    plan = small_plan(lc.Identity(), lc.Poisson())
+    whitened = np.random.default_rng(0).standard_normal((6, 4))
+    ratio = stats.norm.pdf(whitened, 1 / plan.sigma) / stats.norm.pdf(whitened)
+    np.testing.assert_allclose(likelihood_ratios(plan, whitened), np.log(2 / 3 + ratio / 3).sum(0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("mechanism", [lc.LambdaCGD(0.7, normalized=True), lc.BLT(2)], ids=lambda m: m.name)
+def test_the_strategy_matrix_undoes_the_noise_of_the_mechanism(mechanism: lc.Mechanism) -> None:
+    plan = small_plan(mechanism, lc.Cyclic())
+    matrix, n = strategy_matrix(plan), plan.steps
+    z = np.random.default_rng(0).standard_normal((n, 2))
+    bands = plan.mechanism.noising(n)
+    scales = plan.mechanism.column_scales(n)
+    noise = np.array([sum(a * z[t - j] for j, a in enumerate(bands) if j <= t) for t in range(n)])
+    noise = noise if scales is None else noise * np.asarray(scales)[:, None]
+    np.testing.assert_allclose(in_blocks(plan, matrix, noise), z, atol=1e-9)
+
+
+def test_a_bound_of_randomised_response_holds_at_its_confidence() -> None:
+    rng, epsilon = np.random.default_rng(1), 1.0
+    keep = math.exp(epsilon) / (1 + math.exp(epsilon))
+    bounds = []
+    for _ in range(200):
+        included = (rng.random(400) < keep).astype(float)
+        excluded = (rng.random(400) < 1 - keep).astype(float)
+        bounds.append(lower_bound(included, excluded, delta=0.0, confidence=0.9).epsilon)
+    above = sum(bound > epsilon for bound in bounds)
+    assert above <= stats.binom.isf(1e-6, 200, 0.1)  # false alarms: 1e-6
+    assert np.mean(bounds) > 0.6 * epsilon
+
+
+def test_counts_give_the_clopper_pearson_bound() -> None:
+    assert bound_of_counts(100, 100, 0, 100, delta=0.0, error=0.05) == pytest.approx(
+        math.log((0.025 ** (1 / 100)) / (1 - 0.025 ** (1 / 100))), rel=1e-9
+    )
+    assert bound_of_counts(50, 100, 50, 100, delta=0.0, error=0.05) == 0.0
+    assert bound_of_counts(5, 100, 0, 100, delta=0.5, error=0.05) == 0.0
+
+
+def test_scores_that_show_nothing_bound_nothing() -> None:
+    scores = np.random.default_rng(0).standard_normal(2000)
+    assert lower_bound(scores[:1000], scores[1000:], delta=1e-5).epsilon < 0.1
+    assert lower_bound(scores[:2], scores[2:4], delta=1e-5).epsilon == 0.0
+
+
+@pytest.mark.parametrize("bins", ["fixed", "fresh"])
+def test_ideal_canaries_come_near_the_claim_and_not_above(bins: str) -> None:
+    sampling = lc.BallsInBins(bins)  # type: ignore[arg-type]
+    plan = lc.plan(4000, 1000, epochs=3, epsilon=2.0, delta=1e-2, mechanism=lc.LambdaCGD(0.9), sampling=sampling)
+    bound = lower_bound(*ideal_scores(plan, 400_000, np.random.default_rng(3)), delta=1e-2, confidence=0.999)
+    assert 0.75 * plan.epsilon < bound.epsilon <= plan.epsilon
+
+
+# --- one training run ------------------------------------------------------------------------------------------------
+
+
+def test_the_p_value_is_that_of_the_paper() -> None:
+    """The main theorem for (ε, δ), written out as a loop."""
+    for m, guesses, right, epsilon, delta in (
+        (100, 50, 40, 0.7, 1e-3),
+        (200, 200, 120, 0.1, 1e-5),
+        (10, 3, 0, 1, 0.1),
+    ):
+        law = stats.binom(guesses, math.exp(epsilon) / (1 + math.exp(epsilon)))
+        mass = np.cumsum([law.pmf(right - i) for i in range(1, right + 1)])
+        worst = max((between / (i + 1) for i, between in enumerate(mass)), default=0.0)
+        expected = min(1.0, law.sf(right - 1) + 2 * m * delta * worst)
+        assert _one_run_p_value(m, guesses, right, epsilon, delta) == pytest.approx(expected, rel=1e-9)
+
+
+def test_one_run_bounds_hold_at_their_confidence() -> None:
+    rng, epsilon, m = np.random.default_rng(2), 1.0, 500
+    keep = math.exp(epsilon) / (1 + math.exp(epsilon))
+    above, bounds = 0, []
+    for _ in range(100):
+        present = rng.random(m) < 0.5
+        scores = np.where(rng.random(m) < keep, present, ~present).astype(float)
+        bounds.append(
+            one_run_bound(scores[present], scores[~present], delta=0.0, confidence=0.9, guesses=(100, 100)).epsilon
+        )
+        above += bounds[-1] > epsilon
+    assert above <= stats.binom.isf(1e-6, 100, 0.1)  # false alarms: 1e-6
+    assert np.mean(bounds) > 0.3
+
+
+def test_one_run_says_how_much_lower_it_must_be() -> None:
+    plan = lc.plan(4000, 1000, epochs=3, epsilon=2.0, delta=1e-5, mechanism=lc.LambdaCGD(0.9))
+    included, excluded = ideal_scores(plan, 2000, np.random.default_rng(0))
+    bound = one_run_bound(included, excluded, delta=plan.delta, plan=plan, seed=1)
+    assert 0 < bound.epsilon < bound.details["ceiling"]
+    assert 0 < bound.details["ideal"] < plan.epsilon == bound.details["claimed"]
+    perfect = one_run_bound(np.ones(50), np.zeros(50), delta=0.0)
+    assert perfect.epsilon == pytest.approx(perfect.details["ceiling"])
+
+
+def test_ties_and_the_order_of_the_lists_do_not_help() -> None:
+    assert one_run_bound(np.zeros(500), np.zeros(500), delta=1e-5).epsilon < 0.3
+
+
+@pytest.mark.parametrize(
+    "given", [{"included": [1.0], "excluded": [0.0]}, {"included": [math.nan] * 9, "excluded": [0.0] * 9}]
+)
+def test_scores_that_cannot_be_used_are_refused(given: dict[str, list[float]]) -> None:
+    with pytest.raises(lc.InvalidInput):
+        one_run_bound(given["included"], given["excluded"], delta=1e-5)
+
+
+def test_guesses_fixed_in_advance_must_fit() -> None:
+    with pytest.raises(lc.InvalidInput, match="guesses"):
+        one_run_bound([1.0] * 8, [0.0] * 8, delta=1e-5, guesses=(10, 10))
+    assert one_run_bound([1.0] * 8, [0.0] * 8, delta=0.0, guesses=(8, 8)).epsilon > 1

@@ -379,10 +379,11 @@ def plan(
         InvalidInput: an argument cannot be used, or a mechanism has no accountant under this sampling.
         AccountingError: no accountant can answer for these numbers.
 
-    >>> import lambdacgd as lc
-    >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
-    ...         mechanism=lc.LambdaCGD(0.95), sampling=lc.Cyclic()).sigma  # doctest: +ELLIPSIS
-    6.0...
+    Examples:
+        >>> import lambdacgd as lc
+        >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
+        ...         mechanism=lc.LambdaCGD(0.95), sampling=lc.Cyclic()).sigma  # doctest: +ELLIPSIS
+        6.0...
     """
     examples = integer("examples", _length(examples))
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")

@@ -57,9 +57,10 @@ def epsilon(
     ``sampling_rate``, independently: *Poisson sampling*. A loader that shuffles does not draw like that, and the answer
     does not hold for it.
 
-    >>> import lambdacgd as lc
-    >>> round(lc.epsilon(sampling_rate=0.05, steps=50, noise_multiplier=1.0, delta=1e-5), 3)
-    2.67
+    Examples:
+        >>> import lambdacgd as lc
+        >>> round(lc.epsilon(sampling_rate=0.05, steps=50, noise_multiplier=1.0, delta=1e-5), 3)
+        2.67
     """
     delta = number("delta", delta, above=0, below=1)
     if plan is None and noise_multiplier is None:
@@ -105,9 +106,10 @@ def noise_multiplier(
     ---------
     As for ``lc.epsilon``: without a plan it holds for Poisson sampling, not for a loader that shuffles.
 
-    >>> import lambdacgd as lc
-    >>> round(lc.noise_multiplier(sampling_rate=0.05, steps=50, epsilon=2.67, delta=1e-5), 3)
-    1.0
+    Examples:
+        >>> import lambdacgd as lc
+        >>> round(lc.noise_multiplier(sampling_rate=0.05, steps=50, epsilon=2.67, delta=1e-5), 3)
+        1.0
     """
     epsilon = number("epsilon", epsilon, above=0)
     delta = number("delta", delta, above=0, below=1)

@@ -154,17 +154,26 @@ def _remarks(plan: Plan) -> list[str]:
     return lines
 
 
+# How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
+_BRIEFLY = {
+    "transfer-matrix": "exact",
+    "transfer-matrix-composed": "exact",
+    "monte-carlo": "sampled",
+    "simulation-composed": "simulated",
+}
+
+
 def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     settings = (
         f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, "
         f"δ = {usual.delta:g}"
     )
-    table = Table(title=f"{settings}, {usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{settings}\n{usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("certificate", overflow="ellipsis")  # the one that gives way where the terminal is narrow
+    table.add_column("certificate", overflow="ellipsis")
     best = min(plan.rmse for plan in plans)
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""
@@ -177,7 +186,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
             str(_stored(plan)),
-            plan.certificate.method,
+            _BRIEFLY.get(plan.certificate.method, plan.certificate.method),
             style="bold" if plan.rmse == best else "",
         )
     return table

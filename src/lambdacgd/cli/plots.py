@@ -94,7 +94,7 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
     for row, plan in enumerate(ordered):
         mark = "" if plan.certificate.kind == "bound" else "~"
         axes.text(plan.rmse, row, f" {mark}{plan.rmse:.3g}", va="center")
-    axes.set_xlabel("RMSE in clipping norms; blue: no noise stored; ~: an estimate, not certified")
+    axes.set_xlabel("RMSE in clipping norms\nblue: no noise stored; ~: an estimate, not certified")
     axes.set_title(f"ε = {plans[0].epsilon:g}, δ = {plans[0].delta:g}, n = {plans[0].steps}")
     axes.margins(x=0.12)
     _save(figure, path)

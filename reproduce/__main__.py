@@ -13,6 +13,7 @@ from lambdacgd.cli import guarded
 from lambdacgd.cli.options import flag, place_for
 from lambdacgd.errors import InvalidInput, integer, number
 from reproduce import EXPERIMENTS, bench_noise, bench_step, framework
+from reproduce import faults as fault_table
 from reproduce.bench_models import CASES
 from reproduce.framework import usable_device
 from reproduce.numbers import numbers
@@ -95,6 +96,7 @@ for _name, (_, _what) in EXPERIMENTS.items():
     )
 app.command()(train)
 app.command()(numbers)
+app.command("faults")(fault_table.write)
 
 
 bench = typer.Typer(no_args_is_help=True, help="Measure the noise, or a whole training step, on this machine.")

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import signal
 import time
 import tomllib
@@ -22,8 +24,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.cli.options import plan_arguments
-from lambdacgd.errors import InvalidInput, integer, number
-from lambdacgd.keys import SecretKey
+from lambdacgd.errors import CheckpointError, InvalidInput, brief, integer, number
+from lambdacgd.files import read_bytes
+from lambdacgd.integrations.shared import default_key_path, load_or_make
+from lambdacgd.keys import Release, SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
@@ -88,7 +92,10 @@ def _infinite(name: str) -> tuple[float, ...]:
 
 
 def _float(value: Any) -> Any:
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    try:
+        return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    except OverflowError:
+        return value  # which is refused as it stands
 
 
 def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Config:
@@ -114,7 +121,7 @@ def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Confi
 def read_config(path: Path) -> dict[str, Any]:
     """The settings in a TOML file; unknown ones are an error."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # as Windows editors save it
+        content = tomllib.loads(read_bytes(path).decode("utf-8-sig"))  # as Windows editors save it
     except FileNotFoundError:
         raise InvalidInput("config", str(path), "there is no such file") from None
     except OSError as error:
@@ -125,11 +132,11 @@ def read_config(path: Path) -> dict[str, Any]:
             str(path),
             f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
         ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise InvalidInput("config", str(path), f"it must be a TOML file ({error})") from None
+    except (ValueError, RecursionError) as error:  # no TOML, too long, or nested too deeply
+        raise InvalidInput("config", str(path), f"it must be a TOML file ({brief(error)})") from None
     allowed = [field.name for field in fields(Config)]
     if unknown := sorted(set(content) - set(allowed)):
-        raise InvalidInput("config", f"{path} with {', '.join(unknown)}", f"it may set {', '.join(allowed)}")
+        raise InvalidInput("config", f"{path} with {brief(', '.join(unknown))}", f"it may set {', '.join(allowed)}")
     return content
 
 
@@ -148,7 +155,8 @@ def _toml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)  # TOML's strings, integers and floats are written as JSON's
 
 
-CONFIG, PLAN, CHECKPOINT, KEY = "config.toml", "plan.json", "checkpoint", Path("private") / "run.key"
+CONFIG, PLAN, CHECKPOINT = "config.toml", "plan.json", "checkpoint"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,11 @@ class Progress:
 
 
 class Interrupted(Exception):
-    """Ctrl-C: a checkpoint was saved."""
+    """Ctrl-C, or SIGTERM from whoever runs the job: a checkpoint was saved. ``signal`` is the signal's number."""
+
+    def __init__(self, number: int = signal.SIGINT) -> None:
+        super().__init__(number)
+        self.signal = int(number)
 
 
 def plan_for(config: Config, examples: int) -> Plan:
@@ -173,7 +185,10 @@ def plan_for(config: Config, examples: int) -> Plan:
 
 
 class Session:
-    """A run in its folder. ``Session.start`` makes one, ``Session.resume`` goes on with one."""
+    """A run in its folder. ``Session.start`` makes one, ``Session.resume`` goes on with one.
+
+    The folder is copied and shared, so the key is not in it: it and its ledger are in ``<folder>.private``.
+    """
 
     def __init__(self, folder: Path, config: Config, plan: Plan, splits: Splits, key: SecretKey) -> None:
         self.folder, self.config, self.plan, self.splits = folder, config, plan, splits
@@ -194,11 +209,15 @@ class Session:
             pin_memory=self.device.type == "cuda",
         )
         self.average = self.private.ema(config.ema) if config.ema else None
-        self._stop = False
+        self._stop: int | None = None  # the signal that asked for it
 
     @classmethod
     def start(cls, folder: Path, config: Config, plan: Plan | None = None) -> Session:
-        """A new run in a new folder."""
+        """A new run in a new folder, which appears whole: a job that dies before can simply be started again.
+
+        Raises:
+            InvalidInput: There is a run in the folder, or weights have left a process under the key beside it.
+        """
         if folder.exists() and any(folder.iterdir()):
             raise InvalidInput(
                 "out", str(folder), f"it is not empty; choose another, or go on with it: --resume {folder}"
@@ -208,32 +227,56 @@ class Session:
         if plan is None:
             plan = plan_for(config, len(splits.train))
         config = replace(config, bins=getattr(plan.sampling, "bins", None))  # written down even where it was a default
-        (folder / KEY).parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_config(config, folder / CONFIG)
-        plan.save(folder / PLAN)
-        key = SecretKey.generate()
-        key.save(folder / KEY)
+        key = load_or_make(default_key_path(folder))
+        if released := _released(key):
+            raise InvalidInput(
+                "out",
+                str(folder),
+                f"the key beside it ({key.path}) belongs to an earlier run, which released step {released[0].step}. "
+                "Choose another folder, or put that run back",
+            )
+        draft = folder.with_name(f".{folder.name}.draft")
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)
+        write_config(config, draft / CONFIG)
+        plan.save(draft / PLAN)
+        os.rename(draft, folder)
         return cls(folder, config, plan, splits, key)
 
     @classmethod
     def resume(cls, folder: Path, changes: dict[str, Any]) -> Session:
-        """Go on with a run from its newest checkpoint. Only where and how fast it runs may change."""
-        for name in (
-            CONFIG,
-            PLAN,
-            CHECKPOINT,
-            KEY,
-        ):
-            if not (folder / name).exists():
-                raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({name} is missing)")
+        """Go on with a run from its newest checkpoint, or from its beginning if it was killed before the first one.
+
+        Args:
+            folder: The run's folder.
+            changes: Settings that are others now: only where and how fast it runs may change.
+
+        Raises:
+            InvalidInput: There is no whole run in the folder.
+            CheckpointError: The checkpoint is damaged, missing, or not the newest release.
+        """
+        key_file = default_key_path(folder)
+        for path in (folder / CONFIG, folder / PLAN, key_file):
+            if not path.exists():
+                raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({path} is missing)")
         config = replace(resolve(None, folder / CONFIG, {}), **changes)
         splits = config.described.load(Path(config.data) if config.data else None)
-        session = cls(folder, config, Plan.load(folder / PLAN), splits, SecretKey.load(folder / KEY))
-        session.private.load(folder / CHECKPOINT)
+        key = SecretKey.load(key_file)
+        session = cls(folder, config, Plan.load(folder / PLAN), splits, key)
+        if session.private.resume(folder / CHECKPOINT) is None and (released := _released(key)):
+            raise CheckpointError(
+                f"there is no checkpoint in {folder}, and the ledger says that this run released step "
+                f"{released[0].step}. Restore the checkpoint from a copy, or start a new run in another folder, which "
+                "costs its own (ε, δ)"
+            )
         return session
 
     def train(self, report: Callable[[Progress], None], *, every_s: float = 0.2) -> None:
-        """The rest of the run, with a checkpoint after every epoch. Ctrl-C saves one and raises ``Interrupted``."""
+        """The rest of the run, with a checkpoint after every epoch.
+
+        Raises:
+            Interrupted: Ctrl-C or SIGTERM came, and a checkpoint was saved.
+        """
         if self.private.finished:
             return
         if not self.private.run.started:
@@ -267,28 +310,34 @@ class Session:
                 shown, examples = now, 0
                 losses.zero_()
                 hits.zero_()
-            if self._stop and self.private.between_steps:
+            if self._stop is not None and self.private.between_steps:
                 self.private.save(self.folder / CHECKPOINT)
-                raise Interrupted
+                raise Interrupted(self._stop)
         report(Progress(self.private.steps_taken, number, float("nan"), float("nan"), float("nan")))
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """The first Ctrl-C ends after the logical step under way; a second one at once."""
+        """The first Ctrl-C or SIGTERM ends the run after the logical step under way; a second one at once."""
 
         def stop(number: int, frame: FrameType | None) -> None:
-            self._stop = True
-            signal.signal(signal.SIGINT, before)
+            self._stop = number
+            put_back()
 
+        def put_back() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        before: dict[int, Any] = {}
         try:
-            before = signal.signal(signal.SIGINT, stop)
-        except ValueError:  # not the main thread: nobody presses Ctrl-C here
+            for number in SIGNALS:
+                before[number] = signal.signal(number, stop)
+        except ValueError:  # not the main thread: signals do not come here
             yield
             return
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            put_back()
 
     def test_accuracy(self) -> float:
         """Accuracy on the test examples, of the averaged weights where an average is kept."""
@@ -303,6 +352,13 @@ class Session:
             return export(self.private, self.folder / "release")
         with self.average.applied():
             return export(self.private, self.folder / "release")
+
+
+def _released(key: SecretKey) -> list[Release]:
+    """The newest release of every run under this key that released anything."""
+    ledger = key.ledger()
+    newest = [ledger.newest(run) for run in ledger.runs()]
+    return [release for release in newest if release is not None]
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from lambdacgd.cli.options import number_or_auto
 from lambdacgd.errors import InvalidInput, NotPrivateWarning
+from lambdacgd.integrations.shared import default_key_path
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import to_markdown
 from reproduce.session import Config, Interrupted, Session, resolve
@@ -118,11 +119,11 @@ def run(
     console.print(f"{where}\nfolder {session.folder}", highlight=False)
     try:
         _train(session, console)
-    except Interrupted:
+    except Interrupted as stopped:
         console.print(
             f"stopped at a checkpoint; go on with: python -m reproduce train --resume {session.folder}", highlight=False
         )
-        raise typer.Exit(130) from None
+        raise typer.Exit(128 + stopped.signal) from None
     _finish(session, console)
 
 
@@ -225,7 +226,7 @@ def _operator_log(folder: Path, console: Any) -> Any:
         console.print("(no TensorBoard logs: pip install tensorboard)", style="dim", highlight=False)
         return None
     place = folder / "operator"
-    place.mkdir(exist_ok=True)
+    place.mkdir(exist_ok=True, mode=0o700)  # its files are readable, the folder is not
     (place / "NOT-PRIVATE.txt").write_text(_OPERATOR_NOTE)
     return SummaryWriter(str(place))  # type: ignore[no-untyped-call, unused-ignore]
 
@@ -241,9 +242,9 @@ def _finish(session: Any, console: Any) -> None:
     session.private.detach()
     console.print(f"test accuracy [bold]{100 * reached:.2f}%[/bold], {session.private.spent()}", highlight=False)
     console.print(f"release {folder} (weights and privacy card), report {report}", highlight=False)
+    place = default_key_path(session.folder).parent
     console.print(
-        f"the key in {session.folder / 'private'} can subtract the noise: keep it as you keep the data, or destroy it",
-        highlight=False,
+        f"the key in {place} can subtract the noise: keep it as you keep the data, or destroy it", highlight=False
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import secrets
 
 import pytest
@@ -29,3 +30,9 @@ def repeatable(request, monkeypatch):
     monkeypatch.setattr(secrets, "token_bytes", lambda n=32: draw.randbytes(n))
     monkeypatch.setattr(secrets, "token_hex", lambda n=32: draw.randbytes(n).hex())
     monkeypatch.setattr(secrets, "randbits", draw.getrandbits)
+
+
+@pytest.fixture
+def sentence(request):
+    """What the error of a fault says (``tests/faults.py``), as a pattern: the page of faults promises it."""
+    return re.escape(request.node.get_closest_marker("fault").kwargs["says"])

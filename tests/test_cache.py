@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lambdacgd import cache
+from tests.faults import fault
 
 
 def ask(question: dict[str, Any], answer: Any) -> Any:
@@ -41,6 +42,12 @@ def test_a_file_under_the_wrong_name_is_not_believed(tmp_path: Path, monkeypatch
         assert ask({"x": 1}, "kept") == "computed"
 
 
+@fault(
+    "Damaged files",
+    "A cached answer of an accountant is damaged.",
+    shows="Nothing: it is computed again.",
+    loses="Time.",
+)
 def test_a_damaged_answer_is_computed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A σ that lost a digit would be a noise multiplier that nobody certified."""
     monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path))
@@ -53,6 +60,12 @@ def test_a_damaged_answer_is_computed_again(tmp_path: Path, monkeypatch: pytest.
         assert ask({"x": 1}, "kept") == {"sigma": 2.5}
 
 
+@fault(
+    "Files that were changed or planted",
+    "A cached σ is replaced by σ/10, with every hash in the file put right.",
+    shows="Nothing: the file is not signed with the folder's secret, so σ is computed again.",
+    loses="Time.",
+)
 def test_an_edited_answer_is_not_believed_even_with_its_hash_computed_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +112,12 @@ def test_all_code_before_training_counts_as_code_of_the_answer(tmp_path: Path) -
         assert tmp_path / name in cache.code_of_answers(tmp_path)
 
 
+@fault(
+    "Full disks",
+    "The disk is full while an accountant's answer is cached.",
+    shows="Nothing: the answer is not kept.",
+    loses="Time, when the same question is asked again.",
+)
 def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*arguments: object) -> None:
         raise OSError("no space left on device")

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lambdacgd.keys import DestroyedKeyError, KeyFileError, SecretKey, keystream, prf64, scattered_blocks
+from tests.faults import fault
 
 SECRET = bytes(range(1, 33))
 # Computed apart from the library (hashlib and OpenSSL alone); they must never change.
@@ -282,6 +283,12 @@ def test_a_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
     assert SecretKey.load(path) == SecretKey.from_bytes(SECRET)
 
 
+@fault(
+    "Damaged files",
+    "A key file is cut off, or something is added to it.",
+    says="is not a whole key file of this library",
+    loses="The run, unless there is a backup of the key. The error shows nothing of the secret.",
+)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -293,16 +300,22 @@ def test_a_file_open_to_others_is_refused(tmp_path: Path, mode: int) -> None:
         lambda b: b"x" + b[1:],
     ],
 )
-def test_a_damaged_file_is_refused_without_showing_it(tmp_path: Path, damage: object) -> None:
+def test_a_damaged_file_is_refused_without_showing_it(tmp_path: Path, damage: object, sentence: str) -> None:
     path = tmp_path / "run.key"
     SecretKey.from_bytes(SECRET).save(path)
     path.write_bytes(damage(path.read_bytes()))  # type: ignore[operator]
-    with pytest.raises(KeyFileError, match="not a whole key file") as caught:
+    with pytest.raises(KeyFileError, match=sentence) as caught:
         SecretKey.load(path)
     assert SECRET.hex()[:16] not in "".join(traceback.format_exception(caught.value))
 
 
-def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
+@fault(
+    "Damaged files",
+    "Any one bit of a key file flips.",
+    says="is not a whole key file of this library: it is cut off, damaged or another file",
+    loses="The run, unless there is a backup of the key. No other key is used by mistake.",
+)
+def test_every_flipped_bit_is_noticed(tmp_path: Path, sentence: str) -> None:
     """No flip loads as another key, which would go on with noise that cancels nothing and other bins."""
     path = tmp_path / "run.key"
     SecretKey.from_bytes(SECRET).save(path)
@@ -311,7 +324,7 @@ def test_every_flipped_bit_is_noticed(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
-        with pytest.raises(KeyFileError, match="not a whole key file"):
+        with pytest.raises(KeyFileError, match=sentence):
             SecretKey.load(path)
 
 
@@ -337,6 +350,14 @@ def test_a_traceback_with_local_variables_holds_no_secret(tmp_path: Path) -> Non
     assert repr(SECRET)[2:10] not in shown
 
 
+@fault(
+    "Killed processes",
+    "The process is killed while it saves a key.",
+    shows=(
+        "Nothing: what is left of the draft is overwritten and removed when the key is next saved, loaded or destroyed."
+    ),
+    loses="The key, if it had no file yet. No noise was made with it.",
+)
 def test_drafts_of_a_killed_process_are_swept_but_never_a_file_that_is_somebody_elses(tmp_path: Path) -> None:
     path, precious = tmp_path / "run.key", tmp_path / "precious"
     drafts = [tmp_path / f".run.key.{digit * 16}.tmp" for digit in "0123"]

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from lambdacgd import ledger as ledger_module
 from lambdacgd.ledger import Ledger, LedgerError, Release
+from tests.faults import fault
 
 
 @pytest.fixture
@@ -100,6 +101,12 @@ def test_unknown_runs_and_bad_steps(ledger: Ledger) -> None:
             ledger.record(run, step, digest="a")  # type: ignore[arg-type]
 
 
+@fault(
+    "Killed processes",
+    "The machine goes down while the ledger is written, which cuts off its last line.",
+    shows="Nothing: the line was never acknowledged, so nothing left the process on its account.",
+    loses="Nothing.",
+)
 def test_a_line_cut_off_by_a_crash_is_forgiven_at_every_byte(ledger: Ledger) -> None:
     run = ledger.new_run()
     ledger.record(run, 10, digest="a")
@@ -143,14 +150,20 @@ def long_number(content: bytes) -> bytes:
     return content + b"9" * 10_000 + b"\n"
 
 
+@fault(
+    "Damaged files",
+    "Bits of the ledger flip, a line is lost, or it holds other bytes.",
+    says="is damaged, so it is unknown which weights were released",
+    loses="The run, unless there is a backup of the ledger.",
+)
 @pytest.mark.parametrize("damage", [flip, drop_line, garbage, blank, bad_text, deep, long_number])
-def test_any_other_damage_is_an_error(ledger: Ledger, damage: object) -> None:
+def test_any_other_damage_is_an_error(ledger: Ledger, damage: object, sentence: str) -> None:
     run = ledger.new_run()
     ledger.record(run, 10, digest="a")
     ledger.record(run, 20, digest="b")
     ledger.path.write_bytes(damage(ledger.path.read_bytes()))  # type: ignore[operator]
     for call in (lambda: ledger.newest(run), lambda: ledger.new_run(), lambda: ledger.check_resume(run, 20)):
-        with pytest.raises(LedgerError, match="damaged"):
+        with pytest.raises(LedgerError, match=sentence):
             call()
 
 
@@ -216,8 +229,14 @@ def test_another_file_in_its_place_is_read_anew(ledger: Ledger) -> None:
     assert ledger.runs() == []
 
 
+@fault(
+    "Full disks",
+    "The disk is full while the ledger is written.",
+    says="cannot be written (No space left on device), so no weights may leave this process",
+    loses="Nothing: the checkpoint or export is not made, and saving again works.",
+)
 def test_a_full_disk_is_a_sentence_and_leaves_the_ledger_as_it_was(
-    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch, sentence: str
 ) -> None:
     run = ledger.new_run()
     ledger.record(run, 5, digest="a")
@@ -228,7 +247,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_the_ledger_as_it_was(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(LedgerError, match=r"cannot be written \(No space left on device\)"):
+        with pytest.raises(LedgerError, match=sentence):
             ledger.record(run, 6, digest="b")
     assert ledger.path.read_bytes() == before
     ledger.record(run, 6, digest="b")
@@ -256,7 +275,13 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "state"
 
 
-def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory: Path) -> None:
+@fault(
+    "Two jobs at once, and going back",
+    "A run's folder is copied with its key, and both are resumed on one machine.",
+    says="this is an older copy, and the run went on in another",
+    loses="Nothing of the one that went on first. On another machine this is not noticed.",
+)
+def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory: Path, sentence: str) -> None:
     (tmp_path / "a").mkdir()
     first = Ledger(tmp_path / "a" / "run.ledger")
     run, other = first.new_run(), first.new_run()
@@ -265,7 +290,7 @@ def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory:
     copy = Ledger(tmp_path / "b" / "run.ledger")
     copy.check_resume(run, 10, "a")  # either of the two may go on
     first.record(run, 20, digest="b")
-    with pytest.raises(LedgerError, match="lacks the newest record"):
+    with pytest.raises(LedgerError, match=sentence):
         copy.check_resume(run, 10, "a")
     with pytest.raises(LedgerError, match="lacks the newest record"):
         copy.record(run, 15, digest="c")
@@ -279,14 +304,20 @@ def test_a_copy_of_a_run_is_not_resumed_behind_the_other(tmp_path: Path, memory:
     assert stat.S_IMODE(memory.stat().st_mode) == 0o700
 
 
-def test_a_ledger_cut_off_at_the_end_of_a_line_is_refused(ledger: Ledger, memory: Path) -> None:
+@fault(
+    "Damaged files",
+    "Whole lines are cut off the end of the ledger, on the machine that wrote them.",
+    says="lacks the newest record of run",
+    loses="Nothing, if the newest ledger is put back.",
+)
+def test_a_ledger_cut_off_at_the_end_of_a_line_is_refused(ledger: Ledger, memory: Path, sentence: str) -> None:
     """Together with an old checkpoint it looked like a run that never went further."""
     run = ledger.new_run()
     ledger.record(run, 10, digest="a")
     before = ledger.path.read_bytes()
     ledger.record(run, 20, digest="b")
     ledger.path.write_bytes(before)
-    with pytest.raises(LedgerError, match="lacks the newest record"):
+    with pytest.raises(LedgerError, match=sentence):
         ledger.check_resume(run, 10, "a")
 
 
@@ -338,14 +369,20 @@ def hold(path: str, run: str, ready: object, done: object) -> None:
         done.wait(30)  # type: ignore[attr-defined]
 
 
-def test_two_processes_cannot_hold_one_run(ledger: Ledger) -> None:
+@fault(
+    "Two jobs at once, and going back",
+    "A second process takes a run that another one is training.",
+    says="is in use by another process",
+    loses="Nothing: the first goes on. When it ends, however it ends, the run is free.",
+)
+def test_two_processes_cannot_hold_one_run(ledger: Ledger, sentence: str) -> None:
     run, other = ledger.new_run(), ledger.new_run()
     context = multiprocessing.get_context("spawn")
     ready, done = context.Event(), context.Event()
     process = context.Process(target=hold, args=(str(ledger.path), run, ready, done))
     process.start()
     assert ready.wait(30)
-    with pytest.raises(LedgerError, match="in use"), ledger.lock(run):
+    with pytest.raises(LedgerError, match=sentence), ledger.lock(run):
         pass
     with ledger.lock(other):
         pass

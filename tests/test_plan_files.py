@@ -13,6 +13,7 @@ import pytest
 
 import lambdacgd as lc
 from lambdacgd.planning import _digest
+from tests.faults import fault
 from tests.test_planning import PAPER, cyclic
 
 KEYS = {
@@ -64,7 +65,13 @@ def test_plans_of_the_first_format_still_load():
             lc.Plan.from_json(json.dumps(written | {"sigma": 0.1}))
 
 
-def test_an_edited_plan_is_refused(tmp_path):
+@fault(
+    "Files that were changed or planted",
+    "σ, N or δ is edited in a plan file.",
+    says="The plan file was changed after it was made: its digest differs. Make a new plan instead.",
+    loses="Nothing: the plan can be made anew. `lambdacgd verify` finds a σ that was edited together with the digest.",
+)
+def test_an_edited_plan_is_refused(tmp_path, sentence):
     """Contract 1: nobody trains with a σ computed for something else."""
     path = tmp_path / "plan.json"
     for key, value in {"sigma": 0.1, "examples": 10, "delta": 0.5}.items():
@@ -72,7 +79,7 @@ def test_an_edited_plan_is_refused(tmp_path):
         data = json.loads(path.read_text())
         data[key] = value
         path.write_text(json.dumps(data))
-        with pytest.raises(ValueError, match="changed after it was made"):
+        with pytest.raises(ValueError, match=sentence):
             lc.Plan.load(path)
 
 

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import scipy
 
+from lambdacgd.files import read_json
 from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
@@ -82,7 +83,7 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
     text = json.dumps({"kind": kind, "code": _code(), "question": question}, sort_keys=True)
     path = where / f"{kind}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
     try:
-        stored = json.loads(path.read_text())
+        stored = read_json(path)
         if hmac.compare_digest(stored["signature"], _signature(secret, text, stored["answer"])):
             return stored["answer"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

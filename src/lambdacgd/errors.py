@@ -24,7 +24,7 @@ class InvalidInput(ValueError):
         if allowed is None:
             self.complaint = f": {given}"
         else:
-            self.complaint = f" is {given!r}{';' if allowed.startswith('it ') else ':'} {allowed}"
+            self.complaint = f" is {shown(given)}{';' if allowed.startswith('it ') else ':'} {allowed}"
         # Two strings, so that the error survives the way out of a worker process: exceptions are pickled by their args.
         super().__init__(parameter, str(given) if allowed is None else parameter + self.complaint)
 
@@ -66,6 +66,22 @@ class NotPrivateWarning(UserWarning):
 
 class NonFiniteSum(ArithmeticError):
     """A sum held a NaN or an infinity. Its noisy result must not reach the weights: drop it, do not step."""
+
+
+def shown(value: Any, length: int = 200) -> str:
+    """``repr(value)``, cut off where it is long: for errors that name what was given or what a file holds."""
+    text = repr(value)
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def brief(text: object, length: int = 200) -> str:
+    """``str(text)`` on one line, cut off where it is long, and such that every terminal shows it.
+
+    For errors that repeat what a file holds, or what another library says about it.
+    """
+    line = " ".join(str(text).split())
+    line = line if len(line) <= length else line[: length - 1] + "…"
+    return line.encode("utf-8", "backslashreplace").decode()  # JSON can hold half a character
 
 
 def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:

@@ -52,6 +52,7 @@ _OLD_HEADER = b"lambdacgd secret key, version 1\n"
 _CHECK = b"fingerprint "
 _DIGITS = b"0123456789abcdef"
 _BYTES = 32
+_TESTS = b"lambdacgd-tests"
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -83,13 +84,14 @@ class SecretKey:
     computationally independent of each other, of the fingerprint, and tell nothing about the secret.
     """
 
-    __slots__ = ("_ledger", "_path", "_secret")
+    __slots__ = ("_for_tests", "_ledger", "_path", "_secret")
+    _for_tests: bool
     _ledger: Ledger | None
     _path: Path | None
     _secret: bytearray
 
     def __init__(self) -> None:
-        raise TypeError("make a key with SecretKey.generate(), SecretKey.load(path) or, in tests, SecretKey.from_bytes")
+        raise TypeError("make a key with SecretKey.generate(), SecretKey.load(path) or, in tests, SecretKey.for_tests")
 
     @classmethod
     def generate(cls) -> Self:
@@ -102,7 +104,7 @@ class SecretKey:
 
     @classmethod
     def from_bytes(cls, secret: bytes) -> Self:
-        """Make the key with exactly these bytes: for tests, and for keys that you keep in a vault of your own.
+        """Make the key with exactly these bytes: for keys that you keep in a vault of your own.
 
         Args:
             secret: 32 bytes.
@@ -120,11 +122,42 @@ class SecretKey:
         return cls._make(bytearray(secret))
 
     @classmethod
+    def for_tests(cls, seed: int) -> Self:
+        """Make a key that everybody can compute, for tests that shall come out the same every time.
+
+        Every run under it has the same id, so the same batches and noise; seed torch for weights and dropout yourself.
+        Such a run claims nothing: training warns, and its privacy card says so.
+
+        Args:
+            seed: Any integer. Other seeds give other batches and noise.
+
+        Returns:
+            The key. It stays in memory: ``save`` refuses it, so that nobody takes its file for a secret.
+
+        Raises:
+            ValueError: ``seed`` is not an integer.
+
+        >>> SecretKey.for_tests(0) == SecretKey.for_tests(0)
+        True
+        """
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise ValueError(f"seed is {seed!r}; it must be an integer")
+        key = cls._make(bytearray(hashlib.blake2b(str(int(seed)).encode(), person=_TESTS, digest_size=_BYTES).digest()))
+        key._for_tests = True
+        return key
+
+    @property
+    def is_for_tests(self) -> bool:
+        """Whether ``for_tests`` made it: then it is no secret, and nothing trained with it may claim anything."""
+        return self._for_tests
+
+    @classmethod
     def _make(cls, secret: bytearray, path: Path | None = None) -> Self:
         key = object.__new__(cls)
         key._secret = secret
         key._path = path
         key._ledger = None
+        key._for_tests = False
         return key
 
     def derive(self, *path: str | int) -> bytes:
@@ -196,10 +229,16 @@ class SecretKey:
         Raises:
             FileExistsError: There is such a file.
             DestroyedKeyError: The key was destroyed.
+            KeyFileError: The key was made by ``for_tests``.
             OSError: The file cannot be written.
         """
         if not self._secret:
             raise DestroyedKeyError("this key was destroyed; there is nothing left to save")
+        if self._for_tests:
+            raise KeyFileError(
+                "a key of SecretKey.for_tests is no secret, so it gets no file: everybody can compute it. Make one "
+                "with SecretKey.generate()"
+            )
         target = Path(path)
         draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
         try:

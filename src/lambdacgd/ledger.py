@@ -34,6 +34,9 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.errors import LedgerError
+from lambdacgd.files import read_bytes
+
+_PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
 
 
 @dataclass(frozen=True)
@@ -320,9 +323,13 @@ class _Contents:
         status = os.fstat(file.fileno())
         self._file = status.st_dev, status.st_ino
         file.seek(self.length)
-        *lines, torn = file.read().split(b"\n")
-        for line in lines:
-            self._add(line)
+        torn = b""
+        while part := file.read(_PART):
+            *lines, torn = (torn + part).split(b"\n")
+            for line in lines:
+                self._add(line)
+            if len(torn) > _PART:  # no record is as long: the file does not decide how much memory is taken
+                raise self._damaged(self.lines + 1)
         if _is_more_than_an_object(torn):  # a crash cuts a line off; it does not put something else behind it
             raise self._damaged(self.lines + 1)
 
@@ -399,7 +406,7 @@ def _remember(run_id: str, check: str) -> None:
 def _remembered(run_id: str) -> int | None:
     path = _memory_of(run_id)
     try:
-        return None if path is None else int(path.read_text(), 16)
+        return None if path is None else int(read_bytes(path, most=64), 16)
     except (OSError, ValueError):  # never written, or cut off by a crash
         return None
 

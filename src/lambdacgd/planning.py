@@ -15,7 +15,8 @@ import numpy as np
 
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
-from lambdacgd.errors import InvalidInput, integer, number
+from lambdacgd.errors import InvalidInput, brief, integer, number, shown
+from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BandInvMF,
     GammaBIFR,
@@ -261,9 +262,11 @@ class Plan:
             OSError: the file cannot be read.
         """
         try:
-            text = Path(path).read_text(encoding="utf-8")
+            text = read_bytes(path).decode("utf-8")
         except UnicodeDecodeError as error:
             raise InvalidInput("plan", f"{path} is not a plan file: byte {error.start} is not UTF-8 text.") from None
+        except ValueError as error:
+            raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
         return cls.from_json(text)
 
     @classmethod
@@ -277,13 +280,13 @@ class Plan:
             InvalidInput: the text is not a plan, or it was changed after it was made.
         """
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, endless brackets
+            data = parse_json(text)
+        except ValueError as error:
             raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
             given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
             raise InvalidInput(
-                "plan", f"This is {given!r}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
+                "plan", f"This is {shown(given)}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
             )
         digest = data.pop("digest", None)
         if digest != _digest(data):
@@ -294,24 +297,28 @@ class Plan:
             plan = cls._from_content(data)
         except InvalidInput:
             raise
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidInput(
-                "plan", f"The file is not a whole plan ({type(error).__name__}: {error}). Make a new plan instead."
-            ) from None
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            why = f"{type(error).__name__}: {brief(error)}"
+            raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
         for name in ("sigma", "sensitivity", "rmse", "maxse"):
             number(name, getattr(plan, name), above=0, include=(0,))
+        number("epsilon", plan.epsilon, above=0, include=(math.inf,))
+        number("delta", plan.delta, above=0, below=1)
+        integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
+        plan.mechanism.validate(plan.block)
         integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
         claimed = (plan.certificate.epsilon, plan.certificate.delta)
         if claimed != (plan.epsilon, plan.delta):
             raise InvalidInput(
                 "plan",
-                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {claimed}.",
+                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
             )
         derived = ("steps", "steps_per_epoch", "epochs", "examples")
         for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
             if getattr(plan, name) != data.get(name):
                 raise InvalidInput(
-                    name, f"The plan file says {name} = {data.get(name)!r}, and its sampling {getattr(plan, name)}."
+                    name,
+                    f"The plan file says {name} = {shown(data.get(name))}, and its sampling {getattr(plan, name)}.",
                 )
         return plan
 

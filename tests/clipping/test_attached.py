@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import math
 import pickle
 import weakref
@@ -334,3 +335,17 @@ def test_the_gradient_of_an_example_is_the_mean_over_its_views(loss_reduction: A
         clipper.detach()
     for name, total in sums[0].items():
         torch.testing.assert_close(sums[1][name], total)
+
+
+def test_saving_an_attached_model_says_what_to_save_instead() -> None:
+    """It was a bare PicklingError about a function of ours."""
+    model = nn.Sequential(nn.Linear(4, 2), nn.Tanh())
+    clipper = attach(model, 1.0)
+    for what in (model, model[0], {"model": model}):
+        with pytest.raises(ClippingError, match=r"Save model\.state_dict\(\), or use private\.save or lc\.export"):
+            torch.save(what, io.BytesIO())
+    torch.save(model.state_dict(), io.BytesIO())
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied[0].weight, model[0].weight)
+    clipper.detach()
+    torch.save(model, io.BytesIO())

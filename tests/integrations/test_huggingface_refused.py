@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -61,6 +62,26 @@ def test_what_the_plan_fixes_is_set_and_the_callers_arguments_stay(tmp_path):
     assert not args.ignore_data_skip
     exact = hf.arguments(tmp_path, max_steps=trainer.plan.steps)
     LambdaCGDTrainer(hf.make_model("bert"), exact, plan=trainer.plan, train_dataset=hf.Sentences(True))
+
+
+def test_three_epochs_look_like_the_default_and_are_not_ignored_in_silence(tmp_path):
+    data = hf.Sentences(True)
+    with pytest.warns(UserWarning, match=r"the plan has 1 epochs.*num_train_epochs = 3.*is not used"):
+        LambdaCGDTrainer(
+            hf.make_model("bert"),
+            hf.arguments(tmp_path, num_train_epochs=3),
+            plan=hf.make_plan(epochs=1),
+            train_dataset=data,
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.filterwarnings("ignore", category=lc.NotPrivateWarning)
+        LambdaCGDTrainer(
+            hf.make_model("bert"),
+            hf.arguments(tmp_path, num_train_epochs=1),
+            plan=hf.make_plan(epochs=1),
+            train_dataset=data,
+        )
 
 
 def test_wrong_data_models_and_plans_are_refused(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import shutil
 import signal
@@ -10,16 +12,22 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import lambdacgd as lc
-from lambdacgd.errors import InvalidInput
+from lambdacgd.cli import guarded
+from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.training import checkpoint
 from reproduce import session as sessions
+from reproduce.__main__ import main
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
+from tests import fuzzing
+from tests.faults import fault
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -34,6 +42,20 @@ def test_other_encodings_are_refused(tmp_path, encoding):
     (tmp_path / "c.toml").write_text('data = "Köln"\n', encoding=encoding)
     with pytest.raises(InvalidInput, match=r"c\.toml.*UTF-8"):
         sessions.read_config(tmp_path / "c.toml")
+
+
+@given(data=st.data())
+@settings(max_examples=fuzzing.EXAMPLES, suppress_health_check=list(HealthCheck))
+def test_any_settings_file_gives_settings_or_a_sentence(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "fuzzed.toml"
+    sessions.write_config(sessions.resolve("digits", None, {"epsilon": 2.0, "data": "Köln", "lam": 0.5}), path)
+    lines = path.read_text().splitlines()
+    odd = ("[]", "{}", "nan", "-1", "true", '""', "1e999", "1979-05-27", "9" * 400, "9" * 5000, "[" * 10_000)
+    line, value = data.draw(st.integers(1, len(lines) - 1)), data.draw(st.sampled_from(odd))
+    edited = [*lines[:line], f"{lines[line].partition(' = ')[0]} = {value}", *lines[line + 1 :]]
+    path.write_bytes(data.draw(fuzzing.files(path.read_bytes()) | st.just("\n".join(edited).encode())))
+    with contextlib.suppress(InvalidInput):
+        sessions.resolve(None, path, {})
 
 
 def test_written_settings_are_read_again(tmp_path):
@@ -65,7 +87,10 @@ def test_a_whole_run(tmp_path):
     result = cli(*QUICK, "--out", out)
     assert result.exit_code == 0
     assert "test accuracy" in result.output
-    assert (out / "private" / "run.key").stat().st_mode & 0o777 == 0o600
+    key = tmp_path / "run.private" / "run.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    secret = key.read_bytes().splitlines()[1]
+    assert not any(secret in path.read_bytes() for path in out.rglob("*") if path.is_file())
     card = json.loads((out / "release" / "privacy-card.json").read_text())
     assert card["claim"] == "(8, 0.0001)-differentially private"
     assert set(load_file(out / "release" / "model.safetensors")) == set(checkpoint.read(out / "checkpoint")["model"])
@@ -102,6 +127,12 @@ def quick(folder, **changes):
 BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise: no accountant is needed here
 
 
+@fault(
+    "Killed processes",
+    "`python -m reproduce train` gets Ctrl-C or SIGTERM.",
+    shows=("It saves a checkpoint after the step under way, says how to go on, and ends with exit code 130 or 143."),
+    loses="Nothing.",
+)
 @pytest.mark.parametrize(
     "extra",
     [
@@ -112,20 +143,23 @@ BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise
     ],
     ids=["cyclic", "adamw", "fixed", "fresh"],
 )
-def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
-    before = signal.getsignal(signal.SIGINT)  # ignored, where the tests run in the background of a shell
+@pytest.mark.parametrize("sent", sessions.SIGNALS, ids=["ctrl-c", "sigterm"])
+def test_a_signal_saves_and_resume_ends_the_same(tmp_path, extra, sent):
+    before = [signal.getsignal(number) for number in sessions.SIGNALS]
     first = quick(tmp_path / "a", **extra)
     first.private.save(first.folder / "checkpoint")
     first.private.detach()
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for end in ("", ".private"):
+        shutil.copytree(tmp_path / f"a{end}", tmp_path / f"b{end}")
 
     def press(progress):
         if progress.step == 3:
-            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(sent)
 
     interrupted = Session.resume(tmp_path / "a", {})
-    with pytest.raises(Interrupted):
+    with pytest.raises(Interrupted) as stopped:
         interrupted.train(press, every_s=0.0)
+    assert stopped.value.signal == sent
     assert 3 <= interrupted.private.steps_taken < 10
     interrupted.private.detach()
     rest, whole = Session.resume(tmp_path / "a", {}), Session.resume(tmp_path / "b", {})
@@ -135,7 +169,93 @@ def test_ctrl_c_saves_and_resume_ends_the_same(tmp_path, extra):
     for (name, one), (_, two) in zip(rest.model.named_parameters(), whole.model.named_parameters(), strict=True):
         assert torch.equal(one, two), name
     assert rest.test_accuracy() == whole.test_accuracy()
-    assert signal.getsignal(signal.SIGINT) is before
+    assert [signal.getsignal(number) for number in sessions.SIGNALS] == before
+
+
+def start_and_end(folder):
+    """Train in this process, and let go of the run as the end of a process does."""
+    session = quick(folder, epochs=1)
+    try:
+        session.train(lambda progress: None)
+    finally:
+        session.private.detach()
+
+
+class Killed(BaseException):
+    """Nothing that a dying process would still do."""
+
+
+@fault(
+    "Killed processes",
+    "`python -m reproduce train` is killed before its first checkpoint.",
+    shows="Nothing: the same command, or `--resume` where there is a folder, begins the run.",
+    loses="Nothing.",
+)
+@pytest.mark.parametrize("moment", ["write_config", "load_or_make", "Private", "save"])
+def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeypatch, moment):
+    """With the folder where there is one, else as it was started. No noise was used: no weights left the process."""
+
+    def die(*_, **__):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        if moment == "save":
+            patch.setattr("lambdacgd.training.private.checkpoint.save", die)
+        elif moment == "Private":
+            patch.setattr(sessions, "privatize", die)
+        else:
+            patch.setattr(sessions, moment, die)
+        with pytest.raises(Killed):
+            start_and_end(tmp_path / "run")
+    folder = tmp_path / "run"
+    assert folder.exists() == (moment in ("Private", "save"))
+    again = Session.resume(folder, {}) if folder.exists() else quick(folder, epochs=1)
+    again.train(lambda progress: None)
+    assert again.private.finished
+    assert not list(tmp_path.glob(".*"))
+
+
+@fault(
+    "Two jobs at once, and going back",
+    "The checkpoint of `python -m reproduce train` is deleted, and the run resumed.",
+    says="released step 5. Restore the checkpoint from a copy, or start a new run in another folder",
+    loses="The run, unless there is a copy.",
+)
+def test_a_lost_checkpoint_is_not_begun_again(tmp_path, sentence):
+    session = quick(tmp_path / "run", epochs=1)
+    session.train(lambda progress: None)
+    session.private.detach()
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    with pytest.raises(CheckpointError, match=sentence):
+        Session.resume(tmp_path / "run", {})
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(InvalidInput, match=r"belongs to an earlier run, which released step 5"):
+        quick(tmp_path / "run", epochs=1)
+
+
+@fault(
+    "Full disks",
+    "The disk is full for the ledger of `python -m reproduce train`.",
+    shows="One line that says so, and exit code 2.",
+    loses="Nothing: `--resume` goes on from the newest checkpoint.",
+)
+def test_a_full_disk_for_the_ledger_is_one_line(tmp_path, monkeypatch, capsys):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("lambdacgd.ledger.os.fsync", full)
+    assert main(["train", *QUICK, "--out", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err.strip().splitlines()
+    assert len(said) == 1
+    assert "No space left on device" in said[0]
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does():
+    before = signal.getsignal(signal.SIGTERM)
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(lambda: signal.raise_signal(signal.SIGTERM))
+    assert guarded(typer.main.get_command(app), [], program="test") == 143
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])

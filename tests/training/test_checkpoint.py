@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import lambdacgd as lc
 from lambdacgd.keys import LedgerError
 from lambdacgd.training import CheckpointError, checkpoint
+from tests.faults import fault
+from tests.training import oracle
 from tests.training.saved import equal, start, steps
 
 
@@ -35,6 +38,12 @@ def killed(*_args, **_kwargs):
     raise KeyboardInterrupt
 
 
+@fault(
+    "Killed processes",
+    "The process is killed after the ledger's entry, before the checkpoint has its name.",
+    shows="Nothing: the checkpoint is completed, and the job goes on from it.",
+    loses="Nothing.",
+)
 def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
     private = start(tmp_path)
     private.save(tmp_path / "c")
@@ -74,6 +83,12 @@ def test_killed_between_the_two_renames_of_a_step_saved_twice(tmp_path, monkeypa
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000002"]
 
 
+@fault(
+    "Killed processes",
+    "The process is killed while it writes a checkpoint.",
+    shows="Nothing: what was written is discarded, and the job goes on from the checkpoint before.",
+    loses="The steps since the checkpoint before.",
+)
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypatch):
     private = start(tmp_path)
@@ -92,7 +107,13 @@ def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypa
     assert not draft.exists()
 
 
-def test_a_full_disk_while_saving(tmp_path):
+@fault(
+    "Full disks",
+    "The disk is full while a checkpoint is written.",
+    says="The previous checkpoint and the ledger are as they were: make room or choose another place",
+    loses="Nothing: training goes on, and the next save works.",
+)
+def test_a_full_disk_while_saving(tmp_path, sentence):
     private = start(tmp_path)
     steps(private, 1)
     private.save(tmp_path / "c")
@@ -101,7 +122,7 @@ def test_a_full_disk_while_saving(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
-        with pytest.raises(CheckpointError, match="make room"):
+        with pytest.raises(CheckpointError, match=sentence):
             private.save(tmp_path / "c")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -113,8 +134,14 @@ def test_a_full_disk_while_saving(tmp_path):
     assert private.finished
 
 
+@fault(
+    "Two jobs at once, and going back",
+    "A second job resumes a run while the first one saves.",
+    says="is in use by another process",
+    loses="Nothing: the first one's checkpoint is completed.",
+)
 @pytest.mark.parametrize("entered", [False, True], ids=["while it writes", "after the ledger's entry"])
-def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, monkeypatch, entered):
+def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, monkeypatch, entered, sentence):
     """The first holds the run's lock. Its draft is not a dead process's, and without it nobody could go on."""
     monkeypatch.setattr("lambdacgd.training.run._ORPHANS_S", 0.0)
     private = start(tmp_path)
@@ -126,7 +153,7 @@ def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, mon
     act = checkpoint._give_name if entered else checkpoint._write_facts
 
     def meanwhile(*given):
-        with pytest.raises(CheckpointError, match="in use by another process"):
+        with pytest.raises(CheckpointError, match=sentence):
             second.resume(tmp_path / "c")
         seen.append(len(drafts(tmp_path / "c")))
         return act(*given)
@@ -167,25 +194,86 @@ def test_not_within_a_logical_batch(tmp_path):
             break
 
 
-def test_a_damaged_checkpoint_is_refused_with_the_choice(tmp_path):
-    private = start(tmp_path)
+def saved_run(folder):
+    private = start(folder)
     steps(private, 2)
-    private.save(tmp_path / "c")
+    private.save(folder / "c")
     private.detach()
-    facts = newest(tmp_path / "c") / "run.json"
-    kept = facts.read_bytes()
-    facts.write_bytes(kept[: len(kept) // 2])
-    with pytest.raises(CheckpointError, match=r"Restore it from a copy; or.*declare"):
-        start(tmp_path).load(tmp_path / "c")
-    facts.write_bytes(kept)
-    tensors = newest(tmp_path / "c") / "whole.safetensors"
+    return newest(folder / "c")
+
+
+@fault(
+    "Damaged files",
+    "A file of a checkpoint is cut off.",
+    says="is damaged or not a checkpoint. Restore it from a copy",
+    loses="The run, unless there is a copy of this checkpoint or of one before it.",
+)
+@pytest.mark.parametrize("name", ["run.json", "whole.safetensors"])
+def test_a_truncated_checkpoint_is_refused_with_the_choice(tmp_path, name, sentence):
+    path = saved_run(tmp_path) / name
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+    private = start(tmp_path)
+    with pytest.raises(CheckpointError, match=sentence):
+        private.load(tmp_path / "c")
+    assert private.steps_taken == 0
+
+
+@fault(
+    "Damaged files",
+    "One bit of the weights in a checkpoint flips.",
+    says="was released with another digest: the file was changed or is not the run's own",
+    loses="The run, unless there is a copy of this checkpoint or of one before it. No weight is loaded.",
+)
+def test_a_flipped_bit_in_a_checkpoint_is_refused(tmp_path, sentence):
+    tensors = saved_run(tmp_path) / "whole.safetensors"
     changed = bytearray(tensors.read_bytes())
     changed[-1] ^= 1
     tensors.write_bytes(changed)
     private = start(tmp_path)
-    with pytest.raises(CheckpointError, match="released with another digest"):
+    with pytest.raises(CheckpointError, match=sentence):
         private.load(tmp_path / "c")
     assert private.steps_taken == 0
+
+
+@fault(
+    "The wrong key, plan, data or number of processes",
+    "A run is resumed with another key file.",
+    says="the key (by its fingerprint): use the key file that the run was started with",
+    loses="Nothing, if the key is found.",
+)
+def test_another_key_is_refused(tmp_path, sentence):
+    saved_run(tmp_path)
+    other = lc.SecretKey.generate()
+    other.save(tmp_path / "other.key")
+    private = start(tmp_path, key=other)
+    with pytest.raises(CheckpointError, match=sentence):
+        private.load(tmp_path / "c")
+    assert private.steps_taken == 0
+
+
+@fault(
+    "The wrong key, plan, data or number of processes",
+    "A run is resumed with another plan.",
+    says="the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
+    loses="Nothing.",
+)
+def test_another_plan_is_refused(tmp_path, sentence):
+    saved_run(tmp_path)
+    with pytest.raises(CheckpointError, match=sentence):
+        start(tmp_path, p=oracle.plan(epsilon=5.0)).load(tmp_path / "c")
+
+
+@fault(
+    "The wrong key, plan, data or number of processes",
+    "A run is resumed with other data, or the same in another order.",
+    says="some examples, read again, are not those of the run",
+    loses="Nothing.",
+)
+def test_other_data_is_refused(tmp_path, sentence):
+    saved_run(tmp_path)
+    with pytest.raises(CheckpointError, match=sentence):
+        start(tmp_path, dataset=oracle.data(seed=8)).load(tmp_path / "c")
 
 
 class Attack:
@@ -196,6 +284,12 @@ class Attack:
         return os.mkdir, (str(self.mark),)
 
 
+@fault(
+    "Files that were changed or planted",
+    "A pickle that runs code is planted in any file of a checkpoint, or beside it.",
+    shows="A `CheckpointError`. Nothing is unpickled, and no code runs.",
+    loses=("The steps since the checkpoint before, if there is a copy of it and the later one is declared destroyed."),
+)
 @pytest.mark.parametrize("draft", [False, True], ids=["checkpoint", "draft"])
 @pytest.mark.parametrize("name", ["run.json", "whole.safetensors", "rows-00000.safetensors", "run.pt", "metadata"])
 def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
@@ -344,4 +438,32 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
     private.detach()
     assert checkpoint.read(tmp_path / "c")["optimizer"] is None
     with pytest.raises(CheckpointError, match="weights only"):
+        start(tmp_path).load(tmp_path / "c")
+
+
+@fault(
+    "Files that were changed or planted",
+    "A pipe, a link or a folder is planted in a checkpoint, also in the place of one of its files.",
+    says="which is not a plain file, so it is not as it was written",
+    loses="Nothing, if there is a copy of the checkpoint. Nothing waits for the pipe or follows the link.",
+)
+@pytest.mark.parametrize("name", ["whole.safetensors", "more"])
+@pytest.mark.parametrize("kind", ["pipe", "link", "folder"])
+def test_only_plain_files_are_read(tmp_path, name, kind, sentence):
+    path = saved_run(tmp_path) / name
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "link":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    for act in (start(tmp_path).load, checkpoint.read):
+        with pytest.raises(CheckpointError, match=sentence):
+            act(tmp_path / "c")
+
+
+def test_names_that_are_no_text(tmp_path):
+    (saved_run(tmp_path) / os.fsdecode(b"\xff")).touch()
+    with pytest.raises(CheckpointError, match="another digest"):
         start(tmp_path).load(tmp_path / "c")

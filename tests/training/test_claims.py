@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import warnings
 
@@ -11,7 +12,9 @@ import torch
 
 import lambdacgd as lc
 from lambdacgd.training import NotPrivateWarning
+from lambdacgd.training.card import History
 from lambdacgd.training.run import Run
+from tests.training import oracle
 
 SMALL = {"examples": 60, "batch_size": 10, "epochs": 1, "epsilon": 8.0, "delta": 1e-3}
 
@@ -87,3 +90,51 @@ def test_a_forked_run_is_refused():
             os._exit(7)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_key_for_tests_repeats_a_run_and_claims_nothing(tmp_path):
+    """The same seed gives the same weights in every process; the card, and cards of runs after it, claim nothing."""
+
+    def trained(seed):
+        module = oracle.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        with pytest.warns(lc.NotPrivateWarning, match=r"SecretKey\.for_tests"):
+            private = lc.privatize(
+                module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, key=lc.SecretKey.for_tests(seed)
+            )
+        oracle.loop(private, module, optimizer)
+        return private, oracle.weights(module)
+
+    (one, first), (_, again), (_, other) = trained(3), trained(3), trained(4)
+    assert all(torch.equal(value, again[name]) for name, value in first.items())
+    assert not any(torch.equal(value, other[name]) for name, value in first.items())
+    card = one.card()
+    assert card["claim"].startswith("none: trained with a key for tests")
+    assert card["epsilon"] == card["this_run"]["epsilon"] == card["replace_one"]["epsilon"] == "inf"
+    assert not one.spent().private
+    assert "not a claim" in str(one.spent())
+    lc.export(one, tmp_path / "export")
+    assert History.of([tmp_path / "export"]).runs == ((math.inf, 1e-5),)
+    with pytest.raises(lc.CheckpointError, match="memory only"):
+        one.save(tmp_path / "checkpoint")
+
+
+def test_a_key_for_tests_gets_no_file(tmp_path):
+    key = lc.SecretKey.for_tests(0)
+    with pytest.raises(lc.KeyFileError, match="is no secret"):
+        key.save(tmp_path / "run.key")
+    assert not list(tmp_path.iterdir())
+    assert key.is_for_tests
+    assert not lc.SecretKey.generate().is_for_tests
+    for seed in (True, 1.5, "1"):
+        with pytest.raises(ValueError, match="it must be an integer"):
+            lc.SecretKey.for_tests(seed)
+
+
+def test_a_noiser_with_a_key_for_tests_repeats_itself():
+    def noise():
+        with pytest.warns(lc.NotPrivateWarning, match=r"SecretKey\.for_tests"):
+            noiser = lc.Noiser(oracle.plan(), lc.SecretKey.for_tests(1))
+        return noiser.batch().tolist(), noiser.add({"w": torch.zeros(4)})["w"].tolist()
+
+    assert noise() == noise()

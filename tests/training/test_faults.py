@@ -11,10 +11,17 @@ from torch.utils.data import TensorDataset
 
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.training import TrainingError
+from tests.faults import fault
 from tests.training import oracle
 from tests.training.disturbed import backward, check_same_end, start
 
 
+@fault(
+    "Numbers that are not finite",
+    "A sum of gradients overflows.",
+    shows="`NonFiniteSum`. The sum is dropped; the weights, the noise and the position are as before.",
+    loses="Nothing: the same loop yields the batch again.",
+)
 def test_a_sum_that_is_not_finite():
     private, module, optimizer = start()
     batches = iter(private.loader)
@@ -91,6 +98,12 @@ class Dies(TensorDataset):
         return super().__getitem__(i)
 
 
+@fault(
+    "Workers and ranks that die",
+    "A process that reads data is killed.",
+    shows="torch's error: “DataLoader worker (pid …) is killed by signal”.",
+    loses=("Nothing: a new loop over `private.loader` begins with the same step, and the run ends with the same bits."),
+)
 def test_a_worker_that_dies(tmp_path):
     armed = tmp_path / "armed"
     armed.touch()

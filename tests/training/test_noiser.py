@@ -11,6 +11,7 @@ import torch
 import lambdacgd as lc
 from lambdacgd.noise import LayoutError, NonFiniteSum
 from lambdacgd.training import CheckpointError, Noiser, TrainingError
+from tests.faults import fault
 from tests.training import oracle
 
 SHAPES = {"b.weight": (3, 4), "a": (7,)}
@@ -99,7 +100,13 @@ def test_resumes(tmp_path, p, at):
         Noiser(p, file_key(tmp_path)).load_state_dict(state)
 
 
-def test_what_was_added_is_in_the_ledger_before_anybody_sees_it(tmp_path):
+@fault(
+    "Killed processes",
+    "A process with a `Noiser` is killed after `add`, before its state was saved.",
+    says="released weights after step 2; resuming from step 1 would use the same noise for other sums",
+    loses="The run, unless nobody saw what `add` returned: then it is declared destroyed, and the run goes on.",
+)
+def test_what_was_added_is_in_the_ledger_before_anybody_sees_it(tmp_path, sentence):
     """Killed after ``add``, before the next ``state_dict``: the same noise must not serve another sum."""
     noiser = Noiser(oracle.plan(), file_key(tmp_path))
     noiser.add(zeros())
@@ -109,13 +116,19 @@ def test_what_was_added_is_in_the_ledger_before_anybody_sees_it(tmp_path):
     ledger = file_key(tmp_path).ledger()
     assert ledger.newest(state["run"]).step == 2
     again = Noiser(oracle.plan(), file_key(tmp_path))
-    with pytest.raises(CheckpointError, match="released weights after step 2"):
+    with pytest.raises(CheckpointError, match=sentence):
         again.load_state_dict(state)
     ledger.declare_destroyed(state["run"], 1)  # nobody saw the second sum
     again.load_state_dict(state)
     assert again.steps_taken == 1
 
 
+@fault(
+    "Full disks",
+    "The disk is full when `Noiser.add` enters its step in the ledger.",
+    shows="The error of the disk. The sums are zeroed, so nothing noised is left in them.",
+    loses="Nothing: the step can be done again.",
+)
 def test_a_ledger_that_cannot_be_written_lets_nothing_out(tmp_path):
     noiser = Noiser(oracle.plan(), file_key(tmp_path))
     noiser.add(zeros())
@@ -196,6 +209,12 @@ def test_bad_input(tmp_path):
     assert noiser.steps_taken == 1
 
 
+@fault(
+    "Numbers that are not finite",
+    "A sum that is not finite is given to `Noiser.add`.",
+    shows="`NonFiniteSum`. The sums are zeroed, so nothing noised is left in them.",
+    loses="Nothing: the step can be done again.",
+)
 def test_a_sum_that_is_not_finite_leaves_no_noise_behind():
     noiser = Noiser(oracle.plan(), oracle.key())
     sums = zeros()

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import CheckpointError, checkpoint
+from tests.faults import fault
 from tests.training import oracle, resumable
 from tests.training.saved import equal, start, steps
 
@@ -101,6 +102,12 @@ def kill_and_compare(folder, kills, seed, workers, bins):
         assert torch.equal(value, two["averages"][0]["average"][name]), name
 
 
+@fault(
+    "Killed processes",
+    "The process is killed (kill −9) at random moments of training and saving, and started again.",
+    shows="Nothing: the job goes on from its newest checkpoint.",
+    loses="The steps since that checkpoint. They are computed again, to the same bits.",
+)
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 def test_killed_at_random_moments(tmp_path, bins):
     kill_and_compare(tmp_path, kills=4, seed=11, workers=0, bins=bins)
@@ -127,7 +134,13 @@ def test_numbers_of_numpy_come_back(tmp_path):
     assert again.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_back_in_the_same_process(tmp_path):
+@fault(
+    "Two jobs at once, and going back",
+    "A run goes back to a checkpoint that is not its newest release.",
+    says="released weights after step 8; resuming from step 3 would use the same noise for other sums",
+    loses="Nothing: resume from the newest; or destroy the later releases and declare that.",
+)
+def test_back_in_the_same_process(tmp_path, sentence):
     """Nothing newer was released, so the same steps get the same sums and the same noise."""
     whole = start(tmp_path)
     steps(whole, 3)
@@ -139,7 +152,7 @@ def test_back_in_the_same_process(tmp_path):
     steps(whole, 99)
     assert all(torch.equal(v, end[n]) for n, v in oracle.weights(whole.model).items())
     whole.save(tmp_path / "end")
-    with pytest.raises(CheckpointError, match="released weights after step 8"):
+    with pytest.raises(CheckpointError, match=sentence):
         whole.load(tmp_path / "three")
     whole.load(tmp_path / "end")
 

@@ -186,6 +186,11 @@ def find_root(
     return x, value
 
 
+def log_ratio(delta: float, target: float) -> float:
+    """log(δ/target); far below zero where δ is so small that it has become 0."""
+    return math.log(max(delta, 1e-300) / target)
+
+
 def smallest_certified(
     evaluate: Callable[[float, bool], Bound],
     target: float,
@@ -221,7 +226,7 @@ def smallest_certified(
         bound = evaluate(x, fine)
         if fine and bound.delta <= target and (best is None or x < best[0]):
             best = (x, bound)
-        return math.log(bound.delta / target)
+        return log_ratio(bound.delta, target)
 
     if not skip_coarse:
         find_root(

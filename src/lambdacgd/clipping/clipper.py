@@ -11,7 +11,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -294,7 +294,7 @@ class Clipper:
                 undo.append(parameter.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
             begin, leave, end = (not_compiled(hook) for hook in (self._begin, self._leave, self._end))
             undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
-            undo.append(model.register_forward_hook(leave, always_call=True).remove)
+            undo.append(model.register_forward_hook(_NotSaved(leave), always_call=True).remove)
             undo.append(model.register_forward_hook(end).remove)
         except BaseException:
             for step in reversed(undo):
@@ -393,6 +393,24 @@ def _changed(name: str, what: str) -> ClippingError:
 # --- a module's forward, replaced -------------------------------------------------------------------------------------
 
 
+def _refuse_pickle() -> NoReturn:
+    raise ClippingError(
+        "this model is attached for training and cannot be pickled, which torch.save(model) does: the hooks that clip "
+        "and add noise would be part of it. Save model.state_dict(), or use private.save or lc.export; or call "
+        "detach() first"
+    )
+
+
+class _NotSaved(partial[Any]):
+    """A hook that says why it cannot be saved. Models are pickled hooks first, so this is what the user reads."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse_pickle()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NotSaved:
+        return self  # as functions are
+
+
 class Replaced:
     """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward
     instead: this one would compute with the original's weights.
@@ -408,6 +426,9 @@ class Replaced:
         if self._before is not None:
             return copy.deepcopy(self._before, memo)
         return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        _refuse_pickle()
 
     def undo(self) -> None:
         if self._before is None:

@@ -7,13 +7,14 @@ bins that ``BallsInBins.bin_of`` computes shard by shard. Needs ``pyarrow``, imp
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.errors import InvalidInput, brief, integer
 from lambdacgd.keys import SecretKey
 from lambdacgd.sampling.balls_in_bins import BallsInBins
 from lambdacgd.sampling.base import DEFAULT_RUN, Indices
@@ -58,18 +59,16 @@ class BinSortedParquet:
             )
         self.path, self.sampling = Path(path), sampling
         self._bin_column, self._id_column = bin_column, id_column
-        self._file = pyarrow.parquet.ParquetFile(self.path)
-        names = self._file.schema_arrow.names
+        with self._reading():
+            self._file = pyarrow.parquet.ParquetFile(self.path)
+            names = self._file.schema_arrow.names
         if bin_column not in names:
-            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {', '.join(names)}.")
+            raise InvalidInput("bin_column", f"{self.path} has no column {bin_column}, but {brief(', '.join(names))}.")
         if (rows := self._file.metadata.num_rows) != sampling.examples:
             raise InvalidInput("path", f"{path} has {rows} rows, and the sampling {sampling.examples} examples.")
         counts = np.zeros(sampling.steps_per_epoch, dtype=np.int64)
         last = -1
-        for batch in self._file.iter_batches(columns=[bin_column]):
-            bins = batch.column(0).to_numpy(zero_copy_only=False)
-            if not len(bins):
-                continue
+        for (bins,) in self._columns(bin_column):
             if bins.min() < 0 or bins.max() >= sampling.steps_per_epoch:
                 raise InvalidInput(
                     "path",
@@ -79,6 +78,8 @@ class BinSortedParquet:
                 raise InvalidInput("path", f"The rows of {path} are not sorted by {bin_column}: ORDER BY {bin_column}.")
             last = int(bins[-1])
             counts += np.bincount(bins, minlength=sampling.steps_per_epoch)
+        if counts.sum() != rows:
+            raise InvalidInput("path", f"{path} is damaged: {counts.sum()} of its {rows} rows can be read.")
         self.offsets: Indices = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         groups = [self._file.metadata.row_group(g).num_rows for g in range(self._file.num_row_groups)]
         self._group_starts = np.concatenate([[0], np.cumsum(groups)]).astype(np.int64)
@@ -141,10 +142,7 @@ class BinSortedParquet:
                 (two rows of one id would share a bin, and one would give the other's away).
         """
         seen = np.zeros(self.sampling.examples, dtype=bool)
-        for batch in self._file.iter_batches(columns=[self._id_column, self._bin_column]):
-            ids, bins = (
-                batch.column(name).to_numpy(zero_copy_only=False) for name in (self._id_column, self._bin_column)
-            )
+        for ids, bins in self._columns(self._id_column, self._bin_column):
             if (self.sampling.bin_of(key, ids, run=run) != bins).any():
                 raise InvalidInput(
                     "path",
@@ -157,7 +155,36 @@ class BinSortedParquet:
                 )
             seen[ids] = True
 
+    def _columns(self, *names: str) -> Iterator[tuple[Indices, ...]]:
+        """Columns of integers, batch by batch. Signed ones: differences of unsigned integers are never negative."""
+        present = self._file.schema_arrow
+        for name in names:
+            if name not in present.names:
+                raise InvalidInput("path", f"{self.path} has no column {name}, but {brief(', '.join(present.names))}.")
+            kind = str(present.field(name).type)
+            if kind.removeprefix("u") not in ("int8", "int16", "int32", "int64"):
+                raise InvalidInput("path", f"The column {name} of {self.path} must hold integers, not {brief(kind)}.")
+        with self._reading():
+            for batch in self._file.iter_batches(columns=list(names)):
+                if any(column.null_count for column in batch.columns):
+                    raise InvalidInput("path", f"A row of {self.path} has no {' or no '.join(names)}.")
+                if batch.num_rows:
+                    yield tuple(batch.column(name).to_numpy(zero_copy_only=False).astype(np.int64) for name in names)
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Whatever pyarrow says of a damaged file is one error with a sentence."""
+        import pyarrow
+
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            raise InvalidInput("path", f"{self.path} is damaged, or no Parquet file ({brief(error)}).") from error
+
     def _group(self, group: int) -> Any:
         if self._cached is None or self._cached[0] != group:  # neighbouring steps share a row group
-            self._cached = (group, self._file.read_row_group(group))
+            with self._reading():
+                self._cached = (group, self._file.read_row_group(group))
         return self._cached[1]

@@ -16,7 +16,8 @@ from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput
+from lambdacgd.errors import CheckpointError, InvalidInput, brief
+from lambdacgd.files import read_json
 from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
@@ -32,6 +33,7 @@ NOT_COVERED = (
     "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
 
+KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
 NOT_DECLARED = "what these weights went through before this run was not declared"
 
 #: What `privatize` takes as one of its ``earlier`` cards: the card itself, its file, or the folder of an export.
@@ -56,6 +58,7 @@ class Spent:
     steps_taken: int
     steps: int
     after_epochs: tuple[float, ...] | None = None
+    key_for_tests: bool = False
 
     @property
     def share(self) -> float:
@@ -64,13 +67,15 @@ class Spent:
 
     @property
     def private(self) -> bool:
-        """Whether anything is claimed: not for ε = inf, not for an estimate."""
-        return math.isfinite(self.epsilon) and self.certificate.kind == "bound"
+        """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
+        return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
 
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
         what = "" if self.certificate.kind == "bound" else " (a point estimate, not a claim)"
+        if self.key_for_tests:
+            what = " (not a claim: the key is one for tests)"
         return f"(ε = {self.epsilon:g}, δ = {self.delta:g}){what}, {self.steps_taken} of {self.steps} steps taken"
 
 
@@ -165,8 +170,8 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         path = Path(given)
         path = path / CARD_JSON if path.is_dir() else path
         try:
-            facts = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            facts = read_json(path)
+        except (OSError, ValueError) as error:
             raise InvalidInput("earlier", str(given), f"there is no privacy card to be read ({error})") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
         raise InvalidInput(
@@ -186,7 +191,9 @@ def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
             runs = runs[-1:]
         claims_nothing = str(facts["claim"]).startswith("none")
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput("earlier", "a damaged privacy card", f"an entry is missing or no number ({error})") from None
+        raise InvalidInput(
+            "earlier", "a damaged privacy card", f"an entry is missing or no number ({brief(error)})"
+        ) from None
     if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
         raise InvalidInput("earlier", "a damaged privacy card", "ε must not be negative and δ must lie in [0, 1]")
     return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs
@@ -222,7 +229,14 @@ class Card(dict[str, Any]):
 
 
 def card(
-    plan: Plan, history: History, *, steps_taken: int, max_grad_norm: float, clipping: str, augmentations: int
+    plan: Plan,
+    history: History,
+    *,
+    steps_taken: int,
+    max_grad_norm: float,
+    clipping: str,
+    augmentations: int,
+    key_for_tests: bool = False,
 ) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
@@ -234,21 +248,23 @@ def card(
         max_grad_norm: The clipping norm ζ.
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
+        key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
 
     Returns:
         The facts, in the order in which a person would read them.
     """
-    own = (plan.epsilon if plan.certificate.kind == "bound" else math.inf, plan.delta)
-    runs = [*history.runs, (plan.epsilon, plan.delta)]
+    certified = plan.certificate.kind == "bound" and not key_for_tests
+    own = (plan.epsilon if certified else math.inf, plan.delta)
+    runs = [*history.runs, own if key_for_tests else (plan.epsilon, plan.delta)]
     epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
-    if not history.runs:
+    if not history.runs and not key_for_tests:
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
     facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
-        "claim": _claim(plan, history),
+        "claim": KEY_FOR_TESTS if key_for_tests else _claim(plan, history),
         "epsilon": _finite(epsilon),
         "delta": delta,
         "this_run": {"epsilon": _finite(own[0]), "delta": own[1]},

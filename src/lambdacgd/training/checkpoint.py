@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import random
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,12 +35,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import CheckpointError
+from lambdacgd.errors import CheckpointError, brief, shown
+from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
 from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import History
-from lambdacgd.training.codec import decode, encode, sync_folder, write_json, write_tensors
+from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
 from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
 from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
@@ -176,8 +177,8 @@ def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
         private.check_usable()
         with _damage(source):
             saved = _Saved(source, facts)
-            who = decode(facts["identity"], saved.whole)
-            check_belongs(private, who)
+            who = _read_identity(facts)
+        check_belongs(private, who)
         if not facts["resumable"]:
             raise CheckpointError(
                 f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the optimizer's "
@@ -382,7 +383,7 @@ def _check_fits(private: SavedRun, saved: _Saved) -> None:
         if isinstance(own[name], Tensor) and tuple(own[name].shape) != weights[name].shape
     }
     if missing or other or weights.keys() - own.keys():
-        names = ", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4])
+        names = brief(", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
     for index, values in saved.handles("optimizer")["state"].items():
         for key, value in values.items() if isinstance(index, int) else ():
@@ -580,15 +581,32 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[st
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
-    facts: dict[str, Any] = json.loads((folder / FACTS).read_bytes())
+    _names(folder)
+    facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
         raise CheckpointError(
             f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
             "version that wrote it"
         )
-    if not isinstance(facts["run"], str) or type(facts["step"]) is not int:
-        raise ValueError("run or step")
+    kinds = {"run": str, "step": int, "resumable": bool, "identity": dict, "state": dict, "sharded": dict}
+    if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
+        raise ValueError("run.json")
     return facts
+
+
+def _read_identity(facts: dict[str, Any]) -> dict[str, Any]:
+    """What `identity` returned, and of the kinds that it is made of."""
+
+    def refuse(name: str) -> None:
+        raise ValueError("a tensor in the identity")
+
+    who: dict[str, Any] = decode(facts["identity"], refuse)
+    History.from_dict(who["history"])
+    if who["sample"] is not None:
+        salt, sealed = who["sample"]
+        if not (isinstance(salt, str) and isinstance(sealed, str) and (salt + sealed).isascii()):
+            raise ValueError("sample")
+    return who
 
 
 def _view(folder: Path) -> str:
@@ -597,9 +615,21 @@ def _view(folder: Path) -> str:
     return hashlib.sha256(repr(sizes).encode() + (folder / FACTS).read_bytes()).hexdigest()
 
 
+def _names(folder: Path) -> list[str]:
+    """The names of all files. Opening a pipe would wait for ever, and a link may lead to anything."""
+    names = sorted(os.listdir(folder))
+    for name in names:
+        if not stat.S_ISREG(os.lstat(folder / name).st_mode):
+            raise CheckpointError(
+                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore the "
+                "checkpoint from a copy"
+            )
+    return names
+
+
 def _digest(folder: Path, world: World) -> str:
     """SHA-256 over the names and bytes of all files. Ranks share the work, so all must call it."""
-    names = world.from_first("reading", lambda: sorted(p.name for p in folder.iterdir()))
+    names = world.from_first("reading", lambda: _names(folder))
     own: dict[str, str] = {}
     with world.together("reading"):
         for name in names[world.rank :: world.size]:
@@ -609,7 +639,8 @@ def _digest(folder: Path, world: World) -> str:
 
 
 def _joined(digests: Mapping[str, str]) -> str:
-    return hashlib.sha256("\n".join(f"{name} {digests[name]}" for name in sorted(digests)).encode()).hexdigest()
+    lines = "\n".join(f"{name} {digests[name]}" for name in sorted(digests))
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()  # a planted name may be no text
 
 
 class _Saved:

@@ -24,6 +24,7 @@ from lambdacgd.errors import CheckpointError
 
 # A JSON object that holds this key stands for something that JSON lacks; the key's value says for what.
 _TAG = "$"
+MOST_JSON = 1 << 30  # bytes: the user's ``extra`` is part of it, and longer files are not read
 _SAFE_INTEGER = 1 << 53  # larger ones are written in hexadecimal: other readers of JSON would round them
 _NUMPY = (
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
@@ -201,8 +202,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_json(path: Path, value: Any) -> str:
-    """As `write_tensors`, for a value that `encode` returned."""
-    return _write(path, (json.dumps(value, allow_nan=False).encode(),))
+    """As `write_tensors`, for a value that `encode` returned.
+
+    Raises:
+        CheckpointError: It takes more bytes than are ever read again.
+    """
+    content = json.dumps(value, allow_nan=False).encode()
+    if len(content) > MOST_JSON:
+        raise CheckpointError(
+            f"the numbers and texts of this checkpoint take {len(content)} bytes, and {MOST_JSON} are allowed: give "
+            "long lists in extra= as tensors"
+        )
+    return _write(path, (content,))
 
 
 def _write(path: Path, *parts: Any) -> str:

@@ -154,9 +154,19 @@ class Noiser:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the newest ``state_dict()`` of a run."""
+        """Go on from the newest ``state_dict()`` of a run.
+
+        Args:
+            state: What ``state_dict()`` returned, also after JSON or ``torch.save``.
+
+        Raises:
+            CheckpointError: It is not this plan's and key's, not the run's newest release, or was changed.
+        """
         if not isinstance(state, dict) or state.get("format") != FORMAT:
             raise CheckpointError(f"this is not a state of format {FORMAT}")
+        kinds = {"identity": dict, "run": str, "step": int}
+        if any(type(state.get(name)) is not kind for name, kind in kinds.items()) or state["step"] < 0:
+            raise CheckpointError("this state is damaged: its identity, run or step is missing. Restore it from a copy")
         if self.run.started:
             raise CheckpointError("this noiser has already begun; load a state before its first batch")
         current = self._identity()

@@ -144,7 +144,15 @@ class Private:
         """
         plan = self.plan
         informational = epsilon_after_epochs(plan) if after_epochs else None
-        return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational)
+        return Spent(
+            plan.epsilon,
+            plan.delta,
+            plan.certificate,
+            self.steps_taken,
+            plan.steps,
+            informational,
+            key_for_tests=self.run.key.is_for_tests,
+        )
 
     def card(self) -> Card:
         """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
@@ -163,6 +171,7 @@ class Private:
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipper.mode,
             augmentations=self.augmentations,
+            key_for_tests=self.run.key.is_for_tests,
         )
 
     # --- what goes along with a run ----------------------------------------------------------------------------------

@@ -6,12 +6,13 @@ import contextlib
 import os
 import secrets
 import time
+import warnings
 from collections.abc import Iterator
 from typing import NoReturn
 
 import torch
 
-from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
+from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
 from lambdacgd.training.distributed.world import World
 
@@ -33,6 +34,13 @@ class Run:
                 "key", type(key).__name__, "it must be a SecretKey: SecretKey.generate() or SecretKey.load(path)"
             )
         self.key = SecretKey.generate() if key is None else key
+        if self.key.is_for_tests:
+            warnings.warn(
+                "NOT PRIVATE: the key is one of SecretKey.for_tests, which everybody can compute, so this run claims "
+                "nothing. Train with a key of your own on data that needs protection",
+                NotPrivateWarning,
+                stacklevel=4,
+            )
         if prepared is not None and self.key.path is None:
             raise InvalidInput(
                 "run_id", prepared, "a prepared run is in the ledger beside its key's file: save the key"
@@ -57,6 +65,8 @@ class Run:
         return self._id
 
     def _new_id(self) -> str:
+        if self.key.is_for_tests:
+            return self.key.derive("run of tests").hex()[:32]
         if self.key.path is None:
             return secrets.token_hex(16)
         self._ledger = self.key.ledger()
@@ -181,9 +191,11 @@ class SharedRun(Run):
     def share(self, device: torch.device) -> None:
         """Take rank 0's key. All ranks must call it, after they have agreed."""
         self._keeps_ledger = self._world.share(self.key.path is not None)
+        for_tests = self._world.share(self.key.is_for_tests)
         secret = self._world.share_secret(bytes(self.key._secret), device)
         if not self._world.first:
             self.key = SecretKey.from_bytes(secret)
+            self.key._for_tests = for_tests
 
     def _new_id(self) -> str:
         return self._world.from_first("starting the run", super()._new_id)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lambdacgd as lc
 from lambdacgd.accounting.exact.accountant import METHOD, TransferMatrix
 from lambdacgd.accounting.exact.evaluation import (
     FINE,
@@ -25,6 +26,7 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
 )
 from lambdacgd.accounting.exact.product import AVAILABLE
+from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError
@@ -438,3 +440,18 @@ TABLE = {
 def test_table_of_the_paper_s_setting(lam: float, epsilon: float) -> None:
     found = TransferMatrix(lam, steps_per_epoch=390, epochs=10).sigma(epsilon, 1e-5).sigma
     assert found == pytest.approx(TABLE[lam][epsilon], rel=1e-3)
+
+
+def test_so_much_noise_that_delta_vanishes_is_no_error():
+    """One step with σ = 100: the first δ that is computed underflows to 0, of which there is no logarithm."""
+    plan = lc.plan(
+        10,
+        10,
+        epochs=1,
+        noise_multiplier=100.0,
+        delta=1e-5,
+        mechanism=lc.LambdaCGD(0.9),
+        sampling=lc.BallsInBins("fixed"),
+    )
+    exact = gaussian_epsilon(100.0, 1e-5)
+    assert exact <= plan.epsilon <= 1.001 * exact

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import distributed as dist
 
 import lambdacgd as lc
+from tests.faults import fault
 from tests.training import oracle
 from tests.training.distributed import jobs, launch
 
@@ -35,6 +36,12 @@ def dies(kind: str) -> None:
         optimizer.zero_grad()
 
 
+@fault(
+    "Workers and ranks that die",
+    "One of several ranks is killed (kill −9) in the middle of a step.",
+    shows="The other ranks fail with torch's error within the process group's timeout; none hangs.",
+    loses="The steps since the newest checkpoint.",
+)
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_a_killed_rank_fails_the_others(kind):
     start = time.monotonic()
@@ -81,6 +88,12 @@ def prepared(folder: Path) -> Path:
     return folder
 
 
+@fault(
+    "Workers and ranks that die",
+    "A rank under `torchrun --max-restarts` is killed between two checkpoints.",
+    shows="torchrun starts all ranks again, and they go on.",
+    loses="The steps since that checkpoint. They are computed again, to the same bits.",
+)
 @pytest.mark.parametrize("options", [[], pytest.param(["--sharded"], marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_torchrun_restarts_to_the_same_weights(tmp_path, options):
     calm, rough = prepared(tmp_path / "calm"), prepared(tmp_path / "rough")

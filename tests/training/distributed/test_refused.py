@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from torch import nn
 
 import lambdacgd as lc
 from lambdacgd.errors import InvalidInput
 from lambdacgd.training.distributed.world import World
+from tests.faults import fault
 from tests.training.distributed import jobs, launch, mistakes
 
 # What the message says on rank 0 and on rank 1.
@@ -90,9 +92,15 @@ def test_a_noiser_on_every_rank():
     assert "Use it on rank 0" in second
 
 
-def test_a_job_of_many_without_a_process_group(monkeypatch):
+@fault(
+    "The wrong key, plan, data or number of processes",
+    "A job of several processes begins without `init_process_group`.",
+    says="call torch.distributed.init_process_group() before privatize, so that the processes train one model",
+    loses="Nothing: it is refused before the first step.",
+)
+def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(InvalidInput, match="init_process_group"):
+    with pytest.raises(InvalidInput, match=sentence):
         World.of(None)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert World.of(None).size == 1
@@ -111,3 +119,18 @@ def test_fsdp1_is_refused():
 
     with pytest.raises(InvalidInput, match="fully_shard"):
         unwrap(nn.Sequential(FullyShardedDataParallel()), World(None))
+
+
+def claim_of_a_run_for_tests() -> tuple[bool, str, str]:
+    model = jobs.net(torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    key = lc.SecretKey.for_tests(5)
+    private = lc.privatize(model, optimizer, jobs.data(torch.float32), jobs.plan(), max_grad_norm=1.0, key=key)
+    return private.run.key.is_for_tests, private.card()["claim"], private.run.id
+
+
+def test_a_key_for_tests_claims_nothing_on_any_rank():
+    first, second = launch.run(2, claim_of_a_run_for_tests)
+    assert first == second
+    assert first[0]
+    assert first[1].startswith("none: trained with a key for tests")

@@ -23,7 +23,7 @@ from lambdacgd.accounting.composed.one_epoch import FINAL, QUICK, Resolution, on
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
-from lambdacgd.accounting.root import Secant, bisect, find_root, smallest_certified
+from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, Mechanism
 
@@ -206,7 +206,7 @@ class FreshBins:
             return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta), slope
         strategy, x = self._search(-slope, start or self.first_guess(epsilon, delta))
         x, value = find_root(
-            lambda x: math.log(self._evaluate(math.exp(x), epsilon, delta, quick=True).delta / delta),
+            lambda x: log_ratio(self._evaluate(math.exp(x), epsilon, delta, quick=True).delta, delta),
             x,
             strategy,
             lambda value: abs(value) < 0.3,

@@ -33,7 +33,7 @@ from lambdacgd.accounting.exact.evaluation import (
 from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
-from lambdacgd.accounting.root import SteppedSecant, smallest, smallest_certified
+from lambdacgd.accounting.root import SteppedSecant, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
 
 METHOD = "transfer-matrix"
@@ -295,7 +295,7 @@ class TransferMatrix:
             sigma, epsilon = place(x)
             tuned = replace(scale, strike=math.exp(epsilon))
             bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)
-            value = math.log(bound.delta / delta)
+            value = log_ratio(bound.delta, delta)
             if abs(value) < 4:
                 scale = replace(scale, slope=min(max(bound.slope, 0.3), 3 * scale.slope))
             elif value > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -121,6 +122,12 @@ def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
             "num_train_epochs",
             args.num_train_epochs,
             f"the plan has {plan.epochs} epochs. Leave num_train_epochs out, or plan anew",
+        )
+    if args.max_steps <= 0 and args.num_train_epochs != plan.epochs:  # nobody can tell a default from a wish
+        warnings.warn(
+            f"the plan has {plan.epochs} epochs, and so many are trained: num_train_epochs = {untouched:g}, which is "
+            f"transformers' default, is not used. Say num_train_epochs={plan.epochs}, or plan for {untouched:g}",
+            stacklevel=4,
         )
 
 

@@ -1,0 +1,74 @@
+"""Reading files that anybody may have written: how much is read is bounded, and JSON means one thing. No torch.
+
+Python's own reader of JSON lets a file decide how much memory it takes, keeps the last of two equal keys, and reads
+NaN, infinities and ``1e999``, which no arithmetic of ours expects. Here each of these is a ``ValueError`` with a
+sentence, which callers put into their own error.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lambdacgd.errors import shown
+
+MOST_BYTES = 64 << 20
+"""The largest plan, card or cache entry that is read. They are a few kilobytes long."""
+
+
+def read_bytes(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> bytes:
+    """Read a file, unless it is longer than ``most`` bytes.
+
+    Raises:
+        ValueError: It is longer.
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise ValueError(f"{Path(path).name} is longer than {most} bytes, so it is no such file")
+    return content
+
+
+def parse_json(content: str | bytes) -> Any:
+    """Read JSON in UTF-8.
+
+    Raises:
+        ValueError: It is no JSON, is nested too deeply, names something twice, or holds a number that no float or
+            integer of ordinary length can hold.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_float, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
+
+
+def read_json(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Any:
+    """Read a JSON file: `read_bytes`, then `parse_json`."""
+    return parse_json(read_bytes(path, most=most))
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number that JSON has")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:20]} is too large")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{shown(twice)} stands there twice")
+    return made

@@ -61,6 +61,7 @@ plan
 # %%
 arguments = TrainingArguments(
     output_dir="letters",
+    num_train_epochs=plan.epochs,
     per_device_train_batch_size=12,  # what fits into memory; it does not change the result
     learning_rate=1e-3,
     use_cpu=True,

@@ -56,12 +56,13 @@ def main() -> None:
             private.save(given.out / "checkpoint")
         print(f"epoch {epoch.number}: {private.spent()}")
 
+    if given.out and not (given.out / "release").exists():
+        print(f"weights and their privacy card are in {lc.export(private, given.out / 'release')}")
+    private.detach()  # a plain model again
     images, labels = test.tensors
     with torch.no_grad():
         accuracy = (model(images).argmax(1) == labels).float().mean()
     print(f"test accuracy {accuracy:.1%}")
-    if given.out and not (given.out / "release").exists():
-        print(f"weights and their privacy card are in {lc.export(private, given.out / 'release')}")
 
 
 if __name__ == "__main__":

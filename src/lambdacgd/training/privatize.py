@@ -56,13 +56,13 @@ def privatize(
 ) -> Private:
     """Bind a plan to a model, an optimizer and a map-style dataset. All three stay what they are, and so does the loop.
 
-    ::
-
-        private = lc.privatize(model, optimizer, dataset, plan, max_grad_norm=1.0, max_physical_batch_size=64)
-        for x, y in private.loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    ```python
+    private = lc.privatize(model, optimizer, dataset, plan, max_grad_norm=1.0)
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ```
 
     Where ``torch.distributed`` is initialised, all ranks of ``process_group`` train one model: call it on each, with
     the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is. With ε = inf the same loop

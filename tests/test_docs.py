@@ -143,4 +143,4 @@ def test_the_migration_page_runs():
     )
     assert f"# {poisson.epsilon:.3g}\n" in page
     assert f"# {planned[1].epsilon:.3g}: λCGD" in page
-    assert planned[2].sigma == pytest.approx(1.672, abs=5e-4)
+    assert planned[2].sigma == pytest.approx(1.673, abs=5e-4)

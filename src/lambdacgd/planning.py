@@ -15,6 +15,7 @@ import numpy as np
 
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
@@ -65,7 +66,8 @@ class Plan:
     Guarantee
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
-    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says:
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says
+    (also as floating-point numbers, for which it sets a share of ε and δ aside):
     surely where its confidence is 1, else with that probability over the accountant's own coin flips. A certificate
     of kind "estimate" claims nothing. Choosing hyperparameters by looking at the data is not covered.
     """
@@ -187,9 +189,9 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8223,
+        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
         2 epochs × 20 steps of about 50 of 1000 examples,
-        RMSE 7.458 (analytic)
+        RMSE 7.466 (analytic)
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
@@ -417,23 +419,32 @@ def plan(
         check_epsilon(bound, epsilon)
     resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
     accountant = accountant_for(resolved, bound)
+    # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
     if noise_multiplier is None:
         assert epsilon is not None
-        calibration = accountant.sigma(epsilon, delta, estimate=estimate)
+        real = epsilon - set_aside(epsilon, delta)["epsilon"] if math.isfinite(epsilon) else epsilon
+        calibration = accountant.sigma(real, delta * (1 - DELTA_SHARE), estimate=estimate)
     else:
-        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta))
+        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta * (1 - DELTA_SHARE)))
+        epsilon = claimed_epsilon(calibration.certificate.epsilon)
+    certificate = calibration.certificate
+    if math.isfinite(epsilon):
+        details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
+        certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
+    else:
+        certificate = replace(certificate, delta=delta)
     mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
     return Plan(
         mechanism=resolved,
         sampling=bound,
-        epsilon=calibration.certificate.epsilon,
+        epsilon=epsilon,
         delta=delta,
         requested_batch_size=batch_size,
         sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
-        certificate=calibration.certificate,
+        certificate=certificate,
         selection=selection,
     )
 

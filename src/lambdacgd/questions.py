@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from lambdacgd.accounting import Accountant, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (
@@ -37,8 +38,8 @@ def epsilon(
     """Compute the ε of a run: one by a plan, or DP-SGD with Poisson sampling, as Opacus trains it.
 
     Args:
-        plan: a plan of any mechanism and sampling. The answer is its ε at ``delta``, which may be another δ than the
-            plan's.
+        plan: a plan of any mechanism and sampling. The answer is what a plan of the same mechanism, sampling and σ
+            claims at ``delta``, which may be another δ than the plan's.
         delta: δ.
         noise_multiplier: σ, relative to the clipping norm. With a plan it may be left out: then it is the plan's.
         sampling_rate: q, the probability that an example takes part in a step; in Opacus, 1 / len(data_loader).
@@ -55,7 +56,8 @@ def epsilon(
     ---------
     (ε, δ)-DP for zero-out of one example, both directions, if every example took part in every step with probability
     ``sampling_rate``, independently: *Poisson sampling*. A loader that shuffles does not draw like that, and the answer
-    does not hold for it.
+    does not hold for it. Without a plan the answer is about real numbers. With one, it is what a plan at ``delta``
+    claims, floating point included; a run that was trained already claims its own plan's (ε, δ).
 
     Examples:
         >>> import lambdacgd as lc
@@ -66,16 +68,17 @@ def epsilon(
     if plan is None and noise_multiplier is None:
         raise InvalidInput("noise_multiplier", "Give the noise multiplier σ of the run, or its plan.")
     accountant = _accountant(plan, sampling_rate, steps)
+    aside = 0.0 if plan is None else DELTA_SHARE  # of δ: plans set a share aside for floating point
     if noise_multiplier is None:
         assert plan is not None
         if plan.sigma == 0:
             return math.inf
         noise_multiplier = plan.sigma
     sigma = number("noise_multiplier", noise_multiplier, above=0)
-    answer = accountant.epsilon(sigma, delta).epsilon
+    answer = accountant.epsilon(sigma, delta * (1 - aside)).epsilon
     if not math.isfinite(answer):
         raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: it is too little noise")
-    return answer
+    return answer if plan is None else claimed_epsilon(answer)
 
 
 def noise_multiplier(
@@ -113,7 +116,10 @@ def noise_multiplier(
     """
     epsilon = number("epsilon", epsilon, above=0)
     delta = number("delta", delta, above=0, below=1)
-    return _accountant(plan, sampling_rate, steps).sigma(epsilon, delta).sigma
+    accountant = _accountant(plan, sampling_rate, steps)
+    if plan is None:
+        return accountant.sigma(epsilon, delta).sigma
+    return accountant.sigma(epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)).sigma
 
 
 def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant:

@@ -28,7 +28,7 @@ def zeros() -> dict[str, torch.Tensor]:
 
 
 def stage(recurrence: Recurrence, cls: type = BufferedNoise, **more: object) -> BufferedNoise:
-    return cls(field(SHAPES), recurrence, **({"sigma": 1.5, "clip": 2.0, "horizon": 60, "float64_sums": True} | more))
+    return cls(field(SHAPES), recurrence, **({"sigma": 1.5, "clip": 2.0, "horizon": 60, "fineness": 40} | more))
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)

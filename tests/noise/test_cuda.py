@@ -27,7 +27,7 @@ def on_cuda(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def stage(run_id: str = "test", recurrence: BandedInverse = BANDS, **more: object) -> RegeneratedNoise:
-    terms = {"sigma": 1.5, "clip": 2.0, "horizon": 100, "float64_sums": True} | more  # float64 is the oracle's
+    terms = {"sigma": 1.5, "clip": 2.0, "horizon": 100, "fineness": 40} | more  # a lattice too fine to matter
     return RegeneratedNoise(field(run_id=run_id), recurrence, **terms)  # type: ignore[arg-type]
 
 
@@ -72,25 +72,40 @@ def test_equals_the_cpu(dtype: torch.dtype, step: int) -> None:
         assert close(ours[name], oracle[name]), name
 
 
-def test_every_normal_is_right_to_rounding() -> None:
-    """Over 2²⁴ values the float32 transform is within 4 roundings of float64, relative to the radius."""
-    shape = {"w": (1 << 24,)}
-    ours, oracle = {"w": torch.empty(1 << 24, device="cuda")}, {"w": torch.empty(1 << 24, dtype=torch.float64)}
+def test_every_normal_is_within_the_bound_of_the_proof() -> None:
+    """CPU and CUDA are each within 2⁻⁴⁹r + 2⁻⁵⁰/r of the exact normal, r the radius of its pair; see noise-proof.md."""
+    count = 320 << 16
+    shape = {"w": (count,)}
+    ours = {"w": torch.empty(count, dtype=torch.float64, device="cuda")}
+    oracle = {"w": torch.empty(count, dtype=torch.float64)}
     field(shape).fill_(ours, 5)
     field(shape).fill_(oracle, 5)
-    difference = (ours["w"].cpu().double() - oracle["w"]).view(-1, 2, 256)
-    radius = oracle["w"].view(-1, 2, 256).norm(dim=1)
-    assert float((difference.abs().amax(dim=1) / radius).max()) < 4 * 2.0**-23
+    difference = (ours["w"].cpu() - oracle["w"]).view(-1, 2, 160)
+    radius = oracle["w"].view(-1, 2, 160).norm(dim=1)
+    assert float((difference.norm(dim=1) / (radius + 0.5 / radius)).max()) < 2.0**-48
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_cpu_and_cuda_release_the_same_numbers(dtype: torch.dtype) -> None:
+    """They may differ by one Δ where a sum lies within 2⁻⁴⁵ of a rounding boundary: 10⁻⁴ of such in 10⁷ numbers."""
+    count = 10_000_000
+    sums = torch.randn(count, generator=torch.Generator().manual_seed(3))
+    noise = {"sigma": 1.5, "clip": 2.0, "horizon": 100}
+    ours, oracle = torch.empty(count, dtype=dtype, device="cuda"), torch.empty(count, dtype=dtype)
+    RegeneratedNoise(field({"w": (count,)}), BANDS, **noise).add_({"w": sums.cuda()}, 9, out={"w": ours})  # type: ignore[arg-type]
+    RegeneratedNoise(field({"w": (count,)}), BANDS, **noise).add_({"w": sums}, 9, out={"w": oracle})  # type: ignore[arg-type]
+    assert torch.equal(ours.cpu(), oracle)
 
 
 def test_small_values_keep_their_relative_accuracy() -> None:
     shape = {"w": (1 << 24,)}
-    ours, oracle = {"w": torch.empty(1 << 24, device="cuda")}, {"w": torch.empty(1 << 24, dtype=torch.float64)}
+    ours = {"w": torch.empty(1 << 24, dtype=torch.float64, device="cuda")}
+    oracle = {"w": torch.empty(1 << 24, dtype=torch.float64)}
     field(shape).fill_(ours, 6)
     field(shape).fill_(oracle, 6)
     near = oracle["w"].abs() < 1e-3
     error = (ours["w"].cpu().double()[near] - oracle["w"][near]).abs() / oracle["w"][near].abs()
-    assert float(error.max()) < 1e-5
+    assert float(error.max()) < 1e-6
     assert len(ours["w"].cpu()[near].unique()) > 0.99 * int(near.sum())
 
 
@@ -281,7 +296,7 @@ def test_moving_tensors_and_many_of_them() -> None:
         ours = on_cuda(tensors(shapes, seed=step))
         noise.add_(ours, step)
         oracle = {name: value.double() for name, value in tensors(shapes, seed=step).items()}
-        wide = RegeneratedNoise(field(shapes), BANDS, sigma=1.0, clip=1.0, horizon=50, float64_sums=True)
+        wide = RegeneratedNoise(field(shapes), BANDS, sigma=1.0, clip=1.0, horizon=50)
         wide.add_(oracle, step)
         assert all(close(ours[name], oracle[name]) for name in ours), step
 
@@ -353,7 +368,7 @@ def test_a_billion_values_have_the_law_of_normals() -> None:
     edges = torch.linspace(-6.0, 6.0, 1201, dtype=torch.float64, device="cuda")
     histogram = torch.zeros(1202, dtype=torch.int64, device="cuda")
     tails = dict.fromkeys((4.0, 5.0, 6.0), 0)
-    lags = (1, 2, 16, 32, 256, 512, 2048)
+    lags = (1, 2, 10, 32, 160, 320, 2048)
     products = dict.fromkeys(lags, 0.0)
     across, before = 0.0, None
     for step in range(1, rounds + 1):

@@ -36,7 +36,7 @@ REGENERATED: list[Mechanism] = [
 ]
 BUFFERED: list[Mechanism] = [BLT(2), BSR(4), BandMF(4)]
 SHAPES = {"w": (700,)}
-TERMS = {"sigma": 1.5, "clip": 2.0, "horizon": 50, "float64_sums": True}
+TERMS = {"sigma": 1.5, "clip": 2.0, "horizon": 50, "fineness": 40}
 
 
 @pytest.mark.parametrize("mechanism", REGENERATED, ids=str)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy
 from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
+from lambdacgd.noise.reference import released
 
 from .helpers import SHAPES, expected, field, tensors
 
@@ -22,7 +23,12 @@ LAMBDA = BandedInverse((1.0, -0.9))
 def stage(
     recurrence: BandedInverse = LAMBDA, *, sigma: float = 1.5, clip: float = 2.0, **more: object
 ) -> RegeneratedNoise:
-    terms = {"sigma": sigma, "clip": clip, "horizon": 100, "float64_sums": True} | more
+    terms = {
+        "sigma": sigma,
+        "clip": clip,
+        "horizon": 100,
+        "fineness": 40,
+    } | more  # a lattice too fine to matter
     return RegeneratedNoise(field(), recurrence, **terms)  # type: ignore[arg-type]
 
 
@@ -42,7 +48,7 @@ def test_adds_the_banded_sum(coefficients: tuple[float, ...], step: int) -> None
     bands = [(step - j, a) for j, a in enumerate(coefficients) if step - j >= 1]
     for name, value in sums.items():
         want = before[name].numpy() + 3.0 * expected(noise.field.layout, name, bands)
-        assert np.abs(value.numpy() - want).max(initial=0.0) < 1e-12
+        assert np.abs(value.numpy() - want).max(initial=0.0) < 1e-11
 
 
 def test_float32_sums_agree_to_rounding() -> None:
@@ -55,7 +61,7 @@ def test_column_scales_multiply_the_step() -> None:
     scales = np.linspace(0.5, 2.0, 100)
     plain, scaled = added(stage(), 7), added(stage(column_scales=scales), 7)
     for name, value in plain.items():
-        torch.testing.assert_close(scaled[name], value * scales[6], rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(scaled[name], value * scales[6], rtol=0, atol=1e-11)
 
 
 def test_restarts_cut_the_correlation_and_index_the_scales() -> None:
@@ -69,7 +75,7 @@ def test_restarts_cut_the_correlation_and_index_the_scales() -> None:
     ):
         value = added(noise, step)["big"]
         want = 3.0 * scales[(step - 1) % 5] * expected(noise.field.layout, "big", bands)
-        assert np.abs(value.numpy() - want).max() < 1e-12
+        assert np.abs(value.numpy() - want).max() < 3e-11
 
 
 def test_a_cancelled_share_is_what_was_added() -> None:
@@ -77,7 +83,7 @@ def test_a_cancelled_share_is_what_was_added() -> None:
     noise = stage(BandedInverse((1.0, -1.0)))
     total = sum(added(noise, step)["linear.weight"] for step in range(1, 21))
     assert isinstance(total, torch.Tensor)
-    assert np.abs(total.numpy() - 3.0 * expected(noise.field.layout, "linear.weight", [(20, 1.0)])).max() < 1e-12
+    assert np.abs(total.numpy() - 3.0 * expected(noise.field.layout, "linear.weight", [(20, 1.0)])).max() < 3e-11
 
 
 def test_joint_law_of_two_steps_has_covariance_minus_lambda() -> None:
@@ -162,18 +168,36 @@ def test_no_noise_is_no_noise() -> None:
 
 
 @pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
-def test_float64_sums_are_refused_where_they_get_noise(kind: type) -> None:
-    """The noise has 32 bits a number: what it does not cover of a float64 sum would be released as it is."""
-    sums, terms = tensors(dtype=torch.float64), {"clip": 1.0, "horizon": 5}
-    kept = {name: value.clone() for name, value in sums.items()}
-    noisy = kind(field(), LAMBDA, sigma=1e-30, **terms)
-    for out in (None, tensors()):
-        with pytest.raises(TypeError, match="float64"):
-            noisy.add_(sums, 1, out=out)
-    kind(field(), LAMBDA, sigma=0.0, **terms).add_(sums, 1)  # nothing is hidden, so nothing can be betrayed
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_lattice_points_leave(kind: type, dtype: torch.dtype) -> None:
+    """Sum plus noise as a multiple of Δ, whatever the bits of the sum, and equal to the reference's rounding."""
+    scales = np.linspace(0.5, 2.0, 5)
+    noise = kind(field(), LAMBDA, sigma=1.5, clip=2.0, horizon=5, column_scales=scales)
+    for step in (1, 4):
+        sums = tensors(dtype=dtype)
+        noise.add_(sums, step)
+        scale = 3.0 * scales[step - 1]
+        quantum = 2.0 ** (math.frexp(scale)[1] - 10)
+        assert 2.0**-10 <= quantum / scale <= 2.0**-9
+        for name, value in sums.items():
+            assert torch.equal((value.double() / quantum).round() * quantum, value.double())
+            bands = [(step - j, a) for j, a in enumerate((1.0, -0.9)) if step - j >= 1]
+            field_noise = expected(noise.field.layout, name, bands)
+            want = released(tensors(dtype=dtype)[name].double().numpy(), field_noise, scale, 10)
+            assert np.array_equal(value.double().numpy(), want)
+
+
+@pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
+def test_without_noise_every_bit_of_the_sums_stays(kind: type) -> None:
+    sums, kept = tensors(dtype=torch.float64), tensors(dtype=torch.float64)
+    kind(field(), LAMBDA, sigma=0.0, clip=1.0, horizon=5).add_(sums, 1)
     assert all(torch.equal(sums[name], kept[name]) for name in sums)
-    noisy.add_(tensors(), 1, out=sums)  # float32 sums and noise, in a wider place
-    assert all(torch.equal(value, value.float().double()) for value in sums.values())
+
+
+def test_a_sum_far_above_the_noise_is_rounded_by_float32_alone() -> None:
+    sums = {"w": torch.tensor([3e38, -1e20, 12345678.0, 1e9])}
+    RegeneratedNoise(field({"w": (4,)}), LAMBDA, sigma=1e-3, clip=1.0, horizon=5).add_(sums, 1)
+    assert torch.equal(sums["w"], torch.tensor([3e38, -1e20, 12345678.0, 1e9]))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -209,10 +233,6 @@ def half(sums: dict[str, torch.Tensor]) -> None:
     sums["big"] = sums["big"].to(torch.bfloat16)
 
 
-def double(sums: dict[str, torch.Tensor]) -> None:
-    sums["big"] = sums["big"].double()
-
-
 def integer(sums: dict[str, torch.Tensor]) -> None:
     sums["big"] = sums["big"].long()
 
@@ -236,7 +256,6 @@ def doubled(sums: dict[str, torch.Tensor]) -> None:
         (extra, LayoutError, "'more', which is not in the layout"),
         (reshaped, LayoutError, r"shape \(1000, 41\), the layout \(41, 1000\)"),
         (half, TypeError, "torch.bfloat16; allowed are torch.float32"),
-        (double, TypeError, "torch.float64. A noise number carries 32 random bits"),
         (integer, TypeError, "torch.int64"),
         (sparse, TypeError, "to_dense"),
         (expanded, LayoutError, "contiguous"),
@@ -248,7 +267,7 @@ def test_what_does_not_fit_is_refused_and_left_untouched(change: object, error: 
     change(sums)  # type: ignore[operator]
     kept = {name: value.clone() for name, value in sums.items()}
     with pytest.raises(error, match=message):
-        stage(float64_sums=False).add_(sums, 1)
+        stage().add_(sums, 1)
     assert all(torch.equal(sums[n].to_dense(), kept[n].to_dense()) for n in sums)
 
 

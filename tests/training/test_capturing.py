@@ -59,7 +59,7 @@ def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
 
 def agree(one, two):
     for a, b in zip(one.model.parameters(), two.model.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums that differ by a rounding may be a Δ apart
 
 
 @pytest.mark.parametrize("padded", [None, 5, 14, 96])

@@ -167,8 +167,9 @@ def test_empty_bins_step_with_noise_alone(bins):
         if sizes[t] == 0:
             assert len(x) == 1
             for name, value in oracle.weights(module).items():
+                error = oracle.lattice(p, ZETA) / p.batch_size
                 torch.testing.assert_close(
-                    before[name] - value, noise[t][name].float() / p.batch_size, atol=1e-6, rtol=1e-4
+                    before[name] - value, noise[t][name].float() / p.batch_size, atol=error + 1e-6, rtol=1e-4
                 )
     assert private.finished
 
@@ -190,4 +191,5 @@ def test_bfloat16_weights_get_gradients_rounded_once():
         assert q.grad.dtype == torch.bfloat16
         exact = (sums[name].double() + noise[name]) / p.batch_size
         error = (q.grad.double() - exact).abs()
-        assert bool((error <= exact.abs() * 2.0**-8 + 1e-6).all())  # half a unit of bfloat16, and float32's rounding
+        lattice = oracle.lattice(p, ZETA) / p.batch_size
+        assert bool((error <= exact.abs() * 2.0**-8 + 1.01 * lattice).all())  # half a unit of bfloat16, and half of Δ

@@ -13,7 +13,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Recurrence
 from lambdacgd.noise.field import UNIT, CorrelatedNoise, NoiseField
-from lambdacgd.noise.layout import Job, match, rounded_down, rounded_up
+from lambdacgd.noise.layout import FINENESS, Job, match
 from lambdacgd.torch_private import foreach_add_, foreach_div_, foreach_mul, foreach_mul_, foreach_norm, foreach_zero_
 
 Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
@@ -32,7 +32,7 @@ class BufferedNoise(CorrelatedNoise):
 
     Guarantee
     ---------
-    As for ``RegeneratedNoise``, except for memory: vectors of the gradients' size, in float32, are stored. Nothing of
+    As for ``RegeneratedNoise``, except for memory: vectors of the gradients' size, in float64, are stored. Nothing of
     them is part of any saved state.
     """
 
@@ -46,7 +46,7 @@ class BufferedNoise(CorrelatedNoise):
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
-        float64_sums: bool = False,
+        fineness: int = FINENESS,
         buffers: Literal["device", "cpu"] = "device",
     ) -> None:
         if not isinstance(recurrence, BandedInverse | BandedStrategy | BufferedToeplitz):
@@ -61,9 +61,8 @@ class BufferedNoise(CorrelatedNoise):
             horizon=horizon,
             column_scales=column_scales,
             restart_every=restart_every,
-            float64_sums=float64_sums,
+            fineness=fineness,
         )
-        self.recurrence = _in_float32(recurrence)
         self._where = buffers
         self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT
         self._next: int | None = None  # the step the store is ready for
@@ -87,20 +86,16 @@ class BufferedNoise(CorrelatedNoise):
             raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
         self._check_step(step)
         step = int(step)
-        jobs = match(self.field.layout, sums, out=out, offsets=offsets, float64_sums=self._float64_sums)
+        jobs = match(self.field.layout, sums, out=out, offsets=offsets)
         self.field.agree(self._terms)
         self._prepare(jobs, step)
         self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
-        scale = float(rounded_up([self._combination.scale_at(step)])[0])
-        noise = self._advance(jobs, step)
-        foreach_mul_(noise, scale)
-        results = []
-        for job, x in zip(jobs, noise, strict=True):
-            if job.target is job.source:
-                results.append(job.source.add_(x))
-            else:
-                results.append(job.target.copy_(x.to(job.source.dtype).add_(job.source)))
-        self._flag(results)
+        scale, lattice = self._combination.scale_at(step), self._combination.lattice_at(step)
+        results = list(foreach_mul(self._advance(jobs, step), scale))
+        for job, result in zip(jobs, results, strict=True):
+            result.add_(job.source).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
+            job.target.copy_(result)
+        self._flag([job.target for job in jobs])
         self._next = step + 1
         if check:
             self.check()
@@ -118,7 +113,7 @@ class BufferedNoise(CorrelatedNoise):
             LayoutError, TypeError, NoiseError: As for ``add_``.
         """
         self._check_step(step)
-        jobs = match(self.field.layout, sums, offsets=offsets, float64_sums=self._float64_sums)
+        jobs = match(self.field.layout, sums, offsets=offsets)
         self._next = None
         self._prepare(jobs, step)
 
@@ -144,7 +139,7 @@ class BufferedNoise(CorrelatedNoise):
         on_device = self._where == "device" or job.source.device.type == "cpu"
         return torch.zeros(
             job.source.shape,
-            dtype=torch.float32,
+            dtype=torch.float64,
             device=job.source.device if on_device else "cpu",
             pin_memory=not on_device and job.source.device.type == "cuda",
         )
@@ -156,7 +151,7 @@ class BufferedNoise(CorrelatedNoise):
             foreach_zero_(vectors)
 
     def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
-        z = [torch.empty(job.source.shape, dtype=torch.float32, device=job.source.device) for job in jobs]
+        z = [torch.empty(job.source.shape, dtype=torch.float64, device=job.source.device) for job in jobs]
         self.field.apply([Job(j.entry, v, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
         return z
 
@@ -200,17 +195,6 @@ class BufferedNoise(CorrelatedNoise):
                 continue
             largest = torch.stack([norm.float() for norm in foreach_norm(mine, float("inf"))])
             self.field.flag(~torch.isfinite(largest).all())
-
-
-def _in_float32(recurrence: Recurrence) -> Recurrence:
-    """The recurrence that float32 vectors can follow exactly, rounded so that no entry of C ≥ 0 grows."""
-    if isinstance(recurrence, BandedInverse):
-        return BandedInverse(tuple(rounded_up(recurrence.coefficients).tolist()))
-    if isinstance(recurrence, BandedStrategy):
-        return BandedStrategy(tuple(rounded_down(recurrence.coefficients).tolist()))
-    return BufferedToeplitz(
-        tuple(rounded_down(recurrence.decays).tolist()), tuple(rounded_down(recurrence.weights).tolist())
-    )
 
 
 def _add(x: Vectors, vectors: Vectors, weight: float) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 import torch
 
 from lambdacgd.keys import keystream_into
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, Job
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS, RARE, SECOND, Job
 
-_GROUPS = 128  # groups of a piece: 65 536 elements, in arrays of 256 KiB: smaller ones would queue for Python's lock
+_GROUPS = 192  # groups of a piece: 61 440 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
 _SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
 _ZEROS = bytes(64 * GROUP_BLOCKS * _GROUPS)
+_TURN = 2.0 * math.pi
 
 Bands = Sequence[tuple[int, float]]  #: (field step, coefficient) pairs
 
@@ -62,32 +64,42 @@ class _Views:
     """A thread's buffers for one number of groups, sliced once: each slice a piece would cost Python's lock."""
 
     def __init__(self, scratch: _Scratch, groups: int) -> None:
-        elements = groups * GROUP_ELEMENTS
-        words = scratch.words[:elements].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)
-        halves = scratch.halves[: 2 * elements : 2].view(groups, GROUP_BLOCKS, 16).transpose(1, 2)
-        self.radius_words, self.angle_words, self.shared_bits = words[:, :8], words[:, 8:], halves[:, 8:]
-        self.radius, self.angle, self.cosine = (array[:groups] for array in scratch.arrays)
-        self.x, self.y = scratch.total[:groups, 0], scratch.total[:groups, 1]
-        self.total = scratch.total[:groups].view(-1)
+        words = scratch.words[: groups * 16 * GROUP_BLOCKS].view(groups, GROUP_BLOCKS, 16).permute(2, 0, 1)
+        self.sources = words[:PAIRS], words[PAIRS : 2 * PAIRS], words[2 * PAIRS : 15], words[15]
+        self.blocks = words.permute(1, 2, 0)
+        count = PAIRS * groups * GROUP_BLOCKS
+        shape = (PAIRS, groups, GROUP_BLOCKS)
+        self.low, self.turn_low, self.shared, self.bits = (array[:count].view(shape) for array in scratch.integers)
+        self.last = scratch.last[: groups * GROUP_BLOCKS].view(shape[1:])
+        self.near = scratch.near[:count].view(shape)
+        self.radius, self.angle, self.high, self.cosine = (array[:count].view(shape) for array in scratch.arrays)
+        self.x, self.y = (scratch.total[j * count : (j + 1) * count].view(shape) for j in (0, 1))
+        self.ordered = scratch.ordered[: 2 * count]
+        numbers = self.ordered.view(groups, 2, PAIRS, GROUP_BLOCKS)
+        self.places = numbers[:, 0].transpose(0, 1), numbers[:, 1].transpose(0, 1)
 
 
 class _Scratch(threading.local):
-    """Each thread's own buffers, about 2 MiB, made once."""
+    """Each thread's own buffers, about 4 MiB, made once."""
 
     def __init__(self) -> None:
         self.bytes = bytearray(len(_ZEROS))
-        self.words = torch.frombuffer(self.bytes, dtype=torch.uint32)
-        self.halves = torch.frombuffer(self.bytes, dtype=torch.uint16)  # little-endian: even ones are low halves
-        self.arrays = [torch.empty((_GROUPS, 8, GROUP_BLOCKS), dtype=torch.float64) for _ in range(3)]
-        self.total = torch.empty((_GROUPS, 2, 8, GROUP_BLOCKS), dtype=torch.float64)
-        self.single = torch.empty(_SERIAL, dtype=torch.float32)
+        self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
+        pairs = _GROUPS * PAIRS * GROUP_BLOCKS
+        self.integers = [torch.empty(pairs, dtype=torch.int32) for _ in range(4)]
+        self.last = torch.empty(_GROUPS * GROUP_BLOCKS, dtype=torch.int32)
+        self.near = torch.empty(pairs, dtype=torch.bool)
+        self.arrays = [torch.empty(pairs, dtype=torch.float64) for _ in range(4)]
+        self.total = torch.empty(2 * pairs, dtype=torch.float64)
+        self.ordered = torch.empty(2 * pairs, dtype=torch.float64)
         self.views: dict[int, _Views] = {}
 
 
 _scratch = _Scratch()
-_HALF_CELL = torch.tensor(2.0**-49, dtype=torch.float64)
-_TURN = 2.0 * math.pi * 2.0**-32  # the angle of one unit of a word
-_HALF_TURN = torch.tensor(0.5 * _TURN, dtype=torch.float64)
+_TOP = -(1 << 31)  # as an int32: the highest bit
+_SHIFTS = torch.arange(0, 6 * PAIRS, 6, dtype=torch.int32).view(PAIRS, 1, 1)
+_RADIUS_START = torch.tensor(2.0**-21 + 2.0**-53, dtype=torch.float64)  # undoes the flipped bit, and half a cell
+_TURN_START = torch.tensor(2.0**-19 + 2.0**-51 - 0.5, dtype=torch.float64)  # and from the middle of the turn
 
 
 def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: float) -> torch.Tensor:
@@ -99,17 +111,53 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
     v.y.zero_()
     for step, coefficient in bands:
         _fill_words(subkey, first_group * GROUP_BLOCKS, groups * GROUP_BLOCKS, step)
-        v.radius.copy_(v.radius_words)
-        v.cosine.copy_(v.shared_bits)
-        torch.add(_HALF_CELL, v.radius, alpha=2.0**-32, out=v.radius).add_(v.cosine, alpha=2.0**-48)  # u
+        for part, source in zip((v.low, v.turn_low, v.shared, v.last), v.sources, strict=True):
+            part.copy_(source)
+        # int32 is signed: with the highest bit flipped, a word is its value minus 2³¹, which the constants add again.
+        v.radius.copy_(v.low.bitwise_xor_(_TOP))
+        v.angle.copy_(v.turn_low.bitwise_xor_(_TOP))
+        torch.bitwise_right_shift(v.shared, 12, out=v.low)
+        torch.add(v.low, RARE, out=v.bits).bitwise_and_(-2 * RARE)  # 0 for −32 … 31: u near 0 or, signed, near 1
+        rare = torch.nonzero(torch.eq(v.bits, 0, out=v.near).view(-1)).view(-1)
+        v.high.copy_(v.low.bitwise_and_(0xFFFFF))
+        # u = ((X >> 12)·2³² + R + ½)/2⁵², exactly
+        torch.add(_RADIUS_START, v.radius, alpha=2.0**-52, out=v.radius).add_(v.high, alpha=2.0**-20)
         v.radius.log_().mul_(-2.0).sqrt_()
-        v.angle.copy_(v.angle_words)
-        torch.add(_HALF_TURN, v.angle, alpha=_TURN, out=v.angle)
+        for index in rare.tolist():
+            _refine(subkey, first_group, groups, step, v, index)
+        # v − ½ with v = (2⁴⁴e + 2³²(X mod 2¹²) + A + ½)/2⁵⁰, exactly. Half a turn changes the sign of cosine and sine.
+        torch.bitwise_right_shift(v.last, _SHIFTS, out=v.bits)
+        v.bits.bitwise_and_(63).bitwise_left_shift_(12).bitwise_or_(v.shared.bitwise_and_(0xFFF))
+        v.high.copy_(v.bits)
+        torch.add(_TURN_START, v.angle, alpha=2.0**-50, out=v.angle).add_(v.high, alpha=2.0**-18).mul_(_TURN)
         torch.cos(v.angle, out=v.cosine)
         v.angle.sin_()
-        v.x.addcmul_(v.radius, v.cosine, value=coefficient * scale)
-        v.y.addcmul_(v.radius, v.angle, value=coefficient * scale)
-    return v.total
+        v.radius.mul_(-coefficient)
+        v.x.addcmul_(v.cosine, v.radius)
+        v.y.addcmul_(v.angle, v.radius)
+    for place, part in zip(v.places, (v.x, v.y), strict=True):
+        torch.mul(part, scale, out=place)
+    return v.ordered
+
+
+def _refine(subkey: bytes, first_group: int, groups: int, step: int, v: _Views, index: int) -> None:
+    """The radius of one pair whose uniform is near 0 or 1: 84 more bits, from the second block."""
+    pair, block = divmod(index, groups * GROUP_BLOCKS)
+    group, lane = divmod(block, GROUP_BLOCKS)
+    words = [int(word) & 0xFFFFFFFF for word in v.blocks[group, lane].tolist()]
+    at = first_group * GROUP_BLOCKS + block
+    out = bytearray(64)
+    tail = (at & 0xFFFFFFFF, (at >> 32) | SECOND, step & 0xFFFFFFFF, step >> 32)
+    keystream_into(subkey, tail, _ZEROS[:64], out)
+    second = struct.unpack("<16I", out)
+    m = (words[2 * PAIRS + pair] >> 12) << 32 | words[pair]
+    more = (second[2 * PAIRS + pair] >> 12) << 32 | second[pair]
+    further = (more + (second[PAIRS + pair] + 0.5) * 2.0**-32) * 2.0**-52
+    if m < 1 << 51:
+        logarithm = math.log((m + further) * 2.0**-52)
+    else:
+        logarithm = math.log1p(-((1 << 52) - 1 - m + further) * 2.0**-52)
+    v.radius[pair, group, lane] = math.sqrt(-2.0 * logarithm)
 
 
 def _fill_words(subkey: bytes, block: int, count: int, step: int) -> None:
@@ -123,13 +171,17 @@ def _fill_words(subkey: bytes, block: int, count: int, step: int) -> None:
         done += take
 
 
-def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, *, read: bool = True) -> bool:
-    """target = source + scale·Σ a·z (or the noise alone if not ``read``). Returns whether all results are finite."""
+def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattice: float, *, read: bool = True) -> bool:
+    """target = source + scale·Σ a·z on the lattice (or the noise alone if not ``read``).
+
+    Returns:
+        Whether all results are finite.
+    """
 
     def work(piece: Piece) -> bool:
         with torch.no_grad():
             noise = combined(subkey, piece.first_group, piece.groups, bands, scale)
-            return all([_add(part, noise, piece.first_group, read) for part in piece.parts])
+            return all([_add(part, noise, piece.first_group, lattice, read) for part in piece.parts])
 
     cut = pieces(jobs)
     threads = torch.get_num_threads()
@@ -138,30 +190,20 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, *, rea
     return all(list(_pool(threads).map(work, cut)))
 
 
-def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, read: bool) -> bool:
+def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, lattice: float, read: bool) -> bool:
     job, begin, end = part
     skip = job.offset - (first_group - job.entry.first_block // GROUP_BLOCKS) * GROUP_ELEMENTS
     finite = True
     for a in range(begin, end, _SERIAL):
         b = min(a + _SERIAL, end)
-        values = noise[skip + a : skip + b]
-        if job.source.dtype == torch.float32:
-            values = _scratch.single[: b - a].copy_(values)
-        for views in _views(job.source, job.target, a, b, values):
-            finite &= _add_view(*views, read)
+        for source, target, values in _views(job.source, job.target, a, b, noise[skip + a : skip + b]):
+            if read:
+                values.add_(source).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
+                low, high = torch.aminmax(values)
+                limit = torch.finfo(target.dtype).max
+                finite &= -limit <= float(low) and float(high) <= limit
+            target.copy_(values)
     return finite
-
-
-def _add_view(source: torch.Tensor, target: torch.Tensor, noise: torch.Tensor, read: bool) -> bool:
-    if not read:
-        target.copy_(noise)
-        return True
-    if target is source:
-        low, high = torch.aminmax(source.add_(noise))
-    else:
-        low, high = torch.aminmax(noise.add_(source))
-        target.copy_(noise)
-    return math.isfinite(float(low)) and math.isfinite(float(high))
 
 
 def _views(

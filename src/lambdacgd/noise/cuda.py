@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import groupby
 
 import numpy as np
 import torch
 
-from lambdacgd.noise.layout import GROUP_ELEMENTS, Combination, Job, rounded_up
+from lambdacgd.noise.layout import GROUP_ELEMENTS, Combination, Job
 
 _TABLES = 3  # of one size, written in turn; also a reserve for graph capture, which cannot allocate on the host
 
@@ -94,7 +95,7 @@ class CudaBackend:
                     launch.table.device,
                     self.key,
                     self._constant(combination.coefficients),
-                    self._constant(scales) if scales is not None else self._no_step.view(torch.float32),
+                    self._constant(scales) if scales is not None else self._no_step.view(torch.float64),
                     counter,
                     self.flags,
                     base,
@@ -102,7 +103,8 @@ class CudaBackend:
                     combination.period,
                     len(combination.coefficients),
                     launch.rows,
-                    _rounded_scale(scale),
+                    struct.unpack("<q", struct.pack("<d", scale))[0],
+                    math.ldexp(1.5, 53 - combination.fineness) if read else 0.0,
                     READ=read,
                     WIDE=launch.source == torch.float64,
                     WIDE_OUT=launch.target == torch.float64,
@@ -120,7 +122,7 @@ class CudaBackend:
 
     def _constant(self, values: tuple[float, ...]) -> torch.Tensor:
         if values not in self._constants:
-            self._constants[values] = torch.from_numpy(rounded_up(values)).to(self.device)
+            self._constants[values] = torch.tensor(values, dtype=torch.float64).to(self.device)
         return self._constants[values]
 
     def _capturing(self) -> bool:
@@ -149,11 +151,6 @@ class CudaBackend:
             table.sent = torch.cuda.Event()
             table.sent.record(torch.cuda.current_stream(self.device))
         return table
-
-
-@lru_cache(maxsize=4096)
-def _rounded_scale(scale: float) -> float:
-    return float(rounded_up([scale])[0])
 
 
 def table_rows(jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:

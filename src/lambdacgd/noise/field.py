@@ -19,7 +19,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import Mechanism, Recurrence
 from lambdacgd.noise import cpu
 from lambdacgd.noise.cuda import CudaBackend, Launch
-from lambdacgd.noise.layout import Combination, Job, Layout, Terms, check_terms, match, scales_digest
+from lambdacgd.noise.layout import FINENESS, Combination, Job, Layout, Terms, check_terms, match, scales_digest
 
 _log = logging.getLogger(__name__)
 _told: set[str] = set()
@@ -35,10 +35,10 @@ class NoiseField:
     Guarantee
     ---------
     Without the key, the field is computationally indistinguishable from independent standard normals (as far as
-    ChaCha20 and BLAKE2b are secure), with the tail cut at 8.24 σ and 64 random bits a pair of values. Runs with
-    different run ids have independent fields. The CPU and CUDA agree to float32 rounding; one backend gives the same
-    bits every time. That sums and noise are rounded to floating point is not part of the accounting: the last bits of a
-    released number can say more than ε and δ do. Sums with more bits than the noise (float64) are refused.
+    ChaCha20 and BLAKE2b are secure), rounded: a pair of values with radius r lies within about 2⁻⁴⁷ of the real-valued
+    one, has 102 random bits (186 where r is above 4.5 or below 0.01) and reaches 13 σ. Runs with different run ids have
+    independent fields. The CPU and CUDA agree to 2⁻⁴⁸r + 2⁻⁴⁹/r; one backend gives the same bits every time. What is
+    released is sum plus noise on a public lattice, which hides the rest: `docs/noise-proof.md` says what that costs.
     """
 
     def __init__(self, key: SecretKey, layout: Layout, *, run_id: str) -> None:
@@ -76,7 +76,7 @@ class NoiseField:
         """
         if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
             raise ValueError(f"step is {step!r}; steps count from 1")
-        self.apply(match(self.layout, tensors, offsets=offsets, float64_sums=True), UNIT, step, read=False)
+        self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, terms: Terms) -> None:
         """Noise and its later cancellation are one function: a field serves one set of terms, fixed at first use.
@@ -109,19 +109,17 @@ class NoiseField:
                 continue
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
-            bands, scale = combination.bands(step), combination.scale_at(step)
+            numbers = combination.bands(step), combination.scale_at(step), combination.lattice_at(step)
             if device.type == "cpu":
-                self._bad |= not cpu.apply(mine, self._subkey, bands, scale, read=read)
+                self._bad |= not cpu.apply(mine, self._subkey, *numbers, read=read)
             else:
-                self._by_copy(mine, bands, scale, read)
+                self._by_copy(mine, numbers, read)
 
     def adder(
         self,
         sums: Mapping[str, torch.Tensor],
         out: Mapping[str, torch.Tensor] | None,
         offsets: Mapping[str, int] | None,
-        *,
-        float64_sums: bool,
     ) -> Callable[[Combination, int | torch.Tensor], None]:
         """Check the tensors and return what adds noise to them. CUDA tensors that have not moved are known again.
 
@@ -130,7 +128,7 @@ class NoiseField:
         seen = _fingerprint(sums, out, offsets)
         if seen is not None and seen == self._seen and all(launch.current for _, ls in self._launches for launch in ls):
             return self._repeat
-        jobs = match(self.layout, sums, out=out, offsets=offsets, float64_sums=float64_sums)
+        jobs = match(self.layout, sums, out=out, offsets=offsets)
         if seen is None or any(job.source.device.type != "cuda" for job in jobs):
             return lambda combination, step: self.apply(jobs, combination, step)
 
@@ -148,7 +146,7 @@ class NoiseField:
         for backend, launches in self._launches:
             backend.launch(launches, combination, step)
 
-    def _by_copy(self, jobs: Sequence[Job], bands: cpu.Bands, scale: float, read: bool) -> None:
+    def _by_copy(self, jobs: Sequence[Job], numbers: tuple[cpu.Bands, float, float], read: bool) -> None:
         kind = jobs[0].source.device.type
         if kind not in _told:
             _told.add(kind)
@@ -156,9 +154,7 @@ class NoiseField:
         for job in jobs:
             wide = job.source.cpu()
             result = torch.empty(job.target.shape, dtype=job.target.dtype)
-            self._bad |= not cpu.apply(
-                [Job(job.entry, wide, result, job.offset)], self._subkey, bands, scale, read=read
-            )
+            self._bad |= not cpu.apply([Job(job.entry, wide, result, job.offset)], self._subkey, *numbers, read=read)
             job.target.copy_(result)
 
     def backend(self, device: torch.device) -> CudaBackend:
@@ -222,8 +218,8 @@ class CorrelatedNoise:
         horizon: How many steps the run has.
         column_scales: d_1 … d_n of a column-normalised mechanism.
         restart_every: With b, the noise restarts at steps 1, b+1, 2b+1, …
-        float64_sums: Accept float64 sums, whose last bits betray the noise. Only for runs that claim nothing; without
-            noise (σ = 0) they are accepted anyway.
+        fineness: Sum plus noise is released in multiples of Δ_t, the least power of two that is at least 2^−fineness of
+            ζσd_t. What is claimed depends on it: ``accounting.floating_point`` says how.
     """
 
     def __init__(
@@ -236,19 +232,29 @@ class CorrelatedNoise:
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
-        float64_sums: bool = False,
+        fineness: int = FINENESS,
     ) -> None:
         scale, scales = check_terms(
-            sigma=sigma, clip=clip, horizon=horizon, column_scales=column_scales, restart_every=restart_every
+            sigma=sigma,
+            clip=clip,
+            horizon=horizon,
+            column_scales=column_scales,
+            restart_every=restart_every,
+            fineness=fineness,
         )
         self.field = field
         self.recurrence = recurrence
         self.horizon = int(horizon)
-        self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every)
+        self._combination = Combination((1.0,), scale, self.horizon, scales, restart_every, int(fineness))
         self._terms = Terms(
-            str(recurrence), float(sigma), float(clip), self.horizon, restart_every, scales_digest(scales)
+            str(recurrence),
+            float(sigma),
+            float(clip),
+            self.horizon,
+            restart_every,
+            scales_digest(scales),
+            int(fineness),
         )
-        self._float64_sums = float64_sums or sigma == 0
 
     @classmethod
     def of(

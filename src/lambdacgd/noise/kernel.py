@@ -1,7 +1,10 @@
 """The CUDA kernel (Triton): ChaCha20, the Gaussian transform and the sum over bands in registers, one pass over memory.
 
-One thread computes one ChaCha20 block: 16 words, hence 16 normals. Word w of the 32 blocks of a group belongs to 32
+One thread computes one ChaCha20 block: 16 words, hence 10 normals. Number k of the 32 blocks of a group belongs to 32
 consecutive elements, so that a warp's loads and stores are whole cache lines without any exchange between threads.
+
+Words become normals in float64, by polynomials, as accurately as lemma 2 of `docs/noise-proof.md` asks. Data-centre
+GPUs do float64 arithmetic beside the integer arithmetic of ChaCha20, which is the bottleneck.
 
 The secret key is read from device memory. It must never be a compile-time constant: Triton keeps compiled kernels,
 constants included, in a cache on disk.
@@ -17,14 +20,17 @@ import os
 import triton
 import triton.language as tl
 
-TILE_BLOCKS = 64  # ChaCha20 blocks of one program: two groups, one block a thread
+from lambdacgd.noise.layout import RARE
+
+TILE_BLOCKS = 32  # ChaCha20 blocks of one program: one group, one block a thread of a warp
 TILE_WARPS = TILE_BLOCKS // 32
-TILE_ELEMENTS = 16 * TILE_BLOCKS
+TILE_ELEMENTS = 10 * TILE_BLOCKS
 META_COLUMNS = 20
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no assembly
 _TILE = tl.constexpr(TILE_BLOCKS)
 _COLUMNS = tl.constexpr(META_COLUMNS)
+_RARE = tl.constexpr(RARE << 12)  # as a word: closer than this to 0, or to 2³², is rare
 
 
 @triton.jit
@@ -66,7 +72,15 @@ def _chacha20(key, w12, w13, w14, w15):
     c3 = zero + 0x6B206574
     x0, x1, x2, x3, x4, x5, x6, x7 = c0, c1, c2, c3, k4, k5, k6, k7
     x8, x9, x10, x11, x12, x13, x14, x15 = k8, k9, k10, k11, w12, w13, w14, w15
-    for _ in range(10):
+    for _ in range(5):  # two double rounds each: fewer instructions for the loop itself
+        x0, x4, x8, x12 = _quarter(x0, x4, x8, x12, one)
+        x1, x5, x9, x13 = _quarter(x1, x5, x9, x13, one)
+        x2, x6, x10, x14 = _quarter(x2, x6, x10, x14, one)
+        x3, x7, x11, x15 = _quarter(x3, x7, x11, x15, one)
+        x0, x5, x10, x15 = _quarter(x0, x5, x10, x15, one)
+        x1, x6, x11, x12 = _quarter(x1, x6, x11, x12, one)
+        x2, x7, x8, x13 = _quarter(x2, x7, x8, x13, one)
+        x3, x4, x9, x14 = _quarter(x3, x4, x9, x14, one)
         x0, x4, x8, x12 = _quarter(x0, x4, x8, x12, one)
         x1, x5, x9, x13 = _quarter(x1, x5, x9, x13, one)
         x2, x6, x10, x14 = _quarter(x2, x6, x10, x14, one)
@@ -82,43 +96,99 @@ def _chacha20(key, w12, w13, w14, w15):
 
 
 @triton.jit
-def _log2(x):
-    """The hardware's base-2 logarithm, relative error 2⁻²² below 1/2 (tl.log2 would be a long software routine)."""
-    if _INTERPRETED:
-        return tl.log2(x)
-    return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def _double(high, low):
+    """The float64 with these two words."""
+    return ((high.to(tl.uint64) << 32) | low.to(tl.uint64)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
-def _gaussian_pair(a, b):
-    """Box–Muller in float32, each step good to about one rounding: see ``reference.gaussian_pairs`` for the format."""
-    # The 16 shared bits as a float, without a conversion: 0x4B000000 | n is the float 2²³ + n.
-    shared = ((b & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.5
-    u = a.to(tl.float32) * 2.3283064365386963e-10 + shared * 3.5527136788005009e-15
-    # −2 ln u. Below 1/2 the hardware logarithm is good to 2⁻²²; above, log1p of the exact complement t = 1 − u.
-    t = ((a ^ 0xFFFFFFFF).to(tl.float32) + (1.0 - shared * 1.52587890625e-05)) * 2.3283064365386963e-10
-    p = 1.7459241151809692 * t - 2.48227858543396
-    p = p * t + 1.9766734838485718
-    p = p * t - 0.5953473448753357
-    p = p * t + 0.3410414755344391
-    p = p * t + 0.17569103837013245
-    p = p * t + 0.2518884539604187
-    p = p * t + 0.3332621455192566
-    p = p * t + 0.5000008940696716
-    radius = tl.sqrt(tl.where(u < 0.5, -1.3862943611198906 * _log2(u), 2.0 * (t + t * t * p)))
-    # The angle 2π(b+½)/2³² folded into one octant, so that float32 keeps its relative accuracy near every axis.
-    odd = ((b << 2).to(tl.int32, bitcast=True) >> 31).to(tl.uint32, bitcast=True)
-    phi = (((b ^ odd) & 0x1FFFFFFF).to(tl.float32) + 0.5) * 1.4629180792671596e-09
-    q = phi * phi
-    sine = phi + phi * q * (-0.16666655242443085 + q * (0.00833216030150652 + q * -0.00019515282474458218))
-    cosine = 1.0 + q * (-0.5 + q * (0.04166664555668831 + q * (-0.0013887316454201937 + q * 2.4433154976577498e-05)))
-    fold = b ^ (b << 1)
-    swap = (fold & 0x40000000) != 0
-    x = radius * tl.where(swap, sine, cosine)
-    y = radius * tl.where(swap, cosine, sine)
-    x = (x.to(tl.uint32, bitcast=True) ^ (fold & 0x80000000)).to(tl.float32, bitcast=True)
-    y = (y.to(tl.uint32, bitcast=True) ^ (b & 0x80000000)).to(tl.float32, bitcast=True)
-    return x, y
+def _minus_two_log(u):
+    """−2 ln u of a normal float64: 2ᵉm with m in [1, 2), and a polynomial in m − 3/2 with error 2⁻⁵²."""
+    bits = u.to(tl.uint64, bitcast=True)
+    high = (bits >> 32).to(tl.uint32)
+    exponent = _double(high * 0 + 0x43300000, high >> 20) - 4503599627371519.0  # 2⁵² + 1023
+    f = _double((high & 0x000FFFFF) | 0x3FF00000, bits.to(tl.uint32)) - 1.5
+    p = f * -8.020777914050292e-05 + 0.00012664983830212815
+    p = p * f - 0.00010028598014079462
+    p = p * f + 0.00016024354028373533
+    p = p * f - 0.0003103789704341118
+    p = p * f + 0.0004986155672062912
+    p = p * f - 0.0007894211889994704
+    p = p * f + 0.0012828667728632269
+    p = p * f - 0.0021021240479020572
+    p = p * f + 0.0034684952375098185
+    p = p * f - 0.00578050181426068
+    p = p * f + 0.009754597757661162
+    p = p * f - 0.016722189877878903
+    p = p * f + 0.029263832229841698
+    p = p * f - 0.052674897113135936
+    p = p * f + 0.09876543208901363
+    p = p * f - 0.197530864197578
+    p = p * f + 0.4444444444445185
+    p = p * f - 1.3333333333333333
+    p = p * f - 0.8109302162163289
+    return exponent * -1.3862943611198906 + p
+
+
+@triton.jit
+def _root(x):
+    """√x: the hardware's estimate of 1/√x, good to 2⁻¹⁹ at least, and one step of third order."""
+    if _INTERPRETED:
+        y = tl.rsqrt(x.to(tl.float32)).to(tl.float64)
+    else:
+        y = tl.inline_asm_elementwise(
+            "rsqrt.approx.ftz.f64 $0, $1;", "=d,d", [x], dtype=tl.float64, is_pure=True, pack=1
+        )
+    t = x * y
+    error = 1.0 - t * y
+    return t + t * (error * (error * 0.375 + 0.5))
+
+
+@triton.jit
+def _refined(radius, r, x, second_r, second_a, second_x):
+    """The radius anew where u is within 2⁻¹⁵ of 0 or 1: 84 more bits of u's distance, see ``reference.radii``."""
+    high = x >> 12
+    m = high.to(tl.float64) * 4294967296.0 + r.to(tl.float64)
+    further = (second_x >> 12).to(tl.float64) * 4294967296.0 + second_r.to(tl.float64)
+    further = (further + (second_a.to(tl.float64) + 0.5) * 2.3283064365386963e-10) * 2.220446049250313e-16
+    near_one = high >= 0x80000
+    near = (tl.where(near_one, 4503599627370495.0 - m, m) + further) * 2.220446049250313e-16
+    series = near * (2.0 + near * (1.0 + near * (0.6666666666666666 + near * 0.5)))  # −2 ln(1 − near)
+    return tl.where(x + _RARE < 2 * _RARE, _root(tl.where(near_one, series, _minus_two_log(near))), radius)
+
+
+@triton.jit
+def _radius(r, x):
+    """√(−2 ln u), u = ((x >> 12)·2³² + r + ½)/2⁵²."""
+    return _root(_minus_two_log(_double((x >> 12) | 0x3FF00000, r) - 0.9999999999999999))
+
+
+@triton.jit
+def _pair(first, second, coefficient, radius, a, x, e):
+    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2⁴⁴(e mod 2⁶) + 2³²(x mod 2¹²) + a + ½)/2⁵⁰."""
+    # v = half a turn (the highest bit, a sign) + a quarter + f quarters, f in [−1, 1): the 49 lower bits, as 2·1.f − 3.
+    high = 0x40000000 | ((e << 15) & 0xF8000) | ((x & 0xFFF) << 3) | (a >> 29)
+    f = _double(high, a * 8 + 4) - 3.0
+    q = f * f
+    s = q * 5.87297574479995e-12 - 6.684416831856085e-10
+    c = q * 6.3317327178079e-11 - 6.382235924529259e-09
+    s = s * q + 5.6921364280986254e-08
+    c = c * q + 4.7108307433635577e-07
+    s = s * q - 3.5988430204672576e-06
+    c = c * q - 2.5202039782228713e-05
+    s = s * q + 0.0001604411847130916
+    c = c * q + 0.0009192602739434877
+    s = s * q - 0.004681754135304255
+    c = c * q - 0.02086348076317886
+    s = s * q + 0.07969262624616565
+    c = c * q + 0.25366950790103104
+    s = s * q - 0.6459640975062462
+    c = c * q - 1.233700550136169
+    s = s * q + 1.5707963267948966
+    c = c * q + 1.0
+    bits = radius.to(tl.uint64, bitcast=True)
+    signed = (bits ^ ((e & 32).to(tl.uint64) << 58)).to(tl.float64, bitcast=True) * coefficient
+    return first - signed * (s * f), second + signed * c
 
 
 @triton.jit
@@ -137,10 +207,10 @@ def _place(index, row, first: tl.constexpr):
     return place + i2 * tl.load(row + first + 2) + i3 * tl.load(row + first + 3)
 
 
-@triton.jit(do_not_specialize=["step", "horizon", "restart", "bands", "tensors"])
+@triton.jit(do_not_specialize=["step", "horizon", "restart", "bands", "tensors", "scale_bits"])
 def noise_kernel(
     tiles, meta, key, coefficients, column_scales, step_counter, flags,
-    step, horizon, restart, bands, tensors, scale,
+    step, horizon, restart, bands, tensors, scale_bits, lattice,
     READ: tl.constexpr, WIDE: tl.constexpr, WIDE_OUT: tl.constexpr, BF16_OUT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """target = source + scale·d_t·Σ_j a_j z[t−j] over every tensor of the table; see ``cuda.table_rows``."""
@@ -164,12 +234,14 @@ def noise_kernel(
     t = step + tl.load(step_counter)
     valid = (t >= 1) & (t <= horizon)
     since = (t - 1) % restart + 1  # steps since the last restart, this one included
+    scale = scale_bits.to(tl.int64).to(tl.float64, bitcast=True)  # a float argument would be float32
     if SCALED:
         scale = scale * tl.load(column_scales + tl.where(valid, since - 1, 0))
     # A step outside the run must never release a bare sum: its result is NaN, and the flag says why.
     scale = tl.where(valid, scale, float("nan"))
-    if WIDE:
-        scale = scale.to(tl.float64)
+    # M of ``Combination.lattice_at``: ``lattice`` times the power of two that is scale's own.
+    power = (scale.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
+    lattice_start = power * lattice
 
     thread = tl.arange(0, _TILE)
     block = first_block + group * 32 + thread.to(tl.int64)
@@ -186,19 +258,19 @@ def noise_kernel(
     else:
         target = tl.load(row + 1).to(tl.pointer_type(tl.float32))
     # The local index of the tile's first element: negative where a shard starts inside a group.
-    start = group * 512 - offset
+    start = group * 320 - offset
     low = tl.maximum(-start, 0).to(tl.int32)
-    high = tl.minimum(count - start, _TILE * 16).to(tl.int32)
-    lane = (thread // 32) * 512 + thread % 32
+    high = tl.minimum(count - start, _TILE * 10).to(tl.int32)
+    lane = (thread // 32) * 320 + thread % 32
     place = start + lane
     # The sums are asked for now and arrive while the noise is computed.
     sums = ()
     if READ:
-        for k in tl.static_range(16):
+        for k in tl.static_range(10):
             inside = (lane + k * 32 >= low) & (lane + k * 32 < high) & direct
             sums = sums + (tl.load(source + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
 
-    z0 = tl.zeros([_TILE], tl.float32)
+    z0 = tl.zeros([_TILE], tl.float64)
     z1 = z0
     z2 = z0
     z3 = z0
@@ -208,65 +280,65 @@ def noise_kernel(
     z7 = z0
     z8 = z0
     z9 = z0
-    z10 = z0
-    z11 = z0
-    z12 = z0
-    z13 = z0
-    z14 = z0
-    z15 = z0
     for j in range(0, tl.minimum(bands, since).to(tl.int32)):
-        a = tl.load(coefficients + j)
+        coefficient = tl.load(coefficients + j)
         past = t - j
         w14 = w12 * 0 + past.to(tl.uint32)
         w15 = w12 * 0 + (past >> 32).to(tl.uint32)
-        r0, r1, r2, r3, r4, r5, r6, r7, v0, v1, v2, v3, v4, v5, v6, v7 = _chacha20(key, w12, w13, w14, w15)
-        x, y = _gaussian_pair(r0, v0)
-        z0 += a * x
-        z8 += a * y
-        x, y = _gaussian_pair(r1, v1)
-        z1 += a * x
-        z9 += a * y
-        x, y = _gaussian_pair(r2, v2)
-        z2 += a * x
-        z10 += a * y
-        x, y = _gaussian_pair(r3, v3)
-        z3 += a * x
-        z11 += a * y
-        x, y = _gaussian_pair(r4, v4)
-        z4 += a * x
-        z12 += a * y
-        x, y = _gaussian_pair(r5, v5)
-        z5 += a * x
-        z13 += a * y
-        x, y = _gaussian_pair(r6, v6)
-        z6 += a * x
-        z14 += a * y
-        x, y = _gaussian_pair(r7, v7)
-        z7 += a * x
-        z15 += a * y
+        r0, r1, r2, r3, r4, a0, a1, a2, a3, a4, x0, x1, x2, x3, x4, e = _chacha20(key, w12, w13, w14, w15)
+        radius0 = _radius(r0, x0)
+        radius1 = _radius(r1, x1)
+        radius2 = _radius(r2, x2)
+        radius3 = _radius(r3, x3)
+        radius4 = _radius(r4, x4)
+        # 2 % of the tiles have a radius that takes more bits.
+        least = tl.minimum(tl.minimum(x0 + _RARE, x1 + _RARE), tl.minimum(x2 + _RARE, x3 + _RARE))
+        least = tl.minimum(least, x4 + _RARE)
+        if tl.max((least < 2 * _RARE).to(tl.int32), axis=0) != 0:
+            s0, s1, s2, s3, s4, b0, b1, b2, b3, b4, y0, y1, y2, y3, y4, _ = _chacha20(
+                key, w12, w13 | 0x80000000, w14, w15
+            )
+            radius0 = _refined(radius0, r0, x0, s0, b0, y0)
+            radius1 = _refined(radius1, r1, x1, s1, b1, y1)
+            radius2 = _refined(radius2, r2, x2, s2, b2, y2)
+            radius3 = _refined(radius3, r3, x3, s3, b3, y3)
+            radius4 = _refined(radius4, r4, x4, s4, b4, y4)
+        z0, z5 = _pair(z0, z5, coefficient, radius0, a0, x0, e)
+        z1, z6 = _pair(z1, z6, coefficient, radius1, a1, x1, e >> 6)
+        z2, z7 = _pair(z2, z7, coefficient, radius2, a2, x2, e >> 12)
+        z3, z8 = _pair(z3, z8, coefficient, radius3, a3, x3, e >> 18)
+        z4, z9 = _pair(z4, z9, coefficient, radius4, a4, x4, e >> 24)
 
-    noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13, z14, z15)
+    noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9)
     bad = thread < 0
     if direct:
-        for k in tl.static_range(16):
+        for k in tl.static_range(10):
             inside = (lane + k * 32 >= low) & (lane + k * 32 < high)
-            result = noises[k].to(scale.dtype) * scale
+            result = noises[k] * scale
             if READ:
                 bad = bad | ((sums[k] - sums[k]) != 0.0)  # x − x is 0 for every finite x and NaN for the rest
-                result += sums[k]
-            tl.store(target + place + k * 32, result.to(target.dtype.element_ty), mask=inside)
+                result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
+            _store(target + place + k * 32, result, inside, WIDE_OUT)
     else:
-        for k in tl.static_range(16):
+        for k in tl.static_range(10):
             inside = (lane + k * 32 >= low) & (lane + k * 32 < high)
-            result = noises[k].to(scale.dtype) * scale
+            result = noises[k] * scale
             if READ:
                 value = tl.load(source + _place(place + k * 32, row, 12), mask=inside, other=0.0)
                 bad = bad | ((value - value) != 0.0)
-                result += value
-            tl.store(target + _place(place + k * 32, row, 16), result.to(target.dtype.element_ty), mask=inside)
+                result = (result + value.to(tl.float64) + lattice_start) - lattice_start
+            _store(target + _place(place + k * 32, row, 16), result, inside, WIDE_OUT)
     # Only a thread that saw something bad writes, so the flag costs no reduction.
     tl.atomic_or(flags + thread * 0, 1, mask=bad)
     tl.atomic_or(flags, 2, mask=(program == 0) & (valid == 0))
+
+
+@triton.jit
+def _store(where, result, inside, WIDE_OUT: tl.constexpr):
+    if WIDE_OUT:
+        tl.store(where, result, mask=inside)
+    else:
+        tl.store(where, result.to(tl.float32).to(where.dtype.element_ty), mask=inside)
 
 
 @triton.jit

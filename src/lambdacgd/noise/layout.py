@@ -20,8 +20,13 @@ import torch
 #: Names that wrappers (DDP, torch.compile, FSDP, activation checkpointing) insert into parameter names.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
+FORMAT = 2  #: of the noise: which number a key gives to which element, and what is released of sum and noise
+FINENESS = 10  #: sum plus noise is released in multiples of Δ, at least 2⁻¹⁰ of the noise's standard deviation
 GROUP_BLOCKS = 32  #: ChaCha20 blocks whose words are interleaved, one for each lane of a GPU's warp
-GROUP_ELEMENTS = 16 * GROUP_BLOCKS  #: elements of one group: one 32-bit word an element
+PAIRS = 5  #: of normals from one block of sixteen words, at 102 bits a pair
+GROUP_ELEMENTS = 2 * PAIRS * GROUP_BLOCKS  #: elements of one group
+RARE = 32  #: a radius whose uniform lies within 32·2⁻²⁰ of 0 or 1 takes more bits, from a second block …
+SECOND = 1 << 31  #: … whose index has the highest bit of state word 13 set
 
 
 class LayoutError(ValueError):
@@ -117,8 +122,7 @@ class Layout:
 
 # --- Which memory gets which part of the field ------------------------------------------------------------------------
 
-_SUMS = (torch.float32,)
-_WIDE_SUMS = (torch.float32, torch.float64)
+_SUMS = (torch.float32, torch.float64)
 _OUTPUTS = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -138,7 +142,6 @@ def match(
     *,
     out: Mapping[str, torch.Tensor] | None = None,
     offsets: Mapping[str, int] | None = None,
-    float64_sums: bool = False,
 ) -> list[Job]:
     """The jobs for these tensors, in the layout's order; an error, before anything is written, if they do not fit."""
     tensors = _by_clean_name(sums, "sums")
@@ -159,7 +162,7 @@ def match(
     jobs = []
     for entry in layout.entries:
         source, target = tensors[entry.name], targets[entry.name]
-        _check(entry, source, _WIDE_SUMS if float64_sums else _SUMS, "sum", starts.get(entry.name))
+        _check(entry, source, _SUMS, "sum", starts.get(entry.name))
         if target is not source:
             _check(entry, target, _OUTPUTS, "out", starts.get(entry.name))
             if target.shape != source.shape or target.device != source.device:
@@ -186,16 +189,10 @@ def _check(entry: Entry, tensor: torch.Tensor, types: tuple[torch.dtype, ...], w
         raise TypeError(
             f"{what} of {name!r} is a DTensor; pass its to_local() and the shard's place in offsets={{{name!r}: …}}"
         )
-    if tensor.dtype == torch.float64 and torch.float64 not in types:
-        raise TypeError(
-            f"{what} of {name!r} has dtype torch.float64. A noise number carries 32 random bits, so the 53 bits of the "
-            f"result would tell candidate sums apart without the key. Train the model in float32, or cast its sums to "
-            f"float32 before the noise"
-        )
     if tensor.dtype not in types:
         raise TypeError(
             f"{what} of {name!r} has dtype {tensor.dtype}; allowed are {', '.join(str(t) for t in types)}. Sums are "
-            f"accumulated and noised in float32 and rounded once, after the noise"
+            f"accumulated in float32 or float64, noised in float64 and rounded after the noise"
         )
     if tensor.layout != torch.strided:
         raise TypeError(f"{what} of {name!r} is sparse ({tensor.layout}); noise is dense: call to_dense() first")
@@ -225,7 +222,7 @@ class Combination:
 
     Public numbers only. ``coefficients`` are a_0 … a_{p−1}; ``scale`` is ζσ; ``column_scales`` are d_1 … d_period.
     With ``restart_every`` = b the noise starts anew at steps 1, b+1, 2b+1, …: the correlation never crosses such a
-    boundary, and column scales are indexed from it.
+    boundary, and column scales are indexed from it. ``fineness`` says on which lattice sum plus noise is released.
     """
 
     coefficients: tuple[float, ...]
@@ -233,6 +230,7 @@ class Combination:
     horizon: int
     column_scales: tuple[float, ...] | None = None
     restart_every: int | None = None
+    fineness: int = FINENESS
 
     @property
     def period(self) -> int:
@@ -249,6 +247,14 @@ class Combination:
     def scale_at(self, step: int) -> float:
         return self.scale * (1.0 if self.column_scales is None else self.column_scales[self.since(step) - 1])
 
+    def lattice_at(self, step: int) -> float:
+        """M = 1.5·2⁵²Δ: (v + M) − M is v rounded to a multiple of Δ, the least power of two ≥ 2^−fineness·scale.
+
+        Where |v| ≥ 2⁵¹Δ, the float64 sum is coarser than Δ, but the function stays monotone. Without noise M is 0.
+        """
+        scale = self.scale_at(step)
+        return 0.0 if scale == 0 else math.ldexp(1.5, math.frexp(scale)[1] + 52 - self.fineness)
+
 
 @dataclass(frozen=True)
 class Terms:
@@ -260,6 +266,7 @@ class Terms:
     horizon: int
     restart_every: int | None
     column_scales: str | None
+    fineness: int
 
     def __str__(self) -> str:
         restarts = f", restarting every {self.restart_every}" if self.restart_every else ""
@@ -273,6 +280,7 @@ def check_terms(
     horizon: int,
     column_scales: Sequence[float] | np.ndarray | None,
     restart_every: int | None,
+    fineness: int,
 ) -> tuple[float, tuple[float, ...] | None]:
     """Check the public numbers of a run's noise; returns ζσ and the column scales."""
     for name, value in (("horizon", horizon), ("restart_every", restart_every)):
@@ -280,11 +288,16 @@ def check_terms(
             continue
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 62:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    if isinstance(fineness, bool) or not isinstance(fineness, (int, np.integer)) or not 0 <= fineness <= 40:
+        raise ValueError(f"fineness is {fineness!r}; it must be an integer from 0 to 40")
     if not (math.isfinite(sigma) and sigma >= 0):
         raise ValueError(f"sigma is {sigma!r}; it must be finite and not negative (0 means no noise)")
     if not clip > 0 or (math.isinf(clip) and sigma != 0):
         raise ValueError(f"clip is {clip!r} with sigma {sigma!r}; it must be positive, and finite unless sigma is 0")
-    scale = 0.0 if sigma == 0 else float(sigma) * float(clip)
+    # Rounded up, so that no product of σ, ζ and a column scale falls below what it should be.
+    scale = 0.0 if sigma == 0 else float(sigma) * float(clip) * (1 + 2.0**-50)
+    if scale and not 2.0**-100 < scale < 2.0**100:
+        raise ValueError(f"sigma {sigma!r} times clip {clip!r} must lie between 2^-100 and 2^100: float32 ends there")
     if column_scales is None:
         return scale, None
     scales = tuple(float(d) for d in column_scales)
@@ -294,25 +307,6 @@ def check_terms(
     if not all(math.isfinite(d) and d > 0 for d in scales):
         raise ValueError("column scales must be positive and finite")
     return scale, scales
-
-
-def rounded_down(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Numbers in float32, rounded towards zero: entries of C, or what it is made of."""
-    exact = np.asarray(values, dtype=np.float64)
-    nearest = exact.astype(np.float32)
-    grown = np.abs(nearest.astype(np.float64)) > np.abs(exact)
-    return np.where(grown, np.nextafter(nearest, np.float32(0)), nearest)
-
-
-def rounded_up(values: Sequence[float] | np.ndarray) -> np.ndarray:
-    """Numbers in float32, never below what they were: scales of the noise, and the coefficients of C⁻¹.
-
-    No entry of C ≥ 0 grows when a coefficient a_j of its inverse does (∂C/∂a_j = −C²xʲ). Rounded to the nearest,
-    λ = 0.99999 would become a λ with up to 0.3% more sensitivity than the plan accounts for.
-    """
-    exact = np.asarray(values, dtype=np.float64)
-    nearest = exact.astype(np.float32)
-    return np.where(nearest.astype(np.float64) < exact, np.nextafter(nearest, np.float32(np.inf)), nearest)
 
 
 def scales_digest(scales: tuple[float, ...] | None) -> str | None:

@@ -10,6 +10,7 @@ import torch
 
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise.field import CorrelatedNoise, NoiseField
+from lambdacgd.noise.layout import FINENESS
 
 
 class RegeneratedNoise(CorrelatedNoise):
@@ -34,7 +35,7 @@ class RegeneratedNoise(CorrelatedNoise):
         horizon: int,
         column_scales: Sequence[float] | np.ndarray | None = None,
         restart_every: int | None = None,
-        float64_sums: bool = False,
+        fineness: int = FINENESS,
     ) -> None:
         if not isinstance(recurrence, BandedInverse):
             raise TypeError(
@@ -49,7 +50,7 @@ class RegeneratedNoise(CorrelatedNoise):
             horizon=horizon,
             column_scales=column_scales,
             restart_every=restart_every,
-            float64_sums=float64_sums,
+            fineness=fineness,
         )
         self._combination = replace(self._combination, coefficients=tuple(float(a) for a in recurrence.coefficients))
 
@@ -85,7 +86,7 @@ class RegeneratedNoise(CorrelatedNoise):
             self._check_step(step)
         elif step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
             raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
-        add = self.field.adder(sums, out, offsets, float64_sums=self._float64_sums)
+        add = self.field.adder(sums, out, offsets)
         self.field.agree(self._terms)
         add(self._combination, step if isinstance(step, torch.Tensor) else int(step))
         if check:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, set_aside
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput, brief
 from lambdacgd.files import read_json
@@ -30,7 +31,6 @@ NOT_COVERED = (
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
     "frozen parameters and buffers, which are released as they were before training",
     "whoever holds the secret key: with it the noise can be subtracted",
-    "floating point: the claim is that of real numbers, and the lowest bits of sums, noise and weights can tell more",
 )
 
 KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
@@ -84,7 +84,9 @@ def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
     if plan.sigma == 0:
         return (math.inf,) * plan.epochs
     accountant = accountant_for(plan.mechanism, plan.sampling)
-    return (*accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta)[:-1], plan.epsilon)
+    after = accountant.epsilon_after_epochs(plan.sigma, plan.epsilon, plan.delta * (1 - DELTA_SHARE))
+    aside = set_aside(plan.epsilon, plan.delta)["epsilon"]  # for floating point
+    return (*(epsilon + aside for epsilon in after[:-1]), plan.epsilon)
 
 
 # --- what the weights went through besides ---------------------------------------------------------------------------
@@ -211,7 +213,9 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
     if not math.isfinite(plan.epsilon):
         return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
-        return gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta), plan.delta, "twice the sensitivity"
+        real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
+        if real <= min(3 * plan.epsilon, 20.0):  # what is set aside for floating point covers no more
+            return real + set_aside(plan.epsilon, plan.delta)["epsilon"], plan.delta, "twice the sensitivity"
     return _in_and_out(plan.epsilon, plan.delta)
 
 
@@ -236,6 +240,7 @@ def card(
     max_grad_norm: float,
     clipping: str,
     augmentations: int,
+    floating_point: FloatingPointCost | None,
     key_for_tests: bool = False,
 ) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
@@ -248,6 +253,7 @@ def card(
         max_grad_norm: The clipping norm ζ.
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
+        floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
         key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
 
     Returns:
@@ -288,6 +294,10 @@ def card(
             "taken": steps_taken,
             "note": "the claim is that of all planned steps",
         },
+        "floating_point": None
+        if floating_point is None
+        else floating_point.to_dict()
+        | {"note": "in ε and δ: released numbers are this close to those of real-valued noise, by docs/noise-proof.md"},
         "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
@@ -360,6 +370,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
+        ("Floating point", _floating_point(facts["floating_point"])),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
@@ -370,6 +381,15 @@ def to_markdown(facts: dict[str, Any]) -> str:
     table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
+
+
+def _floating_point(cost: dict[str, Any] | None) -> str:
+    if cost is None:
+        return "no claim"
+    return (
+        f"covered by ε and δ: rounding and finitely many bits take at most 2 · {_rounded_up(cost['epsilon'])} of ε; "
+        f"sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
+    )
 
 
 def _described(parameters: dict[str, Any]) -> str:

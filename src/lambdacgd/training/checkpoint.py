@@ -39,6 +39,7 @@ from lambdacgd.errors import CheckpointError, brief, shown
 from lambdacgd.files import read_json
 from lambdacgd.keys import LedgerError
 from lambdacgd.noise import Layout
+from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
@@ -243,6 +244,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 _MEANING = {
     "plan": "the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
     "layout": "the trainable parameters (names or shapes): noise could not cancel. Build the same model",
+    "noise": "the format of the noise: the run was begun under another one, so its noise could not be cancelled. Such "
+    "a run cannot go on: start a new one",
     "max_grad_norm": "the clipping norm: it is fixed for a run",
     "clipping_mode": "the clipping mode: it is fixed for a run",
     "augmentations": "the number of augmentations: it is fixed for a run",
@@ -259,6 +262,7 @@ def identity(private: SavedRun) -> dict[str, Any]:
     return {
         "plan": private.plan.digest,
         "layout": private.layout.digest,
+        "noise": NOISE_FORMAT,
         "max_grad_norm": private.max_grad_norm,
         "clipping_mode": private.clipper.mode,
         "augmentations": private.augmentations,

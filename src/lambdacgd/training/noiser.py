@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
 from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
+from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
 from lambdacgd.training.checkpoint import check_identity
 from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
-from lambdacgd.training.step import PrivateStep, check_plan, check_precision
+from lambdacgd.training.step import PrivateStep, check_plan
 
 FORMAT = "lambdacgd-noiser-1"
 Tensors = TypeVar("Tensors", bound=dict[str, torch.Tensor])
@@ -108,7 +109,7 @@ class Noiser:
         afterwards resumes from this step's ``state_dict()`` or not at all.
 
         Args:
-            sums: The clipped sums of this batch, as float32 tensors by name. The first call fixes names and shapes.
+            sums: The clipped sums of this batch by name, in float32 or float64. The first call fixes names and shapes.
 
         Returns:
             The same dictionary.
@@ -116,7 +117,7 @@ class Noiser:
         Raises:
             NonFiniteSum: A sum is not finite. Then, and after an interruption, the sums are zeroed, because they hold
                 this step's noise, and the step can be done again.
-            InvalidInput: The sums are no tensors, or float64, whose many digits would betray the noise.
+            InvalidInput: The sums are no tensors, or too many numbers for what the plan sets aside for floating point.
             LayoutError: Names or shapes are not those of the first call.
             TrainingError: All steps of the plan are done.
         """
@@ -127,7 +128,6 @@ class Noiser:
             raise InvalidInput(
                 "sums", kinds, "it must be a dict of name -> float32 tensor, the clipped sums of this batch"
             )
-        check_precision("sums", sums, self.plan)
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False
@@ -188,6 +188,7 @@ class Noiser:
             "plan": self.plan.digest,
             "layout": None if self.layout is None else self.layout.digest,
             "shapes": None if entries is None else {entry.name: list(entry.shape) for entry in entries},
+            "noise": NOISE_FORMAT,
             "max_grad_norm": self.max_grad_norm,
             "examples": self.plan.examples,
             "key": self.run.key.fingerprint(),

@@ -26,7 +26,7 @@ from lambdacgd.training.loader import Epoch, Loader
 from lambdacgd.training.loop import Loop
 from lambdacgd.training.run import Run
 from lambdacgd.training.sample import Sample
-from lambdacgd.training.step import PrivateStep
+from lambdacgd.training.step import PrivateStep, floating_point_of
 
 
 class Private:
@@ -171,6 +171,7 @@ class Private:
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipper.mode,
             augmentations=self.augmentations,
+            floating_point=floating_point_of(self.plan, self.layout.elements),
             key_for_tests=self.run.key.is_for_tests,
         )
 

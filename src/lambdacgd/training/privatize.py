@@ -25,7 +25,7 @@ from lambdacgd.training.loader import Collate, examples_in, run_by_view
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.sample import sample_of
-from lambdacgd.training.step import check_plan, check_precision
+from lambdacgd.training.step import check_plan, floating_point_of
 from lambdacgd.version import __version__
 
 
@@ -143,7 +143,7 @@ def privatize(
             try:
                 undo += follow(model, given, world)
                 _check_same_parameters(clipper.parameters, optimizer)
-                check_precision("model", clipper.parameters, plan)
+                floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
                 clipper.leave_room()  # σ is then the plan's own
                 if views > 1:
                     undo.append(run_by_view(model, views))

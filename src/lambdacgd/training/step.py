@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lambdacgd import torch_private
+from lambdacgd.accounting.floating_point import FloatingPointCost, cover, set_aside
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
+from lambdacgd.noise.layout import FINENESS
 from lambdacgd.planning import Plan
 from lambdacgd.training.distributed.models import gradient_like
 from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
@@ -127,9 +129,15 @@ class PrivateStep:
                 clip=self.max_grad_norm,
                 horizon=plan.steps,
                 restart_every=plan.restart_every,
-                float64_sums=not _claims(plan),  # where nothing is claimed, nothing is betrayed
+                fineness=FINENESS if self.floating_point is None else self.floating_point.fineness,
             )
         return self._noise
+
+    @property
+    def floating_point(self) -> FloatingPointCost | None:
+        """What floating point takes of the plan's ε and δ for this many parameters; None where nothing is claimed."""
+        assert self.layout is not None
+        return floating_point_of(self.plan, self.layout.elements)
 
     def forget(self) -> None:
         """Let go of the noise and its buffers: they are made anew from the key, at whatever step comes next."""
@@ -158,20 +166,32 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
         )
 
 
-def _claims(plan: Plan) -> bool:
-    return plan.certificate.kind == "bound" and math.isfinite(plan.epsilon)
+def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
+    """What floating point takes of a plan's ε and δ; None where nothing is claimed.
 
+    Args:
+        plan: The plan.
+        parameters: How many trainable numbers the model has.
 
-def check_precision(parameter: str, tensors: Mapping[str, Tensor], plan: Plan) -> None:
-    """Refuse float64 where a plan claims something: the noise has 32 random bits a number, and float64 shows which.
+    Returns:
+        The cost, with the lattice on which sums plus noise are released.
 
-    Whoever knows two candidates for a sum could tell them apart by the bits below the noise's own.
+    Raises:
+        InvalidInput: The plan has set nothing aside for it (an earlier release made it), or too little.
     """
-    wide = [name for name, tensor in tensors.items() if tensor.dtype in (torch.float64, torch.complex128)]
-    if wide and _claims(plan):
+    if plan.certificate.kind != "bound" or not math.isfinite(plan.epsilon):
+        return None
+    if plan.certificate.details.get("floating_point") != set_aside(plan.epsilon, plan.delta):
         raise InvalidInput(
-            parameter,
-            f"float64 in {wide[0]!r} ({len(wide)} of {len(tensors)} tensors)",
-            "noise is made of 32 bits a number, which the many digits of float64 would betray: use float32, bfloat16 "
-            "or float16",
+            "plan",
+            "This plan was made before floating point was part of what a plan covers: it sets no ε and δ aside for it. "
+            "Make it again with lc.plan.",
         )
+    return cover(
+        plan.mechanism,
+        steps=plan.steps,
+        restart_every=plan.restart_every,
+        parameters=parameters,
+        epsilon=plan.epsilon,
+        delta=plan.delta,
+    )

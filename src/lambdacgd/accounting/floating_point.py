@@ -1,0 +1,201 @@
+"""What floating point costs: how far the released numbers can be from those of the ideal Gaussian mechanism.
+
+The accountants speak of real numbers. A run computes its noise from finitely many random bits, in float64, and releases
+sum plus noise on a lattice. `docs/noise-proof.md` proves the bound that this module evaluates: the law of everything a
+run releases is within (ε₁, δ₁) of the ideal one, in both directions and for whatever data. So an (ε, δ)-DP mechanism
+becomes (ε + 2ε₁, e^ε₁ δ + (1 + e^(ε + ε₁))δ₁)-DP. A plan sets a small share of its ε and δ aside for this, and a run
+takes the finest lattice whose cost the share covers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from scipy.signal import lfilter
+
+from lambdacgd.errors import InvalidInput
+from lambdacgd.mechanisms import Mechanism
+from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, Recurrence
+
+DELTA_SHARE = 2.0**-8  #: of a plan's δ, set aside for floating point; for ε see ``set_aside``
+FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
+
+_LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
+_LONG = 10.92  # beyond it, u < 2⁻⁸⁶, the 136 bits of u are coarse
+_SEEN = 14.0  # the later noise that hides a number inside its cell is covered up to this size
+
+
+@dataclass(frozen=True)
+class FloatingPointCost:
+    """The released numbers are (ε₁, δ₁)-close to those of the ideal mechanism, both ways, on a lattice this fine.
+
+    ``relative_error`` is what the lattice adds to the standard deviation of one step's noise: Δ/√12 over ζσ, at most.
+    """
+
+    epsilon: float
+    delta: float
+    fineness: int
+
+    @property
+    def relative_error(self) -> float:
+        return 2.0 ** (1 - self.fineness) / math.sqrt(12)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"relative_error": self.relative_error}
+
+
+def set_aside(epsilon: float, delta: float) -> dict[str, float]:
+    """What a plan for (ε, δ) keeps for floating point: 2⁻¹⁰ + 2⁻¹¹ε, at most 2⁻⁷ε, and 2⁻⁸δ."""
+    return {"epsilon": min(epsilon * 2.0**-7, 2.0**-10 + epsilon * 2.0**-11), "delta": delta * DELTA_SHARE}
+
+
+def claimed_epsilon(real: float) -> float:
+    """The ε of a plan whose mechanism has ε = ``real`` in real numbers: with what is set aside for floating point."""
+    return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
+
+
+def cover(
+    mechanism: Mechanism, *, steps: int, restart_every: int | None, parameters: int, epsilon: float, delta: float
+) -> FloatingPointCost:
+    """The finest lattice whose cost fits into what a plan for (ε, δ) has set aside.
+
+    Args:
+        mechanism: What correlates the noise.
+        steps: n, the run's steps.
+        restart_every: After how many steps the noise forgets its past, if it does.
+        parameters: d, the trainable numbers of the model.
+        epsilon: What the plan claims; finite.
+        delta: What the plan claims.
+
+    Returns:
+        The cost, with the lattice's fineness.
+
+    Raises:
+        InvalidInput: The run is so long and the model so large that even the coarsest lattice costs more.
+    """
+    share = set_aside(epsilon, delta)
+    # δ₁ counts e^ε times; so that what replacing an example costs is covered too, up to e^{3ε} or e²⁰ times.
+    often = 1 + math.exp(min(max(epsilon, min(3 * epsilon, 20.0)), 600.0))
+    small = share["delta"] / 4 / often
+    for fineness in range(FINEST, COARSEST - 1, -1):
+        cost = floating_point_cost(
+            mechanism, steps=steps, restart_every=restart_every, parameters=parameters, fineness=fineness, delta=small
+        )
+        if 2 * cost.epsilon > share["epsilon"]:
+            continue
+        if math.expm1(cost.epsilon) * delta + math.exp(cost.epsilon) * often * cost.delta <= share["delta"]:
+            return cost
+    raise InvalidInput(
+        "plan",
+        f"{steps} steps of a model with {parameters} parameters",
+        f"floating-point noise cannot be proven to keep ε = {epsilon:g}, δ = {delta:g} over so many numbers: at "
+        f"best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets {share['epsilon']:.1e} aside. Train fewer "
+        f"parameters or steps, or plan for a larger ε",
+    )
+
+
+def floating_point_cost(
+    mechanism: Mechanism, *, steps: int, restart_every: int | None, parameters: int, fineness: int, delta: float
+) -> FloatingPointCost:
+    """ε₁ for a run, and a δ₁ of about ``delta``: the theorem of `docs/noise-proof.md`.
+
+    Args:
+        mechanism, steps, restart_every, parameters: As for ``cover``.
+        fineness: Δ_t is the least power of two that is at least 2^−fineness·ζσd_t.
+        delta: The probability with which ε₁ may be exceeded.
+
+    Returns:
+        The cost.
+    """
+    period = min(restart_every or steps, steps)
+    blocks = -(-steps // period)
+    recurrence = mechanism.recurrence(period)
+    column = np.abs(recurrence.strategy(period))
+    diagonal, later = float(column[0]), float(np.sqrt(np.sum(column[1:] ** 2)) / column[0])  # c₀ and β
+    # A cell of the lattice in units of z: at least `narrow`, at most `wide`.
+    narrow, wide = (2.0 ** (k - fineness) * (1 + s * 2.0**-12) * diagonal for k, s in ((0, -1), (1, 1)))
+    computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
+
+    # |ℓ| of a pair whose cells are seen is at most κ = 4·tilt·(displacement)/narrow (lemma 1).
+    probability, displacement = _displacements(wide)
+    factor = 4 * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
+    log = math.log(4 * steps / delta)
+
+    def kappa(numbers: int, share: float | np.ndarray = 1.0) -> tuple[np.ndarray, np.ndarray]:
+        """Typical size, for noise of the size that so many numbers have together, and largest size."""
+        usual = math.sqrt(1 + 2 * math.sqrt(log / numbers) + 2 * log / numbers) + wide
+        sizes = (displacement + computed * usual, displacement + computed * _LONGEST)
+        usual_size, largest_size = (factor * size[:, None] * share for size in sizes)
+        return usual_size.ravel(), largest_size.ravel()
+
+    epsilon = _composed(steps * parameters / 2, probability, *kappa(steps * parameters), delta / 4)
+
+    # What later steps show of a number inside its cell, one position in a block after the other: at most 4κoe^{2o}.
+    if later > 0:
+        ends = np.append(np.linspace(0.0, 8.0, 41), np.linspace(8.0, 2 * _SEEN, 6)[1:])
+        beyond = np.array([math.erfc(x / 2) * (2 - math.erfc(x / 2)) for x in ends])
+        share = beyond[:-1] - beyond[1:]  # of |N₁| + |N₂|, two standard normals
+        o = later * wide * (ends[1:] + 4 * later * wide)
+        joint = (probability[:, None] * share).ravel()
+        numbers = blocks * parameters
+        most = kappa(numbers, 4 * o * np.exp(np.minimum(2 * o, 300.0)))
+        epsilon += period * _composed(numbers / 2, joint, *most, delta / 4 / period)
+    outside = steps * parameters * (2.0**-100 + 2 * math.erfc(_SEEN / math.sqrt(2)))
+    return FloatingPointCost(epsilon, math.exp(min(epsilon, 1.0)) * delta + outside, fineness)
+
+
+def _displacements(wide: float) -> tuple[np.ndarray, np.ndarray]:
+    """The law of a pair's displacement, rounded up: probabilities of shells of the plane, and the largest in each.
+
+    A pair of normals is that far, at most, from the one that the exact transform of an ideal uniform gives (lemma 2).
+    A cell may reach out of its shell by three times its width.
+    """
+    low, high = math.sqrt(-2 * math.log1p(-(2.0**-15))), math.sqrt(30 * math.log(2))  # between them u has 52 bits
+
+    def farthest(r: np.ndarray) -> np.ndarray:
+        inner = 2.0**-53 * (1 + 2.0**-10) * np.exp(r * r / 2) / r + 2.0**-50 / r
+        return inner + r * (math.pi * 2.0**-50 + 2.0**-49)
+
+    ends = np.concatenate([[0.0], np.geomspace(low, 1.0, 24), np.linspace(1.0, high, 97)[1:], [_LONG, _LONGEST]])
+    reach = np.stack([ends[:-1] - 3 * wide, ends[1:] + 3 * wide])
+    coarse = farthest(np.clip(reach, low, high)).max(axis=0)  # convex: the largest is at an end
+    fine = 2.0**-51 + _LONGEST * (math.pi * 2.0**-50 + 2.0**-49)  # where u has 136 bits
+    largest = np.where((reach[1] < low) | (reach[0] > high), fine, np.maximum(coarse, fine * (reach[1] > high)))
+    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), np.where(ends[1:] > _LONG, 2.0**-40, largest)
+
+
+def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np.ndarray, delta: float) -> float:
+    """ε with P(Σℓ > ε) ≤ δ for ``count`` log-likelihood ratios (lemma 4).
+
+    Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
+    """
+    if most.max() > 0.09:  # beyond what lemma 5 covers
+        return math.inf
+    log = math.log(1 / delta)
+    order = np.geomspace(2.0, 2.0**50, 100)[:, None]
+    with np.errstate(over="ignore"):
+        squares = count * (probability * usual**2 * np.exp(order * most)).sum(axis=1, keepdims=True)
+        return float(((log + order**2 * squares / 2) / (order - 1)).min())
+
+
+def _arithmetic(recurrence: Recurrence, period: int) -> float:
+    """How far the computed x_t = (C⁻¹z)_t can be from the exact one, by float64 arithmetic, if |z| ≤ 1 (lemma 3)."""
+    noising = recurrence.noising(period)
+    total = float(np.abs(noising).sum())
+    unit = 2.0**-53
+    if isinstance(recurrence, BandedInverse):
+        return unit * (len(recurrence.coefficients) + 3) * total
+    if isinstance(recurrence, BandedStrategy):
+        coefficients = np.abs(recurrence.coefficients)
+        local = unit * (len(coefficients) + 3) * (1 + float(coefficients.sum()) * total)
+        return total * local + 2 * unit * total
+    error, held = 0.0, 1.0
+    for decay, weight in zip(recurrence.decays, recurrence.weights, strict=True):
+        # The buffer is a filter of z; a rounding of the buffer reaches x through the same filter.
+        size = float(np.abs(lfilter([1.0], [1.0, -decay], noising)).sum())
+        error += abs(weight) * size * 2 * unit * (size + total)
+        held += abs(weight) * size
+    return error + total * unit * (len(recurrence.decays) + 3) * held + 2 * unit * total

@@ -28,9 +28,8 @@ def test_epsilon_of_a_past_run_of_dp_sgd():
         1000, 50, steps_per_epoch=20, epochs=2, noise_multiplier=1.0, delta=1e-5,
         mechanism=lc.Identity(), sampling=lc.Poisson(),
     )  # fmt: skip
-    assert lc.epsilon(sampling_rate=1 / 20, steps=40, noise_multiplier=1.0, delta=1e-5) == pytest.approx(
-        plan.epsilon, rel=1e-5
-    )
+    past = lc.epsilon(sampling_rate=1 / 20, steps=40, noise_multiplier=1.0, delta=1e-5)
+    assert past <= plan.epsilon <= past * 1.01  # a plan also sets a little aside for floating point
 
 
 def test_everybody_in_every_step_is_the_gaussian_mechanism():

@@ -56,4 +56,8 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.sweeps:EPOCHS_SWEEP",
         "validation accuracy over λ for 20, 40 and 80 epochs (needs the data: --data)",
     ),
+    "zoo": (
+        "reproduce.zoo:EXPERIMENT",
+        "which architectures of transformers can be trained privately, by us and by Opacus",
+    ),
 }

@@ -291,6 +291,15 @@ def pair_table() -> str:
     return _table(["model", "batch", "precision", "λCGD's step over DP-SGD's", "rounds"], lines)
 
 
+def zoo_support() -> str:
+    """How many architectures of the zoo are supported, by us and by Opacus."""
+    written = experiment("zoo")
+    if written is None:
+        raise SystemExit("results/zoo is missing")
+    ours, theirs = (sum(row[who] == "yes" for row in written["rows"]) for who in ("ours", "opacus"))
+    return f"{ours} (Opacus {theirs}) of {len(written['rows'])}"
+
+
 def _table(head: list[str], lines: list[list[str]]) -> str:
     rows = [head, ["---"] * len(head), *lines]
     return _block("\n".join(f"| {' | '.join(row)} |" for row in rows))
@@ -328,6 +337,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "fresh-accuracy": fresh_accuracy,
     "step-table": step_table,
     "pair-table": pair_table,
+    "zoo-support": zoo_support,
     "experiments": experiments,
 }
 

@@ -20,6 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ __all__ = [
     "AnyInstanceNorm",
     "AnyLazyNorm",
     "AnyNormWithStatistics",
+    "DispatchMode",
     "WithoutTorchFunction",
     "after_backward",
     "backward_hooks",
@@ -68,6 +70,7 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
     "version",
+    "versions",
     "will_execute",
 ]
 
@@ -118,6 +121,8 @@ KNOWN: dict[str, str] = {
     "torch._use_cudnn_rnn_flatten_weight": _SEEN,
     "torch.nn.RNNBase._flat_weights_names": _SEEN,
     "torch.nn.RNNBase._weights_have_changed": _SEEN,
+    # What every operation goes through
+    "torch.utils._python_dispatch.TorchDispatchMode": _SEEN,
     # Nested inputs and outputs of models
     "torch.utils._pytree.tree_flatten": _SEEN,
     "torch.utils._pytree.tree_leaves": _SEEN,
@@ -145,6 +150,9 @@ AnyInstanceNorm = _InstanceNorm
 AnyLazyNorm = _LazyNormBase
 AnyNormWithStatistics = _NormBase  # batch and instance norms: whatever may keep running statistics
 
+#: A context whose ``__torch_dispatch__`` sees every operation, below autograd. Known for torch 2.11 to 2.13.
+DispatchMode = TorchDispatchMode
+
 #: A context in which tensor subclasses are treated as plain tensors. Known for torch 2.11 to 2.13.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -155,6 +163,11 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 #: The hooks that somebody registered on a tensor's gradient; empty or None where there is none.
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """`version` of many, asked for in every step. Known for torch 2.11 to 2.13."""
+    return [t._version for t in tensors]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Held:
 
 
 @pytest.mark.parametrize("second", [True, False])
-def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_cannot_be_cut(second: bool) -> None:
+def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_in_an_object(second: bool) -> None:
     class Around(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,11 +79,7 @@ def test_a_size_that_equals_the_batch_where_the_batch_is_not_first_or_cannot_be_
         loss = model.net(ids[i : i + 1]).square().sum()
         expected.append(torch.autograd.grad(loss, list(model.parameters())))
     clipper = attach(model, math.inf, batch_of=lambda args, _: args[0].shape[1] if second else len(args[0].ids))
-    if not second:
-        with pytest.raises(ClippingError, match="size by chance"):
-            step(model, Held(ids))  # type: ignore[arg-type]
-        return
-    step(model, ids.t())
+    step(model, ids.t() if second else Held(ids))  # type: ignore[arg-type]
     norms = [math.sqrt(sum(float(g.square().sum()) for g in e)) for e in expected]
     torch.testing.assert_close(clipper.norms, torch.tensor(norms), rtol=1e-3, atol=1e-3)
 
@@ -266,7 +262,7 @@ def test_nothing_of_a_pass_stays_behind_not_even_of_the_probe() -> None:
             assert not anchor(clipper.anchor).node.metadata
     finally:
         gc.enable()
-    assert len(outputs) == 4  # two of the probe
+    assert len(outputs) > 2 + 2 * 3  # the probes' are among them
     assert all(output() is None for output in outputs)
 
 

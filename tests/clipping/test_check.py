@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import ClippingError, check_model
+from lambdacgd.clipping import ClippingError, attach, check_model
 from tests.clipping.small import mlp
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -83,3 +85,99 @@ def test_a_layer_that_mixes_examples_is_named_before_it_fails_on_one():
 def test_a_criterion_in_place_of_the_loss(criterion):
     with pytest.raises(ClippingError, match=r"loss\(model, batch\)"):
         check_model(nn.Linear(8, 2), (torch.randn(4, 8), torch.zeros(4, dtype=torch.long)), loss=criterion)
+
+
+# --- through the loss -------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "mean": (lambda h: h.square().sum(1).mean(), "mean"),
+    "sum": (lambda h: h.square().sum(1).sum(), "sum"),
+    "root of the mean": (lambda h: h.square().mean().sqrt(), None),
+    "square": (lambda h: h.square().mean() ** 2, None),
+    "relative": (lambda h: (v := h.square().mean()) / v.detach(), None),
+    "contrast": (lambda h: torch.logsumexp(h @ h.t(), 1).mean(), None),
+}
+
+
+def _collate(items: list[Any]) -> Tensor:
+    return torch.stack(items)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_check_loss_finds_losses_that_are_no_sum_over_examples(name: str) -> None:
+    run, reduction = LOSSES[name]
+    model, items = mlp(), [torch.randn(4) for _ in range(5)]
+    clipper = attach(model, loss_reduction=reduction or "mean")  # type: ignore[arg-type]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return run(m(x))
+
+    if reduction:
+        clipper.check_loss(loss, items, _collate)
+        clipper.detach()
+        with pytest.raises(ClippingError, match="loss_reduction does not describe"):
+            attach(model, loss_reduction="sum" if reduction == "mean" else "mean").check_loss(loss, items, _collate)
+    else:
+        with pytest.raises(ClippingError, match="depends on the other"):
+            clipper.check_loss(loss, items, _collate)
+    assert clipper.norms.numel() == 0
+    assert not clipper.sums
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = nn.Embedding(9, 4, padding_idx=0), nn.Linear(4, 2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.table(ids)).tanh()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_padding_and_a_mean_over_tokens(within: bool) -> None:
+    """Each example in a batch of its own has its own mean; together, the longer one counts for more."""
+    items = [torch.randint(1, 9, (n,)) for n in (2, 7, 4, 3)]
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        values, used = model(ids).square().sum(2), (ids > 0).float()
+        return ((values * used).sum(1) / used.sum(1)).mean() if within else (values * used).sum() / used.sum()
+
+    def collate(items: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+    def loss_and_check() -> None:
+        attach(Tagger()).check_loss(loss, items, collate)
+
+    def model_check() -> None:
+        check_model(Tagger(), items, loss=loss, collate_fn=collate)
+
+    for check in (loss_and_check, model_check):
+        if within:
+            check()
+        else:
+            with pytest.raises(ClippingError, match="tokens"):
+                check()
+
+
+def test_check_loss_with_dropout_and_random_collating() -> None:
+    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3))
+    clipper, items = attach(model), [torch.randn(4) for _ in range(4)]
+    state = torch.get_rng_state()
+
+    def noisy(items: list[Tensor]) -> Tensor:
+        x = torch.stack(items)
+        return x + torch.randn_like(x)
+
+    def mixup(items: list[Tensor]) -> Tensor:
+        x = torch.stack(items)
+        return 0.6 * x + 0.4 * x[torch.randperm(len(x))]
+
+    def loss(m: nn.Module, x: Tensor) -> Tensor:
+        return m(x).square().sum(1).mean()
+
+    clipper.check_loss(loss, items, noisy)
+    with pytest.raises(ClippingError, match="depends on the other"):
+        clipper.check_loss(loss, items, mixup)
+    assert torch.equal(torch.get_rng_state(), state)
+    model(torch.randn(3, 4)).square().sum(1).mean().backward()
+    assert clipper.norms.numel() == 3

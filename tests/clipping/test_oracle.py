@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lambdacgd.clipping import ClippingError, attach, convert, register
+from lambdacgd.clipping import ClippingError, attach, convert
 from lambdacgd.clipping.records import Stored
-from lambdacgd.clipping.rules import tap
+from lambdacgd.clipping.rules import register, tap
 
 quick = settings(
     max_examples=12, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]

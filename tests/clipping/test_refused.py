@@ -33,23 +33,6 @@ def test_second_backward_is_refused() -> None:
     step(model, x)  # and it goes on
 
 
-class Stray(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.outer(x) @ self.inner.weight
-
-
-def test_a_parameter_used_outside_its_module_is_refused() -> None:
-    model = Stray()
-    attach(model)
-    with pytest.raises(ClippingError, match=r"inner.weight.*not clipped"):
-        step(model, torch.randn(3, 4))
-    assert all(p.grad is None for p in model.parameters())
-
-
 def test_a_penalty_on_weights_is_refused() -> None:
     model = mlp()
     attach(model)
@@ -94,41 +77,6 @@ def test_embedding_options_that_depend_on_the_batch(options: dict[str, Any]) -> 
     attach(model)
     with pytest.raises(ClippingError, match=r"max_norm|scale_grad_by_freq"):
         model(torch.tensor([[1, 2]]))
-
-
-def test_batch_folded_into_another_dimension_is_refused() -> None:
-    class Folded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.second(self.first(x).reshape(-1, 4)).reshape(len(x), -1)
-
-    model = Folded()
-    attach(model)
-    with pytest.raises(ClippingError, match="batch"):
-        step(model, torch.randn(3, 5, 4))
-    model.first = nn.Linear(4, 4)
-    flat = nn.Sequential(nn.Flatten(0, 1), nn.Linear(4, 2), nn.Unflatten(0, (3, 5)))
-    attach(flat)
-    with pytest.raises(ClippingError, match="batch"):
-        step(flat, torch.randn(3, 5, 4))
-
-
-def test_time_first_is_refused_even_where_the_sizes_agree() -> None:
-    class TimeFirst(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer((2 * x).transpose(0, 1)).transpose(0, 1)  # type: ignore[no-any-return]
-
-    model = TimeFirst()
-    attach(model)
-    with pytest.raises(ClippingError, match="batch"):
-        step(model, torch.randn(5, 5, 4))
 
 
 def test_bad_arguments() -> None:
@@ -278,7 +226,10 @@ def test_every_mode_is_probed_once() -> None:
     for _ in range(5):
         for mode in (True, False):
             step(model.train(mode), torch.randn(6, 4))
-    assert len(calls) == 10 + 2 * 2  # a probe is two calls
+    first = len(calls)
+    for _ in range(6):  # passes 11 to 15, and 16: a probe again
+        step(model, torch.randn(6, 4))
+    assert len(calls) - first == 6 + 2 + 1 + 6  # learning; all six examples; all but one
 
 
 def test_functional_batch_norm_is_refused() -> None:

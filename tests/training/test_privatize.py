@@ -193,3 +193,45 @@ def test_bfloat16_weights_get_gradients_rounded_once():
         error = (q.grad.double() - exact).abs()
         lattice = oracle.lattice(p, ZETA) / p.batch_size
         assert bool((error <= exact.abs() * 2.0**-8 + 1.01 * lattice).all())  # half a unit of bfloat16, and half of Δ
+
+
+def _cross_entropy(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def _root_of_the_mean(model, batch):
+    return (model(batch[0]) - batch[1].unsqueeze(1)).square().mean().sqrt()
+
+
+def _mixup(items):
+    x, y = torch.utils.data.default_collate(items)
+    return 0.5 * x + 0.5 * x[torch.randperm(len(x))], y
+
+
+@pytest.mark.parametrize(
+    ("loss", "collate", "says"),
+    [
+        (None, None, "not checked"),
+        (_cross_entropy, None, "checked on a few examples"),
+        (_root_of_the_mean, None, "depends on the other examples"),
+        (_cross_entropy, _mixup, "depends on the other examples"),
+    ],
+)
+def test_a_loss_is_looked_at_before_the_first_step(loss, collate, says):
+    """Through dataset, collate_fn and loss; nothing is added, and no random number is used up."""
+    model, dataset = oracle.model(), oracle.data()
+    optimizer, before = torch.optim.SGD(model.parameters(), lr=0.1), torch.get_rng_state()
+    options = {"max_grad_norm": 1.0, "key": oracle.key(), "loss": loss, "collate_fn": collate}
+    if says.startswith("depends"):
+        with pytest.raises(lc.ClippingError, match=says):
+            privatize(model, optimizer, dataset, oracle.plan(), **options)
+        model(torch.randn(3, 5)).sum().backward()  # as it was
+        return
+    private = privatize(model, optimizer, dataset, oracle.plan(), **options)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert private.card()["objective"].startswith(says)
+    for batch in private.loader:
+        _cross_entropy(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert private.finished

@@ -171,7 +171,8 @@ def check(
         str,
         typer.Argument(
             help="module:function of yours that returns a model, a batch of three or more examples and the training "
-            "loss as a function of both.",
+            "loss as a function of both; or a model, a list of examples, the loss and the collate_fn that makes a "
+            "batch of the list.",
             show_default=False,
         ),
     ],
@@ -187,13 +188,20 @@ def check(
 
     from lambdacgd.clipping import check_model
 
-    if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module) and callable(made[2])):
+    fits = isinstance(made, tuple) and len(made) in (3, 4) and isinstance(made[0], nn.Module)
+    if not (fits and all(callable(call) for call in made[2:])):
         raise InvalidInput(
             "factory",
             f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
         )
-    model, batch, loss = made
-    report = check_model(model, batch, loss=loss, loss_reduction="mean" if loss_reduction == "mean" else "sum")
+    model, batch, loss = made[:3]
+    report = check_model(
+        model,
+        batch,
+        loss=loss,
+        loss_reduction="mean" if loss_reduction == "mean" else "sum",
+        collate_fn=made[3] if len(made) == 4 else None,
+    )
     print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
 
 

@@ -2,21 +2,23 @@
 
 from lambdacgd.clipping.backward import LossReduction, Totals
 from lambdacgd.clipping.bounds import Mode, accumulator
-from lambdacgd.clipping.check import Report, check_model
+from lambdacgd.clipping.check import Report, check_model, register
 from lambdacgd.clipping.clipper import Clipper, Replaced, attach, batch_size, compute_device
 from lambdacgd.clipping.convert import convert
-from lambdacgd.clipping.records import Record
-from lambdacgd.clipping.rules import register
+from lambdacgd.clipping.records import Record, Stored, outer
+from lambdacgd.clipping.rules import Layer, tap
 from lambdacgd.errors import ClippingError
 
 __all__ = [
     "Clipper",
     "ClippingError",
+    "Layer",
     "LossReduction",
     "Mode",
     "Record",
     "Replaced",
     "Report",
+    "Stored",
     "Totals",
     "accumulator",
     "attach",
@@ -24,5 +26,7 @@ __all__ = [
     "check_model",
     "compute_device",
     "convert",
+    "outer",
     "register",
+    "tap",
 ]

@@ -71,6 +71,7 @@ class BackwardPass:
         dropped: How many examples had a non-finite gradient since then, on the device; None: nobody counted.
         weights: One weight per example for the next pass, or None.
         before_adding: Called before a pass writes the sums.
+        looking: None, or where the probe of a loss wants norms put, and nothing added.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
 
@@ -84,6 +85,7 @@ class BackwardPass:
         self.dropped: Tensor | None = None
         self.weights: Tensor | None = None
         self.before_adding: Callable[[], None] | None = None
+        self.looking: list[Tensor] | None = None
         self.sharded = False
         self._clipped: set[int] = set()  # forward passes that were added already
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
@@ -124,7 +126,7 @@ class BackwardPass:
                     "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
                     "use_reentrant=False)."
                 )
-            if self.before_adding is not None:
+            if self.before_adding is not None and self.looking is None:
                 self.before_adding()
             self._task, self._batch, self._forward_passes = task, batch, set()
             after_backward(self._finish)
@@ -185,6 +187,8 @@ class BackwardPass:
         for pack in packs:
             groups.setdefault("", []).append(Norm(bounds.squared_norms(pack.flat)))
         factors = self._factors(list(groups.values()), batch, weights)
+        if self.looking is not None:
+            return
         keep = _kept(factors, weighed=weights is not None)
         factor_of = dict(zip(groups, factors.weight.unbind(0), strict=True))
         try:
@@ -208,6 +212,9 @@ class BackwardPass:
             weights=weights,
             layers=self._groups,
         )
+        if self.looking is not None:
+            self.looking.append(factors.norms)
+            return factors
         self.norms.append(factors.norms)
         missing = (~factors.finite if weights is None else ~factors.finite & (weights.to(factors.norms) != 0)).sum()
         self.dropped = missing if self.dropped is None else self.dropped + missing

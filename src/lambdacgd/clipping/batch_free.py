@@ -10,7 +10,8 @@ approximated; what does not fit is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -108,6 +109,35 @@ def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
     return stand_in(leaf, (Root(layer, name, leaf, finish, parameter=True),))
 
 
+@contextlib.contextmanager
+def standing_in(layers: Iterable[Layer]) -> Iterator[None]:
+    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for layer in layers:
+            for local in layer.elsewhere:
+                slots, last, parameter = layer.slots[list(layer.names).index(local)]
+                kept.append((slots, last, slots[last]))
+                slots[last] = parameter_stand_in(layer, layer.names[local], parameter)
+        yield
+    finally:
+        for slots, last, parameter in reversed(kept):
+            slots[last] = parameter
+
+
+@contextlib.contextmanager
+def own_parameters_of(layer: Layer) -> Iterator[None]:
+    """While a layer itself runs, its parameters are its own again."""
+    kept = [(slots, last, slots[last]) for slots, last, _ in layer.slots]
+    try:
+        for slots, last, parameter in layer.slots:
+            slots[last] = parameter
+        yield
+    finally:
+        for slots, last, parameter in kept:
+            slots[last] = parameter
+
+
 def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
     """The stand-in for the output of an embedding whose ``index`` has no batch dimension."""
     leaf = _leaf(layer, layer.names["weight"], value)
@@ -128,7 +158,13 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     if name in _CASTING:  # the other tensor only lends its type or device
         others = []
     places = [f"{layer}, parameter '{roots[0].name}' in {name}, tensor {k}" for k in range(len(others))]
-    batched = [x for place, x in zip(places, others, strict=True) if layer.forward_pass.sizes.batch_first(place, x)]
+    sizes, elementwise = layer.forward_pass.sizes, name in _ELEMENTWISE
+    rows = [sizes.rows(place, x, second=elementwise) for place, x in zip(places, others, strict=True)]
+    batched = [x for x, each in zip(others, rows, strict=True) if each]
+    kinds = {each for each in rows if each}
+    if len(kinds) > 1 and sizes.learning:  # one of them only looks like it, until another size comes by
+        kinds = {min(kinds)}
+        batched = [x for x, each in zip(others, rows, strict=True) if each in kinds]
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)
@@ -142,11 +178,17 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
         return _wrap(out, roots)
     if name == "batch_norm" and _trains(*tree_unflatten(values, tree)):
         raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
-    if name in _ELEMENTWISE:
+    if len(kinds) > 1:
+        raise _refuse(roots, f"in {name} it meets tensors that have different numbers of rows for every example")
+    if elementwise:
         depth = max(x.dim() for x in batched)
         if any(x.dim() > depth for x in others):
             raise _refuse(roots, f"in {name} it meets tensors with and without the batch first")
-        split = [_split(x, depth, roots) if isinstance(x, BatchFree) else x for x in flat]
+        if kinds == {-1}:  # [time, batch, …]
+            split = [_split(x, depth - 1, roots).unsqueeze(0) if isinstance(x, BatchFree) else x for x in flat]
+        else:
+            every = batch * max(kinds)
+            split = [_split(x, depth, roots, every) if isinstance(x, BatchFree) else x for x in flat]
         args, kwargs = tree_unflatten(split, tree)
         return func(*args, **kwargs)
     return _product(layer, func, name, flat, tree, roots, batched)
@@ -158,6 +200,8 @@ def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> N
     """
     for x in flat:
         if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+            if roots[0].layer.forward_pass.watch is not None:
+                roots[0].layer.forward_pass.watch.note(x)
             raise _refuse(
                 roots,
                 f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
@@ -240,10 +284,10 @@ def _graph_value(x: BatchFree) -> Tensor:
     return value
 
 
-def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
-    """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example."""
+def _split(x: BatchFree, depth: int, roots: tuple[Root, ...], rows: int = 0) -> Tensor:
+    """``x`` as [B, 1, …, *shape] with ``depth`` dimensions, per example, or for all ``rows`` of the examples."""
     layer = roots[0].layer
-    batch = layer.forward_pass.batch
+    batch = rows or layer.forward_pass.batch
     if x.dim() < depth:
         shape = (batch, *([1] * (depth - 1 - x.dim())), *x.shape)
     elif x.dim() == depth and x.shape[0] == 1:
@@ -260,14 +304,20 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...]) -> Tensor:
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
     """``cls_token.expand(B, -1, -1)`` and the like: None if the result has no batch dimension."""
-    layer = roots[0].layer
-    if not (x.dim() < out.dim() or x.shape[0] == 1):
+    layer, batch = roots[0].layer, roots[0].layer.forward_pass.batch
+    again = x.dim() == out.dim() and x.shape[0] > 1  # table.repeat(B, 1, 1): every example has all its rows
+    if again and out.shape[0] != batch * x.shape[0]:
         return None
-    if not layer.forward_pass.sizes.batch_first(f"{layer}, parameter '{roots[0].name}' expanded", out):
+    each = layer.forward_pass.sizes.rows(f"{layer}, parameter '{roots[0].name}' expanded", out)
+    if not each or (again and each != x.shape[0]):
         return None
-    per_example = _split(x, out.dim(), roots)
+    if again:
+        per_example = _split(x, out.dim() + 1, roots).flatten(0, 1)
+    else:
+        per_example = _split(x, out.dim(), roots, out.shape[0])
     rest = [o // s for o, s in zip(out.shape[1:], per_example.shape[1:], strict=True)]
-    return per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+    spread = per_example.repeat(1, *rest) if any(r != 1 for r in rest) else per_example
+    return spread.contiguous() if out.is_contiguous() else spread  # who repeats may view the result
 
 
 def _product(
@@ -314,7 +364,7 @@ def _vmapped(
     args, kwargs = tree_unflatten(fixed, tree)
     out = func(*args, **kwargs)
     place = f"{layer}, parameter '{roots[0].name}', result of {name}"
-    if not isinstance(out, Tensor) or not layer.forward_pass.sizes.batch_first(place, out):
+    if not isinstance(out, Tensor) or not layer.forward_pass.sizes.rows(place, out):
         raise _refuse(roots, f"the result of {name} has no batch dimension in front")
     values = [_graph_value(flat[i]) for i in ours]
     dtype = autocast_dtype(out)

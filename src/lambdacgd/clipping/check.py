@@ -1,5 +1,7 @@
 """`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?
 
+`register` asks the same of a rule of one's own.
+
 The reference stands here, too: one example at a time through plain autograd, the slow twin that every fast path is
 tested against.
 """
@@ -18,11 +20,11 @@ from torch import Tensor, nn
 from lambdacgd.clipping.backward import LossReduction
 from lambdacgd.clipping.bounds import AUTOMATIC_STABILITY, Mode
 from lambdacgd.clipping.clipper import attach
+from lambdacgd.clipping.probe import Loss
+from lambdacgd.clipping.rules import RULES, Rule, rule_for
+from lambdacgd.clipping.rules import register as keep_rule
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import AnyDropout, tree_leaves, tree_map
-
-#: loss(model, batch) -> scalar, for a batch of any number of examples
-Loss = Callable[[nn.Module, Any], Tensor]
 
 _SINGLE = 1e-4  #: what rounding may do to a comparison in float32
 
@@ -42,17 +44,40 @@ class Report:
 
 
 def check_model(
-    model: nn.Module, batch: Any, *, loss: Loss, loss_reduction: LossReduction = "mean", tolerance: float = 1e-6
+    model: nn.Module,
+    batch: Any,
+    *,
+    loss: Loss,
+    loss_reduction: LossReduction = "mean",
+    tolerance: float = 1e-6,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Report:
     """Compare clipping on ``batch`` with plain autograd, one example at a time, in float64 on a copy of the model.
 
-    ``loss(model, batch)`` is the training loss for a batch of any size; ``batch`` is a tensor or nest of tensors
-    with the examples first (use at least three, none alike). Dropout is switched off for the comparison. A model
-    that mixes examples, a loss that is not the declared mean or sum over examples and a parameter that clipping
-    would miss all raise `ClippingError`, naming the parameters that differ. Where the model or the loss brings float32
-    tensors of its own that do not compute with float64 ones (class weights), the comparison is in float32, with a
-    tolerance of at least 1e-4.
+    Dropout is switched off for the comparison. Where the model or the loss brings float32 tensors of its own that do
+    not compute with float64 ones (class weights), the comparison is in float32, with a tolerance of at least 1e-4.
+
+    Args:
+        model: The model; it is not changed.
+        batch: A tensor or nest of tensors with the examples first (use at least three, none alike). With
+            ``collate_fn``, a list of examples as the dataset gives them: then each is collated alone, too, so that
+            padding and what the loss does with it are compared as well.
+        loss: ``loss(model, batch)``, the training loss for a batch of any size.
+        loss_reduction: How the loss combines the examples.
+        tolerance: How far sums may differ, relative to their norm.
+        collate_fn: What makes a batch of a list of examples.
+
+    Returns:
+        How far clipping is from the reference.
+
+    Raises:
+        ClippingError: The model mixes examples, the loss is not the declared mean or sum over examples, or a parameter
+            would be missed; the message names the parameters that differ.
     """
+    alone: list[Any] | None = None
+    if collate_fn is not None:
+        alone = [collate_fn([copy.deepcopy(item)]) for item in batch]
+        batch = collate_fn(copy.deepcopy(list(batch)))
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not leaves:
         raise ClippingError("batch holds no tensor with examples in its first dimension.")
@@ -61,14 +86,14 @@ def check_model(
         raise ClippingError("check_model needs a batch of at least two examples (three or more find more).")
     attach(copy.deepcopy(model), 1.0).detach()  # layers that no loss makes clippable say so themselves
     try:
-        twin, probe, expected = _one_at_a_time(model, batch, loss, examples, torch.float64)
+        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, examples, torch.float64)
     except TypeError as error:
         raise ClippingError(
             f"the loss failed ({error}). It is called as loss(model, batch): "
             "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), say."
         ) from error
     except RuntimeError:  # float32 tensors that we cannot reach; or an error of the user's, which comes again
-        twin, probe, expected = _one_at_a_time(model, batch, loss, examples, torch.float32)
+        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, examples, torch.float32)
         tolerance = max(tolerance, _SINGLE)
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
     clip = float(norms.median()) or 1.0
@@ -86,16 +111,18 @@ def check_model(
 
 
 def _one_at_a_time(
-    model: nn.Module, batch: Any, loss: Loss, examples: int, dtype: torch.dtype
+    model: nn.Module, batch: Any, alone: list[Any] | None, loss: Loss, examples: int, dtype: torch.dtype
 ) -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
     """A copy of the model and of the batch in ``dtype``, and every example's gradient by plain autograd."""
     twin = copy.deepcopy(model).to(dtype)
     for module in twin.modules():
         if isinstance(module, AnyDropout) or hasattr(module, "attention_dropout"):
             module.train(False)
-    batch = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch)
+    batch, alone = tree_map(
+        lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, (batch, alone)
+    )
     buffers = {name: b.clone() for name, b in twin.named_buffers()}
-    expected = per_example_gradients(twin, loss, batch, examples)
+    expected = gradients_of(twin, loss, alone or [example(batch, i) for i in range(examples)])
     changed = tuple(name for name, b in twin.named_buffers() if not torch.equal(b, buffers[name]))
     if changed:
         raise ClippingError(
@@ -121,6 +148,63 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolera
     )
 
 
+# --- a rule of one's own ----------------------------------------------------------------------------------------------
+
+
+def register(
+    kind: type[nn.Module],
+    *,
+    example: Callable[[], tuple[nn.Module, Tensor]],
+    finds_batch: bool = False,
+    pointwise: bool = False,
+) -> Callable[[Rule], Rule]:
+    """Use the decorated rule for a class of layers, once it has given the right sums for an example of it.
+
+    A rule is called as ``rule(layer, *args, **kwargs)`` in place of the module's forward. It computes the output with
+    the parameters hidden from autograd, ``layer.hidden(x)``, and returns it through ``tap(layer, output, recorder,
+    *saved)``. The recorder is called with the output's gradient and what was saved, and yields a record for every
+    parameter: ``Stored(layer.names["weight"], gradients)`` with per-example gradients [B, *shape], or
+    ``outer(layer.names["weight"], a, b, shape)`` where they are Σ_t b_t a_tᵀ.
+
+    Args:
+        kind: The class of layers; subclasses that compute alike are meant, too.
+        example: Makes a layer of that class and an input for it, of three or more examples.
+        finds_batch: Whether the rule looks for the batch dimension itself (``layer.is_batched(x)``). Otherwise it is
+            called only if its first argument has the batch first.
+        pointwise: Whether the layer treats all leading dimensions of its only argument alike, as Linear does.
+
+    Returns:
+        A decorator that keeps the rule and returns it.
+
+    Raises:
+        ClippingError: The rule's sums are not those of one example at a time; it is not kept.
+    """
+
+    def keep(rule: Rule) -> Rule:
+        module, x = example()
+        before = RULES.get(kind)
+        keep_rule(kind, finds_batch=finds_batch, pointwise=pointwise)(rule)
+        try:
+            if rule_for(module) is not rule:
+                raise ClippingError(f"the example is a {type(module).__name__}, which is no plain {kind.__name__}.")
+            check_model(nn.Sequential(module), x, loss=_bent)
+        except BaseException:
+            RULES.pop(kind)
+            if before is not None:
+                RULES[kind] = before
+            raise
+        return rule
+
+    return keep
+
+
+def _bent(model: nn.Module, x: Any) -> Tensor:
+    """A loss whose gradient differs from example to example and from place to place."""
+    flat = model(x).flatten(1)
+    direction = torch.linspace(-1, 1, flat.shape[1], dtype=flat.dtype, device=flat.device) + 0.1
+    return torch.tanh(flat @ direction / flat.shape[1] ** 0.5).mean() + flat.square().mean(1).mean()
+
+
 # --- the reference ----------------------------------------------------------------------------------------------------
 
 
@@ -131,10 +215,15 @@ def example(batch: Any, i: int) -> Any:
 
 def per_example_gradients(model: nn.Module, loss: Loss, batch: Any, examples: int) -> list[dict[str, Tensor]]:
     """g_i for every example: the gradient of the loss of the batch that holds it alone."""
+    return gradients_of(model, loss, [example(batch, i) for i in range(examples)])
+
+
+def gradients_of(model: nn.Module, loss: Loss, batches: list[Any]) -> list[dict[str, Tensor]]:
+    """The gradient of the loss of each batch, by plain autograd."""
     every = []
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    for i in range(examples):
-        value = loss(model, example(batch, i))
+    for batch in batches:
+        value = loss(model, batch)
         gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
         every.append(
             {

@@ -7,21 +7,23 @@ which examples it sees (`probe`). What comes of a backward pass is in `backward`
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
-from lambdacgd.clipping.batch_free import BatchFree, check_output, parameter_stand_in
+from lambdacgd.clipping.batch_free import BatchFree, check_output, own_parameters_of, parameter_stand_in, standing_in
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import Probe
+from lambdacgd.clipping.probe import Loss, Probe, check_loss
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -40,6 +42,7 @@ from lambdacgd.torch_private import (
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 Undo = Callable[[], None]
 _LISTS = (nn.ParameterList, nn.ParameterDict)
+_FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "x", "input", "inputs")
 
 
@@ -101,9 +104,17 @@ class Clipper:
         self._snapshot = Snapshot(model, self.parameters)
         device = compute_device(next(iter(self.parameters.values())))
         self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
-        self._probe = Probe(model, self._forward_pass, self._backward_pass.anchor, self.count, enabled=probe)
+        self._probe = Probe(
+            model,
+            self._forward_pass,
+            self._backward_pass.anchor,
+            self.count,
+            enabled=probe,
+            mean=settings.loss_reduction == "mean",
+        )
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
+        self._standing_in: contextlib.AbstractContextManager[None] | None = None
         self._undo = self._install()
 
     # --- sums ---------------------------------------------------------------------------------------------------------
@@ -147,6 +158,24 @@ class Clipper:
         if self.loss_reduction == "none" and loss.dim() != 1:
             raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
         loss.backward(torch.ones_like(loss))
+
+    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+        """See whether a loss adds examples up as declared; nothing is added to the sums.
+
+        A few examples are collated, run and differentiated together, and again with each of them exchanged for another
+        one: the gradients of the others must be what they were. Collating, padding and the loss are looked at as the
+        model is in every first batch.
+
+        Args:
+            loss: ``loss(model, batch)``, the training loss of a batch as ``collate`` makes it.
+            items: A few examples as the dataset gives them; three or more find more, lengths that differ, too.
+            collate: What makes a batch of them.
+
+        Raises:
+            ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
+                the loss.
+        """
+        check_loss(self.model, self._backward_pass, loss, items, collate, anchor=self.anchor)
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -264,9 +293,15 @@ class Clipper:
         self._probe.begin(args, kwargs, batch)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
         self._forward_pass.look_at(batch)
+        if self._probe.read_elsewhere:
+            self._standing_in = standing_in(self._probe.read_elsewhere)
+            self._standing_in.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._forward_pass.leave()
+        if self._standing_in is not None and backward_task() == -1:
+            self._standing_in.__exit__(None, None, None)
+            self._standing_in = None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
@@ -274,7 +309,7 @@ class Clipper:
             return
         check_output(output, self._forward_pass.batch)
         if backward_task() == -1:
-            self._probe.end()
+            self._probe.end(output)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -308,6 +343,7 @@ class Clipper:
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
         layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
+        self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
             self._linear_layers.append(layer)
@@ -337,12 +373,10 @@ class Clipper:
                         f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
                         "or a new parameter). Detach, change the model, attach again."
                     )
-        if rule is not None:
-            x = args[0] if args else next(iter(kwargs.values()), None)
-            plain = isinstance(x, Tensor) and not isinstance(x, BatchFree)
-            if rule.finds_batch or (plain and layer.is_batched(x)):  # type: ignore[attr-defined, arg-type]
-                return rule(layer, *args, **kwargs)
-        return _followed(layer, *args, **kwargs)
+        if layer.elsewhere:
+            with own_parameters_of(layer):
+                return _by_rule(layer, rule, *args, **kwargs)
+        return _by_rule(layer, rule, *args, **kwargs)
 
     def _watch(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
@@ -444,6 +478,29 @@ def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
         yield own_parameters(layer.module.get_submodule(owner)), last
 
 
+def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
+    x: Any = args[0] if args else next(iter(kwargs.values()), None)
+    if rule is None or not (rule.finds_batch or isinstance(x, Tensor)):
+        return _followed(layer, *args, **kwargs)
+    rows = 0
+    if isinstance(x, Tensor) and not isinstance(x, BatchFree) and (rule.pointwise or not rule.finds_batch):
+        alone = rule.pointwise and x.dim() > 1 and len(args) + len(kwargs) == 1
+        rows = layer.forward_pass.sizes.rows(layer, x, second=alone)
+    layer.batched = rows != 0
+    if rows < 0:  # [time, batch, …]: the layer sees all of them as rows
+        output = rule(layer, x.flatten(0, 1)).unflatten(0, x.shape[:2])
+    elif rows or rule.finds_batch:
+        output = rule(layer, *args, **kwargs)
+    else:
+        return _followed(layer, *args, **kwargs)
+    watch = layer.forward_pass.watch
+    if watch is not None and rows:
+        for kind, seen in (("input", x), ("output", output)):
+            watch.add(layer.path, kind, seen.flatten(0, 1) if rows < 0 else seen)
+    return output
+
+
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
@@ -503,7 +560,7 @@ def refuse_modules(model: nn.Module) -> None:
                 "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
             )
         inside = any(p.requires_grad for p in m.parameters())
-        if type(m) in (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN) and inside:
+        if type(m) in _FUSED and inside:
             raise ClippingError(
                 f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
                 "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
@@ -560,7 +617,10 @@ def _owned(module: nn.Module, names: dict[int, str]) -> Iterator[tuple[str, str]
 
 
 def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """The number of examples: the first dimension of the first tensor given to the model."""
+    """The number of examples: the first dimension of the first tensor given to the model; packed sequences know it."""
+    packed = next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)), None)
+    if packed is not None:
+        return int(packed.batch_sizes[0])
     tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 0]
     if not tensors:
         named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.dim() > 0}

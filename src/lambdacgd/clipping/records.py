@@ -53,9 +53,26 @@ class Record:
         """One record for two calls that used the same parameter, cross terms included; None if they do not fit."""
         return None
 
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        """The same for a layer that saw several rows of every example: their gradients are added up.
+
+        Args:
+            examples: How many there are.
+            minor: Whether the first row of every example comes first, then the second of every example.
+        """
+        return Stored(self.name, fold(self.materialise(slice(0, self.examples)), examples, minor=minor).sum(1))
+
     @property
     def examples(self) -> int:
         raise NotImplementedError
+
+
+def fold(x: Tensor, examples: int, *, minor: bool) -> Tensor:
+    """[rows, …] as [examples, rows of each, …]; see `Record.folded`."""
+    each = x.shape[0] // examples
+    if minor:
+        return x.reshape(each, examples, *x.shape[1:]).transpose(0, 1)
+    return x.reshape(examples, each, *x.shape[1:])
 
 
 def masked(x: Tensor, keep: Tensor | None) -> Tensor:
@@ -130,6 +147,9 @@ class ColumnSum(Record):
     def materialise(self, rows: slice) -> Tensor:
         return self.formed().gradients[rows]
 
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
+
     @property
     def examples(self) -> int:
         return self.b.shape[0]
@@ -163,6 +183,13 @@ class Outer(Record):
     @property
     def examples(self) -> int:
         return self.sizes[0]
+
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        """Rows of an example are more of its tokens."""
+        if callable(self.a) or callable(self.b):
+            return super().folded(examples, minor=minor)
+        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
+        return outer(self.name, a, b, self.shape, transposed=self.transposed).resolve()
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""

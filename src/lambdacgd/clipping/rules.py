@@ -32,27 +32,31 @@ Recorder = Callable[..., Iterable[Record]]
 
 # --- which rule for which layer ---------------------------------------------------------------------------------------
 
-_RULES: dict[type[nn.Module], Rule] = {}
+RULES: dict[type[nn.Module], Rule] = {}
 _NAMED: dict[str, Rule] = {}
 _BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its forward does not call
 
 
-def register(*kinds: type[nn.Module] | str, finds_batch: bool = False) -> Callable[[Rule], Rule]:
+def register(
+    *kinds: type[nn.Module] | str, finds_batch: bool = False, pointwise: bool = False
+) -> Callable[[Rule], Rule]:
     """Use the decorated rule for these classes of layers.
 
     Args:
         kinds: Classes, or names of classes ("package.module.Class") that need not be importable.
         finds_batch: Whether the rule looks for the batch dimension itself. Otherwise it is called only if its first
             argument has the batch first.
+        pointwise: Whether the layer treats all leading dimensions of its only argument alike (Linear, LayerNorm). Then
+            inputs whose second dimension is the batch are taken, too.
 
     Returns:
         A decorator that keeps the rule and returns it.
     """
 
     def keep(rule: Rule) -> Rule:
-        rule.finds_batch = finds_batch  # type: ignore[attr-defined]
+        rule.finds_batch, rule.pointwise = finds_batch, pointwise  # type: ignore[attr-defined]
         for kind in kinds:
-            (_NAMED if isinstance(kind, str) else _RULES)[kind] = rule  # type: ignore[index]
+            (_NAMED if isinstance(kind, str) else RULES)[kind] = rule  # type: ignore[index]
         return rule
 
     return keep
@@ -67,7 +71,7 @@ def rule_for(module: nn.Module) -> Rule | None:
     ):
         return None  # what is computed from parameters is no parameter
     for base in kind.__mro__:
-        rule = _RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
+        rule = RULES.get(base) or _NAMED.get(f"{base.__module__}.{base.__qualname__}")
         if rule is not None:
             return rule if _computes_as(base, module) else None
     return None
@@ -84,6 +88,13 @@ def _computes_as(base: type[nn.Module], module: nn.Module) -> bool:
 # --- the forward pass -------------------------------------------------------------------------------------------------
 
 
+MAJOR, MINOR = "major", "minor"
+"""how rows are put together where every example has several: all of one example, then all of the next; or the first of
+every example, then the second of every example (time before batch)"""
+
+_FREE, _BATCH, _FOLDED, _SECOND = "free", "batch", "folded", "second"
+
+
 class BatchSizes:
     """Which tensors have the batch first: learnt from batches of different sizes, never from one size alone.
 
@@ -91,49 +102,87 @@ class BatchSizes:
     whenever the numbers agree. So each place in a model where the question arises (a module, an operation on a
     parameter; told apart by how often it was asked in this forward pass) keeps what it saw: a first dimension that once
     differed from the batch size is not the batch, however often it agrees later. The probe gives it two sizes to begin
-    with.
+    with (``learning``), by which it also finds first dimensions that are a multiple of the batch: examples folded with
+    frames, windows or tokens.
     """
 
     def __init__(self) -> None:
-        self.batch = 0
+        self.batch, self.learning = 0, False
         self._uses: dict[Hashable, int] = {}
-        self._agreed: dict[tuple[Hashable, int], int] = {}  # the first size that agreed; -1: two different ones did
-        self._differed: set[tuple[Hashable, int]] = set()
-        self._ever_differed: set[Hashable] = set()
+        self._first: dict[tuple[Hashable, int], tuple[int, int, int]] = {}  # (batch, first and second dimension)
+        self._known: dict[tuple[Hashable, int], str] = {}
+        self._kinds: dict[Hashable, set[str]] = {}  # of all uses of a place
+
+    def forget(self) -> None:
+        """What was learnt was learnt from sizes that something else had, too."""
+        for known in (self._uses, self._first, self._known, self._kinds):
+            known.clear()
 
     def start(self, batch: int) -> None:
         """A forward pass over ``batch`` examples begins."""
         self.batch = batch
         self._uses.clear()
 
-    def batch_first(self, place: Hashable, x: Tensor) -> bool:
-        """Whether the first dimension of ``x`` is the batch. For one example every answer gives the same gradient."""
-        agrees = x.dim() > 0 and x.shape[0] == self.batch
-        if self.batch == 1 or backward_task() != -1:  # or a recomputation, which delivers nothing
-            return agrees
+    def rows(self, place: Hashable, x: Tensor, *, second: bool = False) -> int:
+        """How many rows of ``x`` an example has: 0 if the batch is not in its first dimension.
+
+        Args:
+            place: Where the question arises.
+            x: A tensor.
+            second: Whether the batch may be dimension 1; then the answer is −1.
+        """
+        if x.dim() == 0:
+            return 0
+        batch, first = self.batch, x.shape[0]
+        if batch == 1 or backward_task() != -1:  # a recomputation delivers nothing; for one example any answer is right
+            kinds = self._kinds.get(place, ())
+            if second and _SECOND in kinds and x.dim() > 1 and x.shape[1] == batch:
+                return -1
+            return first // batch if first == batch or (_FOLDED in kinds and first % batch == 0) else 0
         use = self._uses.get(place, 0)
         self._uses[place] = use + 1
         key = (place, use)
-        if not agrees:
-            if self._agreed.get(key) == -1:
+        known = self._known.get(key) or self._learn(key, x)
+        if known == _FREE:
+            return 0
+        if known == _BATCH and first == batch:
+            return 1
+        if known == _SECOND:
+            return -1 if second else 0
+        if known == _FOLDED and first % batch == 0:
+            return first // batch
+        raise ClippingError(
+            f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
+            f"for {batch} examples. Keep the batch first in every batch."
+        )
+
+    def _learn(self, key: tuple[Hashable, int], x: Tensor) -> str:
+        """What this place is, if batches of two sizes have come by it; else what it looks like."""
+        batch, first, other = self.batch, x.shape[0], x.shape[1] if x.dim() > 1 else -1
+        size, first_then, other_then = self._first.setdefault(key, (batch, first, other))
+        looks = _BATCH if first == batch else _FREE
+        if looks == _FREE and self.learning:
+            looks = _FOLDED if first % batch == 0 and first else _SECOND if other == batch else _FREE
+        if size == batch:
+            if looks == _FREE or first != first_then:
+                return self._keep(key, _FREE) if not self.learning else looks
+            if not self.learning and _FREE in self._kinds.get(key[0], ()):
                 raise ClippingError(
-                    f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
-                    f"for {self.batch} examples. Keep the batch first in every batch."
+                    f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch ({batch} examples) first: other "
+                    "uses of it do not. Run a batch of another size first."
                 )
-            self._differed.add(key)
-            self._ever_differed.add(place)
-            return False
-        if key in self._differed:
-            return False
-        known = self._agreed.setdefault(key, self.batch)
-        if known not in (-1, self.batch):
-            self._agreed[key] = -1
-        elif known == self.batch and place in self._ever_differed:
-            raise ClippingError(
-                f"{place}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
-                "uses of it do not. Run a batch of another size first."
-            )
-        return True
+            return looks
+        if first == first_then:
+            both = self.learning and other == batch and other_then == size
+            return self._keep(key, _SECOND if both else _FREE)
+        if first * size != first_then * batch or first % batch:
+            return self._keep(key, _FREE)
+        return self._keep(key, _BATCH if first == batch else _FOLDED if self.learning else _FREE)
+
+    def _keep(self, key: tuple[Hashable, int], kind: str) -> str:
+        self._known[key] = kind
+        self._kinds.setdefault(key[0], set()).add(kind)
+        return kind
 
 
 class ForwardPass:
@@ -144,11 +193,12 @@ class ForwardPass:
         generation: The number of this forward pass; no two have the same.
         running: Whether the model's own forward runs now.
         sharded: Whether parameters are gathered only while their layer runs (FSDP2).
-        expected_rows: While the probe differentiates the first rows of the output, how many; else 0.
+        watch: What a pass of the probe shows; None in all others.
     """
 
     def __init__(self) -> None:
-        self.batch = self.generation = self.expected_rows = 0
+        self.batch = self.generation = 0
+        self.watch: Any = None
         self.running = self.sharded = False
         self.sizes = BatchSizes()
         self.cast_weights: dict[Layer, tuple[Tensor, Tensor | None]] = {}
@@ -181,7 +231,17 @@ class ForwardPass:
 
 @dataclass(eq=False)
 class Layer:
-    """A module that owns trainable parameters: ``names`` maps its own names to the model's."""
+    """A module that owns trainable parameters.
+
+    Attributes:
+        module: The module.
+        path: Its name in the model.
+        names: Its own names of its parameters, and the model's.
+        original: Its own forward.
+        batched: Whether the input it runs on now has the batch in a dimension that its rule knows.
+        layout: How rows are put together where an example has several; None: nobody has seen it.
+        elsewhere: Its own names of parameters that other modules read, too.
+    """
 
     module: nn.Module
     path: str
@@ -191,6 +251,9 @@ class Layer:
     backward_pass: BackwardPass
     recorder: Any = None  # kept by rules whose recorder never changes
     slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
+    batched: bool = False
+    layout: str | None = None
+    elsewhere: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
@@ -200,9 +263,14 @@ class Layer:
         """The leaf that every tap hangs on."""
         return self.backward_pass.anchor
 
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """Its parameters by the model's names, as they were when clipping was attached."""
+        return {name: slot[2] for name, slot in zip(self.names.values(), self.slots, strict=True)}
+
     def is_batched(self, x: Tensor) -> bool:
-        """Whether ``x``, an input of this module, has the batch first."""
-        return self.forward_pass.sizes.batch_first(self, x)
+        """Whether ``x``, an input of this module, has the batch first (examples may have several rows)."""
+        return self.forward_pass.sizes.rows(self, x) > 0
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""
@@ -225,17 +293,20 @@ class Layer:
 class Call:
     """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
 
-    __slots__ = ("batch", "delivered", "generation", "layer", "recorder", "within_backward")
+    __slots__ = ("batch", "delivered", "generation", "layer", "number", "recorder", "within_backward")
 
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder = layer, recorder
         self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
         self.within_backward = backward_task() != -1
         self.delivered = False
+        watch = layer.forward_pass.watch
+        self.number = 0 if watch is None else watch.number(layer.path, "call")
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        if self.layer.forward_pass.expected_rows:
-            self._check_rows(gradient)
+        watch = self.layer.forward_pass.watch
+        if watch is not None:
+            watch.add(self.layer.path, watch.kind, gradient, self.number)
             return
         if torch.is_grad_enabled():
             raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
@@ -255,18 +326,26 @@ class Call:
         self.delivered = True
         without_autocast(self._deliver, gradient, *saved)
 
-    def _check_rows(self, gradient: Tensor) -> None:
-        """Only the first rows of the output are differentiated (`probe`): theirs are the first rows here."""
-        if gradient[self.layer.forward_pass.expected_rows :].nan_to_num(0.0, 0.0, 0.0).any():
-            raise self.layer.refuse(
-                "the model mixes the examples of a batch, or changes their order (sorts them by length, say): row i of "
-                "every layer's input must be example i's alone. Sort when the batch is put together instead. If the "
-                "first dimension of its input is not the batch and has its size by chance, start with another size."
-            )
-
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         layer, records = self.layer, self.recorder(gradient, *saved)
-        layer.backward_pass.receive(records, batch=self.batch, generation=self.generation, refuse=layer.refuse)
+        layer.backward_pass.receive(
+            (self._by_example(record) for record in records),
+            batch=self.batch,
+            generation=self.generation,
+            refuse=layer.refuse,
+        )
+
+    def _by_example(self, record: Record) -> Record:
+        """A record with one row per example, of one with several."""
+        each, rest = divmod(record.examples, self.batch)
+        if each == 1 and not rest:
+            return record
+        if rest or self.layer.layout is None:
+            raise self.layer.refuse(
+                f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could not "
+                "be seen from the first batches. Keep the batch as the first dimension of its input."
+            )
+        return record.folded(self.batch, minor=self.layer.layout == MINOR)
 
 
 class Tap(torch.autograd.Function):

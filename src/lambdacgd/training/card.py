@@ -33,6 +33,9 @@ NOT_COVERED = (
     "whoever holds the secret key: with it the noise can be subtracted",
 )
 
+LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whatever the others are"
+LOSS_NOT_CHECKED = "not checked: the claim needs one that adds examples up (privatize looks where it is given)"
+
 KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
 NOT_DECLARED = "what these weights went through before this run was not declared"
 
@@ -241,6 +244,7 @@ def card(
     clipping: str,
     augmentations: int,
     floating_point: FloatingPointCost | None,
+    loss_checked: bool = False,
     key_for_tests: bool = False,
 ) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
@@ -254,6 +258,7 @@ def card(
         clipping: The clipping mode.
         augmentations: Readings of an example whose gradients are averaged before clipping.
         floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
+        loss_checked: Whether the loss was seen to add examples up.
         key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
 
     Returns:
@@ -287,6 +292,7 @@ def card(
         "max_grad_norm": _finite(max_grad_norm),
         "clipping": clipping,
         "augmentations": augmentations,
+        "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
         "steps": {
@@ -369,6 +375,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
+        ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Floating point", _floating_point(facts["floating_point"])),
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),

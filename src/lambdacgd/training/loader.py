@@ -97,13 +97,19 @@ class Examples(Dataset[Any]):
 
 @contextlib.contextmanager
 def random_numbers_of(name: str, *, put_back: bool | None = None) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators set by a name, and put back afterwards (by default not in workers)."""
+    """Python's, NumPy's and torch's generators set by a name, and put back afterwards (by default not in workers).
+
+    CUDA's, too, where this process uses it: a ``collate_fn`` may augment there.
+    """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
     put_back = get_worker_info() is None if put_back is None else put_back
     before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if put_back else None  # noqa: NPY002
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
+    if cuda is not None:
+        torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
@@ -111,6 +117,8 @@ def random_numbers_of(name: str, *, put_back: bool | None = None) -> Iterator[No
             random.setstate(before[0])
             np.random.set_state(before[1])  # noqa: NPY002
             torch.set_rng_state(before[2])
+        if cuda is not None:
+            torch.cuda.set_rng_state_all(cuda)
 
 
 class Loader:

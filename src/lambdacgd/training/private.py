@@ -72,6 +72,7 @@ class Private:
         self.model, self.optimizer, self.dataset = model, optimizer, dataset
         self.clipper, self.run, self.world = clipper, run, world
         self.augmentations, self.data_fingerprint = views, data_fingerprint
+        self.loss_checked = False  # whether anybody has seen that the loss adds examples up
         # With several ranks this process has read a few already, to compare them.
         readable = data_fingerprint is None and (world.many or not loader_options.get("num_workers"))
         self.sample = Sample(dataset, plan.examples, readable=readable)
@@ -171,9 +172,29 @@ class Private:
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipper.mode,
             augmentations=self.augmentations,
+            loss_checked=self.loss_checked,
             floating_point=floating_point_of(self.plan, self.layout.elements),
             key_for_tests=self.run.key.is_for_tests,
         )
+
+    def check_loss(
+        self, loss: Callable[[nn.Module, Any], Tensor], items: Sequence[Any], collate: Callable[[list[Any]], Any]
+    ) -> None:
+        """See whether the training loss adds examples up as declared; the card then says that it was looked at.
+
+        ``privatize(…, loss=loss)`` does it with examples of the dataset. Nothing is trained or added.
+
+        Args:
+            loss: ``loss(model, batch)``, the training loss of a batch as the loader gives it.
+            items: A few examples as the dataset gives them.
+            collate: What makes a batch of them.
+
+        Raises:
+            ClippingError: The loss of an example depends on others of its batch, or ``loss_reduction`` does not
+                describe the loss.
+        """
+        self.clipper.check_loss(loss, items, collate)
+        self.loss_checked = True
 
     # --- what goes along with a run ----------------------------------------------------------------------------------
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
 
 from lambdacgd import clipping
 from lambdacgd.clipping import LossReduction, Mode, Replaced
@@ -21,12 +21,14 @@ from lambdacgd.training.card import GivenCard, History
 from lambdacgd.training.distributed.agreement import start_together
 from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, examples_in, run_by_view
+from lambdacgd.training.loader import Collate, examples_in, random_numbers_of, run_by_view
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.sample import sample_of
 from lambdacgd.training.step import check_plan, floating_point_of
 from lambdacgd.version import __version__
+
+_LOOKED_AT = 6  #: examples that a loss is looked at with
 
 
 def privatize(
@@ -49,6 +51,7 @@ def privatize(
     worker_init_fn: Callable[[int], None] | None = None,
     multiprocessing_context: Any = None,
     batch_of: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
     data_fingerprint: str | None = None,
     earlier: Iterable[GivenCard] | None = None,
     process_group: Any = None,
@@ -89,6 +92,10 @@ def privatize(
             ``prefetch_factor``, ``worker_init_fn`` and ``multiprocessing_context``.
         batch_of: ``batch_of(args, kwargs)`` tells the number of examples where it is not the first dimension of the
             model's first tensor.
+        loss: ``loss(model, batch)``, what your loop computes for a batch of the loader and calls ``backward`` on. It
+            is looked at before the first step, with a few examples of the dataset and ``collate_fn``: an example's
+            gradient must not depend on the others (a mean over all tokens of a padded batch, a root of the mean).
+            Without it the card says that the loss was not checked.
         data_fingerprint: Any string of yours that names the data; a checkpoint of other data is then refused.
         earlier: Privacy cards of runs whose weights this one begins with (dictionaries, paths of
             ``privacy-card.json`` or of export folders); this run's card adds them up. ``[]`` declares that the weights
@@ -189,11 +196,22 @@ def privatize(
                 world=world,
                 device=clipper.anchor.device,
             )
+        if loss is not None and views == 1 and private.shards is None:
+            with world.together("looking at the loss"):
+                private.check_loss(loss, _few(dataset), collate_fn or default_collate)
     except BaseException:
         if private is not None:
             private.detach()
         raise
     return private
+
+
+def _few(dataset: Any) -> list[Any]:
+    """A few examples, from all over the dataset: where it is sorted, neighbours are too alike to tell."""
+    count = min(_LOOKED_AT, len(dataset))
+    places = [k * (len(dataset) - 1) // max(1, count - 1) for k in range(count)]
+    with random_numbers_of("looking at the loss", put_back=True):
+        return [dataset[place] for place in places]
 
 
 def _run(world: World, key: SecretKey | None, prepared: str | None, plan: Plan) -> Run:

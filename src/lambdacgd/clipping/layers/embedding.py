@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.batch_free import lookup
 from lambdacgd.clipping.bounds import Norm
-from lambdacgd.clipping.records import Outer, Record, in_chunks, masked
+from lambdacgd.clipping.records import Outer, Record, fold, in_chunks, masked
 from lambdacgd.clipping.rules import Layer, register, tap
 
 
@@ -33,6 +33,10 @@ class Rows(Record):
     @property
     def examples(self) -> int:
         return self.index.shape[0]
+
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        index, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.index, self.b))
+        return Rows(self.name, index, b, self.shape)
 
     def norm(self) -> Norm:
         """From the Gram matrix on CUDA, where products are cheap; from the gradient's own rows elsewhere."""
@@ -171,12 +175,12 @@ def _refuse_options(layer: Layer, module: Any) -> None:
         raise layer.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
 
 
-@register(nn.Embedding, finds_batch=True)
+@register(nn.Embedding, finds_batch=True, pointwise=True)
 def embedding(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Embedding = layer.module  # type: ignore[assignment]
     _refuse_options(layer, m)
     recorder = partial(embedding_records, name=layer.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
-    if not layer.is_batched(input):
+    if not layer.batched:
         return lookup(layer, layer.hidden(input), input, recorder)
     return tap(layer, layer.hidden(input), recorder, input)
 

@@ -99,7 +99,7 @@ def _shape(weight: Tensor, transposed: bool) -> torch.Size:
     return torch.Size((weight.shape[1], weight.shape[0])) if transposed else weight.shape
 
 
-@register(nn.Linear)
+@register(nn.Linear, pointwise=True)
 def linear(layer: Layer, input: Tensor) -> Tensor:
     own = own_parameters(layer.module)
     weight, bias = own["weight"].detach(), own["bias"]  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def linear(layer: Layer, input: Tensor) -> Tensor:
     return apply_linear(layer.anchor, input, weight, bias, Call(layer, layer.recorder))
 
 
-@register("transformers.pytorch_utils.Conv1D")
+@register("transformers.pytorch_utils.Conv1D", pointwise=True)
 def conv1d_of_hugging_face(layer: Layer, x: Tensor) -> Tensor:
     module = layer.module
     names = (layer.names.get("weight"), layer.names.get("bias"))

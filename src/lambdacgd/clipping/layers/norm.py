@@ -65,7 +65,7 @@ class LayerNormTap(torch.autograd.Function):
 apply_layer_norm = quick_apply(LayerNormTap)
 
 
-@register(nn.LayerNorm)
+@register(nn.LayerNorm, pointwise=True)
 def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.LayerNorm = layer.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
@@ -92,7 +92,7 @@ def layer_norm_records(
             yield Stored(names[local], total.view(-1, *shape))
 
 
-@register(nn.RMSNorm)
+@register(nn.RMSNorm, pointwise=True)
 def rms_norm(layer: Layer, x: Tensor) -> Tensor:
     m: nn.RMSNorm = layer.module  # type: ignore[assignment]
     # The default eps is the machine epsilon of the *input's* type: fixed here, since x̂ is computed in a wider one.

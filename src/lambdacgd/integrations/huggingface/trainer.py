@@ -25,7 +25,6 @@ from lambdacgd.integrations.shared import (
     LogicalBatch,
     LogicalLoader,
     TrainingRandomness,
-    check_independent,
     check_internals,
     check_losses,
     find_key,
@@ -234,9 +233,14 @@ class LambdaCGDTrainer(_Trainer):
         dataset, collate = self._data()
         count = min(_CHECKED_EXAMPLES, len(dataset), max(2, self.args.train_batch_size))
         items = [dataset[k * (len(dataset) - 1) // max(1, count - 1)] for k in range(count)]
-        check_independent(
-            self.model, lambda batch: self.compute_loss(self.model, self._prepare_inputs(batch)), items, collate
-        )
+        assert self.private is not None
+
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            prepared = self._prepare_inputs(batch)
+            with self.compute_loss_context_manager():
+                return check_losses(self.compute_loss(model, prepared), self._rows(prepared))
+
+        self.private.check_loss(loss, items, collate)
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""

@@ -1,0 +1,381 @@
+"""The probe sees examples that mix, and nothing else: every way past the clipper that was found, and what is none."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+
+from lambdacgd.clipping import ClippingError, attach, convert
+from tests.clipping.small import step
+
+pytestmark = pytest.mark.usefixtures("seeded")
+
+
+class Net(nn.Module):
+    """Two layers; ``run`` is the forward."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.run, self.first, self.last = run, nn.Linear(4, 4), nn.Linear(4, 3)
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("average", torch.zeros(4))
+        self.memory, self.peak, self.calls = torch.zeros(4), 0.0, 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return self.run(self, x)
+
+
+@dataclass
+class Answer:
+    scores: Tensor
+    note: str = ""
+
+
+def _standardised(h: Tensor, *, detach: bool = False) -> Tensor:
+    mean, std = h.mean(0), h.std(0) + 1e-5
+    return (h - mean.detach()) / std.detach() if detach else (h - mean) / std
+
+
+def _quantised(h: Tensor) -> Tensor:
+    scale = h.detach().abs().max() / 7
+    return h + ((h / scale).round() * scale - h).detach()
+
+
+def _mixup(m: Any, x: Tensor) -> Tensor:
+    if random.random() < 0.5:
+        x = 0.7 * x + 0.3 * x[torch.randperm(len(x))]
+    return m.last(m.first(x).tanh())  # type: ignore[no-any-return]
+
+
+MIXING: dict[str, Callable[[Any, Tensor], Any]] = {
+    "raw input's mean": lambda m, x: m.last(m.first(x - x.mean(0)).tanh()),
+    "raw input's deviation": lambda m, x: m.last(m.first(x / x.std()).tanh()),
+    "raw input's maximum, at the end": lambda m, x: m.last(m.first(x).tanh()) * x.abs().max(),
+    "statistics": lambda m, x: m.last(_standardised(m.first(x)).tanh()),
+    "detached statistics": lambda m, x: m.last(_standardised(m.first(x), detach=True).tanh()),
+    "detached statistics of the last layer": lambda m, x: _standardised(m.last(m.first(x).tanh()), detach=True),
+    "fake quantisation": lambda m, x: m.last(_quantised(m.first(x)).tanh()),
+    "fake quantisation of the last layer": lambda m, x: _quantised(m.last(m.first(x).tanh())),
+    "cumulative sum": lambda m, x: m.last(m.first(x).cumsum(0).tanh()),
+    "cumulative sum at the end": lambda m, x: m.last(m.first(x).tanh()).cumsum(0),
+    "cumulative sum from behind": lambda m, x: m.last(m.first(x).flip(0).cumsum(0).flip(0).tanh()),
+    "neighbour": lambda m, x: m.last(m.first(x) + 0.1 * m.first(x).roll(1, 0)),
+    "attention over the batch": lambda m, x: m.last(torch.softmax(m.first(x) @ m.first(x).t(), 1) @ x),
+    "maximum over the batch": lambda m, x: m.last(m.first(x) / m.first(x).amax(0).detach()),
+    "mixup": lambda m, x: m.last(m.first(0.7 * x + 0.3 * x[torch.randperm(len(x))]).tanh()),
+    "dropout of the whole batch's mean": lambda m, x: m.last(m.first(F.dropout(x, 0.5) - x.mean(0))),
+}
+
+
+@pytest.mark.parametrize("batch", [2, 3, 8, 64])
+@pytest.mark.parametrize("name", MIXING)
+def test_mixing_is_seen(name: str, batch: int) -> None:
+    model = Net(MIXING[name])
+    clipper = attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match="mixes the examples"):
+            step(model, torch.randn(batch, 4))
+    assert clipper.norms.numel() == 0
+
+
+@pytest.mark.parametrize("name", ["statistics", "detached statistics", "fake quantisation"])
+@pytest.mark.parametrize("shape", ["dataclass", "dict", "flat", "time first"])
+def test_whatever_the_output_is(name: str, shape: str) -> None:
+    """A batch norm by hand behind the last layer, where only the output shows it."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        h = m.last(m.first(x).tanh())
+        h = _quantised(h) if name == "fake quantisation" else _standardised(h, detach=name != "statistics")
+        if shape == "dataclass":
+            return Answer(h)
+        if shape == "dict":
+            return {"scores": [h]}
+        return h.flatten(0, 1) if shape == "flat" else h.transpose(0, 1)
+
+    model = Net(run)
+    attach(model)
+    out = model(torch.randn(6, 5, 4))
+    scores = out.scores if shape == "dataclass" else out["scores"][0] if shape == "dict" else out
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        scores.square().sum().backward()
+
+
+def test_outputs_of_any_shape_that_keep_examples_apart() -> None:
+    for run in (
+        lambda m, x: Answer(m.last(m.first(x))),
+        lambda m, x: m.last(m.first(x)).flatten(0, 1),
+        lambda m, x: m.last(m.first(x)).transpose(0, 1),
+        lambda m, x: (m.last(m.first(x)), x.mean(), x.mean(0)),  # which the loss does not use
+    ):
+        model = Net(run)
+        attach(model)
+        out = model(torch.randn(6, 5, 4))
+        out = out.scores if isinstance(out, Answer) else out[0] if isinstance(out, tuple) else out
+        out.square().sum().backward()
+
+
+LOSSES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], bool]] = {
+    "mean": (lambda h, x: h.square().sum((1, 2)).mean(), True),
+    "root of the mean": (lambda h, x: h.square().sum((1, 2)).mean().sqrt(), False),
+    "square": (lambda h, x: h.square().sum((1, 2)).mean() ** 2, False),
+    "relative": (lambda h, x: (v := h.square().sum((1, 2)).mean()) / v.detach(), False),
+    "mean over tokens": (lambda h, x: h.square().sum(2)[x[..., 0] > 0].mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_the_model_returns(name: str) -> None:
+    loss, fine = LOSSES[name]
+    model = Net(lambda m, x: {"loss": loss(h := m.last(m.first(x).tanh()), x), "scores": h})
+    attach(model)
+    x = torch.randn(6, 5, 4)
+    model(x)["scores"].square().sum((1, 2)).mean().backward()  # the loss is not used
+    if fine:
+        model(x)["loss"].backward()
+    else:
+        with pytest.raises(ClippingError, match="loss that the model returns is not"):
+            model(x)["loss"].backward()
+
+
+def test_a_loss_alone() -> None:
+    model = Net(lambda m, x: m.last(_standardised(m.first(x))).square().sum(1).mean())
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes"):
+        model(torch.randn(6, 4)).backward()
+
+
+def _train(model: nn.Module, steps: int) -> None:
+    for _ in range(steps):
+        step(model, torch.randn(6, 4))
+
+
+def test_what_begins_later() -> None:
+    """A probe is repeated at passes 1, 2, 4, 8, …"""
+    model = Net(lambda m, x: m.last(m.first(x - x.mean(0) if m.calls > 5 else x)))
+    attach(model)
+    _train(model, 5)
+    with pytest.raises(ClippingError, match="mixes"):
+        _train(model, 4)
+
+
+def test_what_happens_now_and_then() -> None:
+    random.seed(1)
+    model = Net(_mixup)
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes"):  # missed with probability 2⁻⁷
+        _train(model, 64)
+
+
+def _into_frozen(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        m.frozen.mul_(0.9).add_(0.1 * x.mean(0))
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+def _into_attribute(m: Any, x: Tensor) -> Tensor:
+    m.memory = 0.9 * m.memory + 0.1 * x.detach().mean(0)
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+def _into_number(m: Any, x: Tensor) -> Tensor:
+    m.peak = max(m.peak, float(x.abs().max()))
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+def _into_buffer(m: Any, x: Tensor) -> Tensor:
+    m.average.mul_(0.9).add_(0.1 * x.detach().mean(0))
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        (_into_frozen, "parameter 'frozen'"),
+        (_into_attribute, "attribute 'memory'"),
+        (_into_number, "attribute 'peak'"),
+        (_into_buffer, "buffer 'average'"),
+    ],
+    ids=["frozen parameter", "attribute", "number", "buffer"],
+)
+def test_state_that_forward_writes(run: Any, what: str) -> None:
+    model = Net(run)
+    attach(model)
+    for _ in range(2):
+        with pytest.raises(ClippingError, match=what):
+            step(model, torch.randn(6, 4))
+    assert not model.memory.any()
+    assert not model.peak
+    if "parameter" in what:
+        with pytest.raises(ClippingError, match=what), torch.no_grad():
+            model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_table_that_is_renormalised_where_it_is_read(frozen: bool) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Linear(4, 3))
+    model[0].weight.requires_grad_(not frozen)
+    attach(model)
+    with pytest.raises(ClippingError, match="max_norm"):
+        step(model, torch.randint(0, 9, (6, 5)))
+
+
+# --- no false alarms --------------------------------------------------------------------------------------------------
+
+
+class StochasticDepth(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        keep = torch.rand(x.shape[0], *[1] * (x.dim() - 1)) < 0.5
+        return x + keep * self.inner(x)  # type: ignore[no-any-return]
+
+
+class Noisy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn_like(x) if self.training else x
+
+
+class LayerDrop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if random.random() < 0.5 or float(torch.rand(())) < 0.5:
+                x = layer(x).tanh()
+        return x
+
+
+class Counting(nn.Module):
+    """Counters, caches and what a probe must put back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls, self.kept = nn.Linear(8, 8), 0, None
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.steps += 1
+        self.kept = x.detach()  # as long as the batch
+        return self.layer(x) * (1 + 1 / self.calls)  # type: ignore[no-any-return]
+
+
+def _residual() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.GroupNorm(2, 8),
+        nn.ReLU(inplace=True),
+        StochasticDepth(nn.Sequential(nn.Conv2d(8, 8, 3, padding=1, groups=4), nn.Dropout2d(0.3), nn.Hardswish())),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, stride=2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.AlphaDropout(0.2),
+        nn.Linear(8, 5),
+    )
+
+
+def _transformer(**options: Any) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.2, **options)
+    return convert(nn.TransformerEncoder(layer, 3, enable_nested_tensor=False))
+
+
+FINE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.1)), (8,)),
+    "residual": (_residual, (3, 9, 9)),
+    "stochastic depth": (lambda: nn.Sequential(*(StochasticDepth(nn.Linear(8, 8)) for _ in range(3))), (7, 8)),
+    "noise": (lambda: nn.Sequential(Noisy(), nn.Linear(8, 8), Noisy(), nn.LayerNorm(8)), (7, 8)),
+    "layer drop": (LayerDrop, (8,)),
+    "counters": (Counting, (8,)),
+    "transformer": (lambda: _transformer(batch_first=True), (6, 8)),
+    "transformer, norm first": (lambda: _transformer(batch_first=True, norm_first=True), (6, 8)),
+    "deep": (
+        lambda: nn.Sequential(*(m for _ in range(12) for m in (nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8)))),
+        (8,),
+    ),
+    "one unit": (lambda: nn.Sequential(nn.Linear(8, 1), nn.Tanh(), nn.Linear(1, 8)), (8,)),
+    "zero": (lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.Hardshrink(9.0)), (8,)),
+}
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "autocast", "float64"])
+@pytest.mark.parametrize("name", FINE)
+def test_no_false_alarm(name: str, precision: str) -> None:
+    for seed, batch in enumerate((2, 5, 33)):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        make, shape = FINE[name]
+        model, x = make(), torch.randn(batch, *shape) * (1 + 3 * torch.rand(batch, *[1] * len(shape)))
+        if precision == "bfloat16":
+            model, x = model.bfloat16(), x.bfloat16()
+        elif precision == "float64":
+            model, x = model.double(), x.double()
+        attach(model)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+                out = model(x)
+            out.float().square().flatten(1).sum(1).mean().backward()
+
+
+def test_random_numbers_and_counters_are_put_back() -> None:
+    """Training goes on as if no probe had been."""
+    outputs = []
+    for probe in (True, False):
+        torch.manual_seed(3)
+        random.seed(3)
+        model = nn.Sequential(Counting(), nn.Dropout(0.5), LayerDrop(), Noisy())
+        attach(model, probe=probe)
+        outputs.append([model(torch.randn(5, 8)) for _ in range(5)])
+        assert model[0].calls == 5
+        assert int(model[0].steps) == 5
+    for one, other in zip(*outputs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_packed_sequences_know_their_batch() -> None:
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.last = nn.GRU(3, 4, batch_first=True), nn.Linear(4, 2)
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            return self.last(pad_packed_sequence(self.net(x)[0], batch_first=True)[0].sum(1))  # type: ignore[no-any-return]
+
+    model = convert(Tagger())
+    clipper = attach(model)
+    for lengths in ((2, 5, 3, 1), (4, 4), (1, 2, 3, 4, 5, 6)):
+        step(model, pack_sequence([torch.randn(n, 3) for n in lengths], enforce_sorted=False))  # type: ignore[arg-type]
+        assert clipper.norms.numel() == len(lengths)
+        clipper.zero()
+
+
+def test_long_rows_are_compared_in_part() -> None:
+    """Of rows too long to keep, some numbers of every step and all norms, whatever the longest example is."""
+
+    class Long(nn.Module):
+        def __init__(self, *, mixes: bool) -> None:
+            super().__init__()
+            self.net, self.mixes = nn.GRU(3, 64, batch_first=True), mixes
+            self.last = nn.Linear(64, 64, bias=False)  # padding stays zero
+
+        def forward(self, x: PackedSequence) -> Tensor:
+            h = self.last(pad_packed_sequence(self.net(x)[0], batch_first=True)[0])
+            return (h - h.mean((0, 1)) if self.mixes else h).square().sum(1)  # type: ignore[no-any-return]
+
+    x = pack_sequence([torch.randn(n, 3) for n in (20, 300, 170, 2)], enforce_sorted=False)
+    step(attach(convert(Long(mixes=False))).model, x)  # type: ignore[arg-type]
+    with pytest.raises(ClippingError, match="mixes"):
+        step(attach(convert(Long(mixes=True))).model, x)  # type: ignore[arg-type]

@@ -19,6 +19,12 @@ import lambdacgd as lc
 from lambdacgd import digits
 
 
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean over the examples of a batch: an example's gradient must not depend on the others."""
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--epsilon", type=float, default=4.0)
@@ -44,12 +50,12 @@ def main() -> None:
             lc.SecretKey.generate().save(path)
         key = lc.SecretKey.load(path)
 
-    private = lc.privatize(model, optimizer, train, plan, max_grad_norm=1.0, key=key, earlier=[])
+    private = lc.privatize(model, optimizer, train, plan, max_grad_norm=1.0, key=key, loss=loss_of, earlier=[])
     if given.out:
         private.resume(given.out / "checkpoint")  # does nothing where there is no checkpoint
     for epoch in private.epochs():
-        for images, labels in epoch:
-            F.cross_entropy(model(images), labels).backward()
+        for batch in epoch:
+            loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
         if given.out:

@@ -32,10 +32,17 @@ plan
 # ## The loop
 #
 # An ordinary loop. The batches come from the plan, and `optimizer.step()` adds the noise before it acts.
+# `loss=` has the loss looked at once: an example's gradient must not depend on the others in its batch.
 # `earlier=[]` declares that these weights have seen no private data before.
 
+
 # %%
-private = lc.privatize(model, optimizer, train, plan, max_grad_norm=1.0, earlier=[])
+def loss_of(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(images), labels)
+
+
+private = lc.privatize(model, optimizer, train, plan, max_grad_norm=1.0, loss=loss_of, earlier=[])
 
 
 def accuracy():
@@ -45,8 +52,8 @@ def accuracy():
 
 
 for epoch in private.epochs():
-    for images, labels in epoch:
-        F.cross_entropy(model(images), labels).backward()
+    for batch in epoch:
+        loss_of(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     print(f"epoch {epoch.number}: test accuracy {accuracy():.0%}, {private.spent()}")

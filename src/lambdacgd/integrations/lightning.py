@@ -295,11 +295,11 @@ class Privatising(_Base):
 class LambdaCGDStrategy(Privatising, _SingleDevice):
     """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.
 
-    ::
-
-        strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
-        trainer = lightning.Trainer(strategy=strategy)
-        trainer.fit(module, strategy.loader, val_dataloaders=…)
+    ```python
+    strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
+    trainer = lightning.Trainer(strategy=strategy)
+    trainer.fit(module, strategy.loader, val_dataloaders=…)
+    ```
 
     One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
     count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of

@@ -19,7 +19,7 @@ from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, 
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput, brief
 from lambdacgd.files import read_json
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
 
@@ -228,6 +228,14 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
     return 2 * epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
+class Card(dict[str, Any]):
+    """A privacy card: a dictionary of public facts, which JSON can hold, and a table in notebooks."""
+
+    def _repr_html_(self) -> str:
+        rows = [*rows_of(self), ("Not covered", "; ".join(self["not_covered"]))]
+        return html_table("Privacy card", [(name, str(value)) for name, value in rows])
+
+
 def card(
     plan: Plan,
     history: History,
@@ -239,7 +247,7 @@ def card(
     floating_point: FloatingPointCost | None,
     loss_checked: bool = False,
     key_for_tests: bool = False,
-) -> dict[str, Any]:
+) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
     Args:
@@ -265,7 +273,7 @@ def card(
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
-    return {
+    facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
         "claim": KEY_FOR_TESTS if key_for_tests else _claim(plan, history),
@@ -301,6 +309,7 @@ def card(
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
+    return Card(facts)
 
 
 def _correlation(plan: Plan) -> str:
@@ -359,11 +368,11 @@ def to_json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
 
-def to_markdown(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
+def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What a person wants to know of the card, by name."""
     mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
     certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
-    rows = [
+    return [
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
         ("Before this run", facts["history"]),
@@ -380,7 +389,11 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def to_markdown(facts: dict[str, Any]) -> str:
+    """The same facts for people."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
 

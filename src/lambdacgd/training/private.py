@@ -16,7 +16,7 @@ from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
-from lambdacgd.training.card import History, Spent, card, epsilon_after_epochs
+from lambdacgd.training.card import Card, History, Spent, card, epsilon_after_epochs
 from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
@@ -159,11 +159,11 @@ class Private:
             key_for_tests=self.run.key.is_for_tests,
         )
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
 
         Returns:
-            Public facts, as JSON can hold them.
+            A dictionary of public facts, as JSON can hold them.
 
         Raises:
             TrainingError: Something other than the run has changed the weights since its last step.

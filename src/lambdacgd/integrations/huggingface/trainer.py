@@ -92,11 +92,11 @@ _Trainer: Any = Trainer  # its attributes are annotated as optional where they a
 class LambdaCGDTrainer(_Trainer):
     """A ``transformers.Trainer`` that trains with the plan's (ε, δ).
 
-    ::
-
-        plan = lc.plan(train_dataset, 128, epochs=3, epsilon=8.0, delta=1e-5)
-        trainer = LambdaCGDTrainer(model, args, plan=plan, train_dataset=train_dataset, processing_class=tokenizer)
-        trainer.train()
+    ```python
+    plan = lc.plan(train_dataset, 128, epochs=3, epsilon=8.0, delta=1e-5)
+    trainer = LambdaCGDTrainer(model, args, plan=plan, train_dataset=train_dataset, processing_class=tokenizer)
+    trainer.train()
+    ```
 
     ``args.per_device_train_batch_size`` is the physical batch size, which does not change the result; steps and epochs
     are the plan's; ``args.max_grad_norm`` (or ``max_grad_norm``) is the per-example clipping norm ζ. ``key`` is a

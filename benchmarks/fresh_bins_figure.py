@@ -50,12 +50,11 @@ def timeline(axes: Any, y: float, title: str, places: tuple[int, ...], *, restar
 def errors(epsilon: float) -> tuple[list[float], list[float]]:
     """RMSE with fixed and with fresh bins over LAMBDAS."""
     fixed, fresh = [], []
-    slope, start = 15.0, None
     for lam in LAMBDAS:
         mechanism, n = LambdaCGD(lam), STEPS * EPOCHS
         sigma = TransferMatrix(lam, STEPS, EPOCHS).sigma(epsilon, DELTA, rtol=3e-3).sigma
         fixed.append(error_norms(mechanism, n)[0] * sigma)
-        sigma, slope = FreshBins(lam, STEPS, EPOCHS).quick_sigma(epsilon, DELTA, start=start, slope=slope)
+        sigma = FreshBins(lam, STEPS, EPOCHS).quick_sigma(epsilon, DELTA)
         fresh.append(error_norms(mechanism, n, restart_every=STEPS)[0] * sigma)
     return fixed, fresh
 

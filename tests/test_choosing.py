@@ -206,3 +206,9 @@ def test_bad_input_of_amplified_bands() -> None:
         amplified_band_inv_mf(17, BANDED, epsilon=1.0, delta=1e-4)
     with pytest.raises(InvalidInput, match=r"^epsilon is"):
         amplified_band_inv_mf(3, BANDED, epsilon=0.0, delta=1e-4)
+
+
+def test_normalising_is_chosen_where_it_pays() -> None:
+    """Long epochs gain from it; with two steps an epoch the chain that stands in for it costs more than it gains."""
+    assert choosing.normalizing_pays(Horizon(390, 10), epsilon=8.0, delta=1e-5)
+    assert not choosing.normalizing_pays(Horizon(2, 3), epsilon=1.0, delta=1e-5)

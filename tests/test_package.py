@@ -64,16 +64,18 @@ assert main(["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2",
 assert not {missing!r} & set(sys.modules)
 """
 PLANS = "(None, lc.Cyclic()), (lc.BLT(1), lc.Cyclic()), (lc.Identity(), lc.Poisson())"
-BINNED = ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed'))"
+BINNED = (
+    ", (lc.LambdaCGD(0.5), None), (lc.LambdaCGD(0.5), lc.BallsInBins('fixed')), (lc.BSR(2), lc.BallsInBins('fixed'))"
+)
 
 
 @pytest.mark.parametrize(
     ("missing", "plans"),
-    [({"torch", "matplotlib"}, PLANS), ({"fcntl", "matplotlib"}, PLANS + BINNED)],
+    [({"torch", "matplotlib"}, PLANS + BINNED), ({"fcntl", "matplotlib"}, PLANS + BINNED)],
     ids=["without torch", "without fcntl"],
 )
 def test_planning_works_without(missing, plans, tmp_path):
-    """Windows has no fcntl; and torch is needed by accountants of Balls-in-Bins and by training alone."""
+    """Windows has no fcntl; and torch is needed by training alone."""
     code = BLOCKED.format(missing=missing, plans=f"[{plans}]")
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import lambdacgd as lc
+from lambdacgd import cache
 from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
 from lambdacgd.accounting.accountants import exact_accountant
 from lambdacgd.accounting.gaussian import gaussian_sigma
@@ -402,3 +403,34 @@ def test_a_claim_without_noise_is_refused():
     made = lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=lc.Cyclic())
     with pytest.raises(lc.InvalidInput, match="do not belong together"):
         replace(made, sigma=0.0, rmse=0.0, maxse=0.0).check()
+
+
+def test_the_short_call_takes_the_best_that_needs_no_memory() -> None:
+    small = {"examples": 4000, "batch_size": 40, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
+    short, plain = lc.plan(**small), lc.plan(**small, mechanism=lc.LambdaCGD("auto"))
+    assert short == lc.plan(**small, mechanism=lc.LambdaCGD("auto", normalized="auto"))
+    assert short.mechanism.normalized is True
+    assert plain.mechanism.normalized is False
+    assert short.rmse < plain.rmse
+    assert (short.certificate.kind, short.sampling.bins) == ("bound", "fresh")
+    assert lc.plan(**small, sampling=lc.Cyclic()).mechanism.normalized is False
+
+
+def test_normalising_is_chosen_with_lambda_or_said() -> None:
+    with pytest.raises(lc.InvalidInput, match="chosen together with λ"):
+        lc.LambdaCGD(0.9, normalized="auto")
+    with pytest.raises(lc.InvalidInput, match="True, False or 'auto'"):
+        lc.LambdaCGD("auto", normalized="yes")
+    with pytest.raises(ValueError, match="not resolved"):
+        lc.LambdaCGD("auto", normalized="auto").column_scales(3)
+
+
+def test_the_answer_is_told_before_it_is_certified() -> None:
+    told: list[lc.planning.Progress] = []
+    with cache.disabled():
+        plan = lc.plan(600, 20, epochs=3, epsilon=3.0, delta=1e-5, progress=told.append)
+    assert len(told) == 1
+    assert told[0].mechanism == plan.mechanism
+    assert told[0].sigma == pytest.approx(plan.sigma, rel=0.01)
+    assert told[0].rmse == pytest.approx(plan.rmse, rel=0.01)
+    assert told[0].seconds > 0

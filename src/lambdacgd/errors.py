@@ -36,10 +36,6 @@ class AccountingError(ValueError):
     """No accountant here can answer the request; the message says why and what can be asked instead."""
 
 
-class DeviceError(ValueError):
-    """A device that was asked for cannot be used. No other accountant is asked instead: that would hide it."""
-
-
 class KeyFileError(ValueError):
     """A key file that cannot be trusted or used; the message says what to do and holds nothing secret."""
 

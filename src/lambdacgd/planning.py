@@ -6,7 +6,7 @@ import hashlib
 import html
 import json
 import math
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
+from lambdacgd.accounting.certificate import listening
 from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
@@ -352,6 +353,18 @@ class Plan:
         )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What a plan will be, before it is certified: ``sigma`` and ``rmse`` to about 1%, ``seconds`` about what is left.
+    It claims nothing."""
+
+    mechanism: Mechanism
+    sampling: Sampling
+    sigma: float
+    rmse: float
+    seconds: float
+
+
 def plan(
     examples: int | Sized,
     batch_size: int,
@@ -364,6 +377,7 @@ def plan(
     sampling: Sampling | None = None,
     steps_per_epoch: int | None = None,
     estimate: bool = False,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
 
@@ -376,12 +390,15 @@ def plan(
         delta: the privacy budget δ.
         noise_multiplier: σ, relative to the clipping norm, in place of ``epsilon``: then ε is the smallest that is
             certified for it. An automatic λ or γ is chosen for an ε, so here it must be given as a number.
-        mechanism: what correlates the noise; ``LambdaCGD("auto")`` if it is not given.
+        mechanism: what correlates the noise; ``LambdaCGD("auto", normalized="auto")`` if it is not given: of what needs
+            no memory and is certified, what has the smallest RMSE.
         sampling: who takes part when. If it is not given, ``BallsInBins("fresh")`` for λCGD and DP-SGD, whose fresh
             bins are certified tightly, and ``BallsInBins("fixed")`` for other mechanisms, whose certificate of fresh
             bins takes more noise than needed.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
+        progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
+            that come from the disk cache, and those that take no time, come without.
 
     Returns:
         The plan, with its mechanism resolved and its sampling bound.
@@ -408,7 +425,7 @@ def plan(
         noise_multiplier = number("noise_multiplier", noise_multiplier, above=0)
     delta = number("delta", delta, above=0, below=1)
     if mechanism is None:
-        mechanism = LambdaCGD()
+        mechanism = LambdaCGD("auto", normalized="auto")
     if not isinstance(mechanism, Mechanism):
         raise InvalidInput(
             "mechanism",
@@ -419,23 +436,32 @@ def plan(
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
         check_epsilon(bound, epsilon)
-    resolved, selection = _resolve(mechanism, bound, epsilon=epsilon, delta=delta)
-    accountant = accountant_for(resolved, bound)
     # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
-    if noise_multiplier is None:
-        assert epsilon is not None
-        real = epsilon - set_aside(epsilon, delta)["epsilon"] if math.isfinite(epsilon) else epsilon
-        calibration = accountant.sigma(real, delta * (1 - DELTA_SHARE), estimate=estimate)
-    else:
-        calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, delta * (1 - DELTA_SHARE)))
-        epsilon = claimed_epsilon(calibration.certificate.epsilon)
+    real_delta, real = delta * (1 - DELTA_SHARE), epsilon
+    if epsilon is not None and math.isfinite(epsilon):
+        real = epsilon - set_aside(epsilon, delta)["epsilon"]
+    resolved, selection = _resolve(mechanism, bound, epsilon=real, delta=real_delta)
+    accountant = accountant_for(resolved, bound)
+    mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
+
+    def tell(sigma: float, seconds: float) -> None:
+        if progress is not None:
+            progress(Progress(resolved, bound, sigma, mean_error * sigma, seconds))
+
+    with listening(tell):
+        if noise_multiplier is None:
+            assert epsilon is not None
+            assert real is not None
+            calibration = accountant.sigma(real, real_delta, estimate=estimate)
+        else:
+            calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
+            epsilon = claimed_epsilon(calibration.certificate.epsilon)
     certificate = calibration.certificate
     if math.isfinite(epsilon):
         details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
         certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
     else:
         certificate = replace(certificate, delta=delta)
-    mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
     return Plan(
         mechanism=resolved,
         sampling=bound,
@@ -501,8 +527,13 @@ def _choose(
     horizon = sampling.horizon
     if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
         how = _objective("lam", mechanism.objective, sampling, epsilon, delta)
-        best = choosing.choose_lambda(horizon, normalized=mechanism.normalized, **how)
-        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
+        normalized = mechanism.normalized
+        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
+            helps = how.get("bins") == "fresh" and "epsilon" in how
+            normalized = helps and choosing.normalizing_pays(horizon, epsilon=how["epsilon"], delta=delta)
+        best = choosing.choose_lambda(horizon, normalized=normalized, **how)
+        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
+        return chosen, {"parameter": "lambda"} | best.to_dict()
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None

@@ -1,4 +1,4 @@
-"""(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy; torch only where it pays."""
+"""(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy, no torch."""
 
 from lambdacgd.accounting.accountants import accountant_for, adds_independent_noise, check_epsilon, methods
 from lambdacgd.accounting.certificate import Accountant, Calibration, Certificate

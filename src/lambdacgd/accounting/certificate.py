@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import re
 import time
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from numbers import Real
 from typing import Any, Literal, Protocol
@@ -15,7 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from lambdacgd.errors import AccountingError, DeviceError
+from lambdacgd.errors import AccountingError
 
 Direction = Literal["both", "remove", "add"]
 OneWay = Literal["remove", "add"]
@@ -128,26 +127,30 @@ class Accountant(Protocol):
         """About that σ, to 0.5%, for comparing mechanisms. It claims nothing. ``start`` is a guess that saves time."""
 
 
-def device() -> str:
-    """The device that ``LAMBDACGD_ACCOUNTING_DEVICE`` asks for: "auto" (the default), "cpu", "cuda", "cuda:1", ….
-
-    With "auto" the exact accountant takes CUDA where there is one, where it pays and where it is right (see
-    ``exact.product``). Monte Carlo stays on the CPU, so that its random numbers do not depend on the hardware.
-
-    Raises:
-        DeviceError: the variable names something else.
-    """
-    asked = os.environ.get("LAMBDACGD_ACCOUNTING_DEVICE") or "auto"
-    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", asked):
-        raise DeviceError(f"LAMBDACGD_ACCOUNTING_DEVICE is {asked!r}; it must be auto, cpu, cuda or cuda:0, cuda:1, …")
-    return asked
-
-
 def real(name: str, value: Any) -> float:
     """``value`` as a Python float: with a NumPy float32 everything would be computed, and rounded, in its precision."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return float(value)
     raise AccountingError(f"{name} is {value!r}; it must be a number")
+
+
+_listener: ContextVar[Callable[[float, float], None] | None] = ContextVar("listener", default=None)
+
+
+@contextlib.contextmanager
+def listening(listener: Callable[[float, float], None] | None) -> Iterator[None]:
+    """Inside, ``listener(σ, seconds)`` hears about which σ an accountant will certify, and in about how long."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(sigma: float, seconds: float) -> None:
+    """Tell whoever listens."""
+    if (listener := _listener.get()) is not None:
+        listener(sigma, seconds)
 
 
 _PATIENCE = 2.0  # seconds

@@ -108,7 +108,10 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
     given = {name: value for name, value in request.items() if value is not None}
+    default = not {"mechanism", *parameters_of(MECHANISMS.values())} & set(given)
     mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
+    if default:  # as ``lc.plan`` has it
+        mechanism = LambdaCGD("auto", normalized="auto")
     asked = {"sampling", *parameters_of(SAMPLINGS.values())} & set(given)
     sampling = _named("sampling", given, SAMPLINGS, BallsInBins.name)
     # Plain Balls-in-Bins are not asked for by name: which bins are the default depends on the mechanism.

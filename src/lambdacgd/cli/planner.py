@@ -19,7 +19,7 @@ from rich.table import Table
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
 from lambdacgd.cli.options import place_for, plan_arguments
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
 
@@ -45,7 +45,7 @@ def show_plan(
         plots().check_ending(plot)
     arguments = plan_arguments(request)
     with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(**arguments)
+        plan = make_plan(**arguments, progress=None if as_json else _say_estimate)
         accountant = accountant_for(plan.mechanism, plan.sampling)
         check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
@@ -92,6 +92,16 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
+
+
+def _say_estimate(progress: Progress) -> None:
+    """The answer to about 1%, on standard error, while it is being certified."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(
+            f"about: {progress.mechanism}, σ ≈ {progress.sigma:.3g}, RMSE ≈ {progress.rmse:.3g}; certifying it takes "
+            f"about {max(progress.seconds, 1):.0f} s"
+        )
 
 
 def _stored(plan: Plan) -> int:

@@ -175,7 +175,7 @@ class Probe:
                         state.take_back()
 
                 self._turn = 0
-                if self._forward_pass.sharded:  # passes gather parameters over all ranks: as many on each, for sizes only
+                if self._forward_pass.sharded:  # a pass gathers parameters: as many on every rank, for sizes
                     self._learn(run, sets[0][0], rounds=1)
                     self._looked = True
                     return

@@ -44,7 +44,8 @@ class LambdaCGD(Mechanism):
 
     Args:
         lam: λ, a number in [0, 1), or "auto": then ``lc.plan`` chooses it.
-        normalized: divide every column of C by its norm d_t, so that the noise of step t is scaled by d_t.
+        normalized: divide every column of C by its norm d_t, so that the noise of step t is scaled by d_t. "auto", with
+            an automatic λ: ``lc.plan`` does so where it lowers the RMSE with fresh bins, and not elsewhere.
         objective: what an automatic λ is chosen by: "rmse", "maxse", "amplified-rmse" or "guideline". By default the
             amplified RMSE with fresh bins, the guideline with fixed ones, and the RMSE without amplification.
 
@@ -61,7 +62,7 @@ class LambdaCGD(Mechanism):
     lam: float | Auto = field(
         default="auto", metadata={"symbol": "λ", "help": "λ of λCGD: a number in [0, 1) or auto (default)."}
     )
-    normalized: bool = field(default=False, metadata={"symbol": "normalised", "help": "Column-normalised λCGD."})
+    normalized: bool | Auto = field(default=False, metadata={"symbol": "normalised", "help": "Column-normalised λCGD."})
     objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
     name: ClassVar[str] = "lambda-cgd"
     title: ClassVar[str] = "λCGD"
@@ -69,13 +70,15 @@ class LambdaCGD(Mechanism):
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
         check_objective(self.objective, "lam", self.lam)
-        if not isinstance(self.normalized, bool):
-            raise InvalidInput("normalized", self.normalized, "it must be True or False")
+        if not (isinstance(self.normalized, bool) or self.normalized == "auto"):
+            raise InvalidInput("normalized", self.normalized, "it must be True, False or 'auto'")
+        if self.normalized == "auto" and self.lam != "auto":
+            raise InvalidInput("normalized", "auto", "it is chosen together with λ: leave lam at 'auto' too")
 
     @property
     def resolved(self) -> bool:
         """Whether all numbers are known."""
-        return self.lam != "auto"
+        return self.lam != "auto" and self.normalized != "auto"
 
     @property
     def resolved_lam(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -150,7 +151,7 @@ def test_composed_epochs_are_above_sampled_ones_in_many_cases() -> None:
     for _ in range(3):
         lam, b, k = float(rng.uniform(0, 0.95)), int(rng.integers(2, 60)), int(rng.integers(2, 12))
         epsilon = float(np.exp(rng.uniform(-0.5, 1.5)))
-        sigma = FreshBins(lam, b, k).quick_sigma(epsilon, 1e-4)[0]
+        sigma = FreshBins(lam, b, k).quick_sigma(epsilon, 1e-4)
         bound = FreshBins(lam, b, k).delta(sigma, epsilon, like=1e-4)
         drawn = simulate(LambdaCGD(lam), Horizon(b, k), sigma=sigma, epsilon=epsilon, samples=30_000)
         assert bound.delta >= float(drawn["delta"]) - 5 * float(drawn["standard_error"])
@@ -194,3 +195,38 @@ def test_a_certificate_carries_its_budget_and_unknown_slack_is_all_of_it() -> No
     budget = found.certificate.details["budget"]
     assert budget["one epoch: analytic bounds"] > 0.1 * found.certificate.delta
     assert all(0 <= value <= found.certificate.delta for value in budget.values())
+
+
+def test_work_is_capped_and_what_is_in_hand_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the lattice may do no more, analytic bounds take over: larger, and still bounds."""
+    from lambdacgd.accounting.composed import accountant as module
+    from lambdacgd.accounting.composed import one_epoch
+
+    free = FreshBins(0.7, 20, 3).delta(1.5, 2.0)
+    one_epoch._curve.cache_clear()
+    monkeypatch.setattr(module, "FINAL", replace(one_epoch.FINAL, work=3e8))
+    composed = FreshBins(0.7, 20, 3).composed(1.5, 1e-6, resolution=module.FINAL)
+    capped = FreshBins(0.7, 20, 3).bound(composed, 1.5, 2.0)
+    assert capped.delta > free.delta
+    assert capped.budget["one epoch: analytic bounds"] > free.budget.get("one epoch: analytic bounds", 0.0)
+
+
+@pytest.mark.parametrize(("epsilon", "normalized"), [(0.3, False), (3.0, True)])
+def test_a_shallow_add_side_is_a_bound_and_changes_nothing_that_governs(epsilon: float, normalized: bool) -> None:
+    accountant = FreshBins(0.6, 15, 3, normalized)
+    sigma = accountant.sigma(epsilon, 1e-5).sigma
+    deep, shallow = (
+        accountant.bound(accountant.composed(sigma, 1e-5, shallow=shallow), sigma, epsilon) for shallow in (False, True)
+    )
+    assert shallow.delta_add >= deep.delta_add * (1 - 1e-9)
+    assert shallow.delta_remove == pytest.approx(deep.delta_remove, rel=2e-3)
+
+
+def test_the_closed_form_is_near_what_is_certified() -> None:
+    for lam, b, k, epsilon, normalized in (
+        (0.9, 60, 4, 2.0, True),
+        (0.5, 30, 10, 0.5, False),
+        (0.8, 40, 5, 6.0, False),
+    ):
+        accountant = FreshBins(lam, b, k, normalized)
+        assert 0.97 < accountant.sigma(epsilon, 1e-5).sigma / accountant.first_guess(epsilon, 1e-5) < 1.15

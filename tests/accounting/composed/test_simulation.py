@@ -83,7 +83,8 @@ def test_the_chain_dominates_entry_by_entry(mechanism: Mechanism) -> None:
     found = dominating(resolved, Horizon(STEPS, 3), epsilon=2.0, delta=1e-5)
     distance = np.abs(np.subtract.outer(np.arange(STEPS), np.arange(STEPS)))
     above = found.norm**2 * found.accountant.lam ** distance.astype(float)
-    assert found.accountant.normalized
+    assert found.accountant.stationary  # columns that are merely normalised correlate less near the end of a run
+    np.testing.assert_allclose(found.accountant.one_epoch.chain(found.norm**-1).gram(), above, rtol=1e-9)
     assert (above >= inner).all()
     assert above.max() <= 3 * inner.max()
     for lag, largest in enumerate(largest_by_distance(resolved, STEPS)):

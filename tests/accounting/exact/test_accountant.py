@@ -26,6 +26,7 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
 )
 from lambdacgd.accounting.exact.product import AVAILABLE
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest
@@ -56,12 +57,12 @@ def test_never_below_quadrature_and_close_to_it(
     rough = accountant.delta(sigma, epsilon)
     chain = accountant.chain(sigma)
     scale = Scale(math.exp(epsilon), rough.delta_remove, rough.slope)
-    law = loss_law(chain, scale, TIGHT, direction="remove", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="remove")
     remove = evaluate_remove(law, scale, TIGHT)
     assert truth_remove * (1 - 1e-7) <= remove.delta <= truth_remove * 1.002
     assert remove.delta - truth_remove <= 1.2 * remove.added + 1e-6 * truth_remove
     scale = Scale(math.exp(-epsilon), truth_add, 2 * rough.slope)
-    law = loss_law(chain, scale, TIGHT, direction="add", device="cpu")
+    law = loss_law(chain, scale, TIGHT, direction="add")
     add = evaluate_add(law, scale, TIGHT)
     assert truth_add * (1 - 1e-7) <= add.delta <= truth_add * 1.002
 
@@ -322,8 +323,17 @@ def test_jensens_bound_is_not_passed_off_as_tight(monkeypatch: pytest.MonkeyPatc
     loose = accountant.evaluate(3.0, 0.3, scale, FINE)
     assert loose.details["add"] == "jensen"
     assert loose.delta > 1.2 * tight.delta >= 1.2 * (loose.delta - sum(loose.budget.values()))
-    with pytest.raises(AccountingError, match="stayed loose"):
-        accountant.delta(3.0, 0.3)
+    answer = accountant.delta(3.0, 0.3)
+    assert answer.delta >= tight.delta
+    assert answer.details["slack_share"] > 0.1
+
+
+def test_an_estimate_of_slack_throws_no_answer_away() -> None:
+    """δ ≤ 9.98e-9 is proven at σ = 2.613 (truth 9.73e-9); it was refused, for an estimate of periodic copies."""
+    bound = TransferMatrix(0.0, 733, 5).sigma(0.2, 1e-8)
+    assert bound.delta <= 1e-8
+    assert bound.sigma == pytest.approx(2.613, rel=1e-3)
+    assert bound.details["slack_share"] > 0.05
 
 
 def test_a_slope_far_from_the_first_guess_is_found() -> None:
@@ -332,13 +342,18 @@ def test_a_slope_far_from_the_first_guess_is_found() -> None:
     assert 1.02266e-6 < bound.delta < 1.05 * 1.02266e-6
 
 
-@pytest.mark.parametrize(("where", "limit"), [("product.LARGEST_TABLE", 1000), ("evaluation.LARGEST_WORK", 1e6)])
-def test_what_would_take_too_long_or_too_much_is_refused(
-    where: str, limit: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(f"lambdacgd.accounting.exact.{where}", limit)
-    with pytest.raises(AccountingError, match="use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"):
+INSTEAD = "use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"
+
+
+def test_too_large_a_table_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lambdacgd.accounting.exact.product.LARGEST_TABLE", 1000)
+    with pytest.raises(AccountingError, match=INSTEAD):
         TransferMatrix(0.9, 10, 2).delta(3.0, 1.0)
+
+
+def test_too_much_work_is_refused() -> None:
+    with pytest.raises(AccountingError, match=INSTEAD):
+        TransferMatrix(0.9, 10, 2).evaluate(3.0, 1.0, Scale(math.e, 1e-4, 6.0), replace(FINE, work=1e6))
 
 
 def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,5 +468,5 @@ def test_so_much_noise_that_delta_vanishes_is_no_error():
         mechanism=lc.LambdaCGD(0.9),
         sampling=lc.BallsInBins("fixed"),
     )
-    exact = gaussian_epsilon(100.0, 1e-5)
+    exact = claimed_epsilon(gaussian_epsilon(100.0, 1e-5 * (1 - DELTA_SHARE)))
     assert exact <= plan.epsilon <= 1.001 * exact

@@ -165,7 +165,7 @@ def test_grid_is_fine_then_geometric() -> None:
 def product_of(chain: Chain, *, ratio: float, reach: float, fine: float = 2e-3, top: float = 1e5) -> TransferProduct:
     """Every bin with its own scale, nothing shared."""
     plan = [Stretch(1, float(c), float(c)) for c in chain.log_scales[1:-1][::-1]]
-    return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(fine, 0.02, top), plan, "cpu")
+    return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(fine, 0.02, top), plan)
 
 
 def mean_of(product: TransferProduct, z: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lambdacgd.accounting.exact import product as product_module
-from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN
+from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN, FINE, Scale, loss_law
 from lambdacgd.accounting.exact.lattice import Chain, Site, lattice, plain_chain, round_lognormal, value_grid
 from lambdacgd.accounting.exact.product import (
     AVAILABLE,
@@ -28,7 +29,7 @@ from lambdacgd.errors import AccountingError
 
 def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float = 6.0) -> TransferProduct:
     plan = stretches(chain.log_scales, allowed)
-    return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(0.02, 0.05, 200.0), plan, "cpu")
+    return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(0.02, 0.05, 200.0), plan)
 
 
 def matrix(chain: Chain, site: Site, grid: Any, z: complex, log_scale: float) -> Any:
@@ -92,12 +93,10 @@ def test_stretches_cover_every_bin_within_budget(bins: int, lam: float, allowed:
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 64, 389])
 @pytest.mark.parametrize("columns", [1, 5])
 def test_power_applied_to_a_strip(count: int, columns: int) -> None:
-    import torch
-
     rng = np.random.default_rng(1)
     m = rng.random((2, 5, 5)) / 2.6
     strip = rng.random((2, 5, columns))
-    got = product_module.apply_power(torch.as_tensor(m), count, torch.as_tensor(strip)).numpy()
+    got = product_module.apply_power(m, count, strip)
     np.testing.assert_allclose(got, np.linalg.matrix_power(m, count) @ strip, rtol=1e-11)
     assert power_cost(count, 5, columns)[1] < count.bit_length()
     assert power_cost(count, 5, columns)[0] <= count * columns
@@ -127,6 +126,43 @@ def test_small_transforms_keep_their_relative_accuracy(bins: int) -> None:
         np.testing.assert_allclose(product(tilted, "up"), wide, atol=1e-12 * abs(wide[0]))
 
 
+# λ, b, k, σ, ε: small and large b, flat and steep, one epoch and many, ε ≥ 8 included
+CASES = [
+    (0.5, 3, 3, 1.2, 8.0),
+    (0.9, 30, 5, 3.0, 4.0),
+    (0.9, 390, 1, 1.45, 3.0),
+    (0.9, 390, 10, 2.93, 8.0),
+    (0.9, 390, 10, 7.49, 1.0),
+    (0.95, 390, 10, 8.8, 2.0),
+    (0.9, 2000, 10, 2.6, 8.0),
+]
+
+
+@pytest.mark.skipif(not AVAILABLE, reason="needs extended precision as the yardstick")
+@pytest.mark.parametrize("direction", ["remove", "add"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_transforms_keep_within_half_their_rounding_margin(case: Any, direction: Any) -> None:
+    lam, b, k, sigma, epsilon = case
+    strike = math.exp(epsilon if direction == "remove" else -min(epsilon, 1.0))
+    law = loss_law(plain_chain(lam, b, k, sigma), Scale(strike, 1e-5, 4.0), FINE, direction=direction)
+    rounding: Any = "up" if direction == "remove" else "down"
+    z = (1j * np.linspace(0.0, 120.0, 41) - 2.0) / strike
+    spots = [0, 1, 3, 10, 40]
+    computed = law.product(z, rounding)[spots]
+    exact = extended_transform(law.product, z[spots], rounding)
+    total = abs(complex(exact[0]))
+    for value, truth in zip(computed, exact, strict=True):
+        assert abs(complex(np.clongdouble(value) - truth)) <= 0.5 * rounding_unit(b) * total
+
+
+def test_batches_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    product, z = make(plain_chain(0.8, 30, 1, 1.5)), 1j * np.linspace(0.0, 30.0, 61) - 1.0
+    together = product(z, "up")
+    monkeypatch.setattr(product_module, "BATCH", 7)
+    monkeypatch.setattr(product_module, "IN_CACHE", 1)
+    np.testing.assert_allclose(product(z, "up"), together, rtol=1e-13)
+
+
 def test_overflow_and_memory_are_errors_not_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     product = make(plain_chain(0.8, 9, 2, 3.0))
     with pytest.raises(AccountingError, match="overflowed"):
@@ -144,9 +180,9 @@ def at_50_digits(product: TransferProduct, z: complex) -> Any:
     def matrix_of(site: Any, log_scale: float) -> Any:
         scale = mpmath.mpf(float(np.exp(log_scale)))
         waves = [mpmath.exp(exact_z * scale * mpmath.mpf(float(y))) for y in product.grid]
-        table = site.table.numpy()
+        table = site.table
         values = [mpmath.fdot(waves, map(float, table[:, i])) for i in range(table.shape[1])]
-        kernel = site.kernel.numpy()
+        kernel = site.kernel
         rows, columns = kernel.shape
         return mpmath.matrix(
             [
@@ -198,8 +234,8 @@ def acb_transform(product: TransferProduct, z: complex) -> Any:
     def matrix_of(site: Any, log_scale: float) -> Any:
         scale = flint.arb(float(np.exp(log_scale)))
         waves = flint.acb_mat([[(exact_z * scale * flint.arb(float(y))).exp() for y in product.grid]])
-        values = waves * flint.acb_mat([[flint.acb(float(x)) for x in row] for row in site.table.numpy()])
-        kernel = site.kernel.numpy()
+        values = waves * flint.acb_mat([[flint.acb(float(x)) for x in row] for row in site.table])
+        kernel = site.kernel
         rows, columns = kernel.shape
         return flint.acb_mat(
             [

@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 
@@ -35,6 +36,8 @@ class Resolution:
     """the share of δ that the Poisson factors may add, and the shared scales"""
     slack: float
     """the share of δ that all inequalities together may add at a node"""
+    work: float
+    """the most real operations spent on one direction's curve; from there on analytic bounds take over"""
 
     def precision(self, delta: float) -> Precision:
         widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
@@ -42,18 +45,34 @@ class Resolution:
             FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
         )
 
+    def coarse_tail(self, delta: float) -> Precision:
+        """The same where δ is large; below a thousandth three times the smoothing and ten times the lattice's share."""
+        fine = self.precision(delta)
+        if delta > 1e-3:
+            return fine
+        lattice = min(10 * self.lattice, 1e-2)
+        return replace(fine, smoothing=min(3 * fine.smoothing, 0.4), lattice=lattice, scales=lattice)
 
-QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3)
-FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05)
+
+QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3, work=1.5e11)
+FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05, work=6e11)
+AFFORDABLE = 4e8
+"""real operations a frequency before a dominating chain is taken: a curve has a thousand frequencies"""
 
 CELLS = 6
 """cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
 ADD_FLOOR = 10.0
 """δ_add is followed down to this many floors only. It seldom decides ε, and its far tail costs the most."""
+SHALLOW_FLOOR = 200.0
+"""and down to this many, coarsely, where it is only to be seen that it does not decide; then analytic bounds follow"""
 
 
-def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution) -> DiscretePair:
+def one_epoch(
+    accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution, shallow: bool = False
+) -> DiscretePair:
     """A pair that dominates one epoch's (P₁, Q₁) at this σ, down to δ = ``floor`` (add: ten times that).
+
+    ``shallow``: the lattice is left for analytic bounds earlier on the side of add, whose far tail costs the most.
 
     Guarantee
     ---------
@@ -64,8 +83,9 @@ def one_epoch(accountant: TransferMatrix, sigma: float, *, floor: float, resolut
         raise AccountingError("one epoch at a time is composed")
     scale = accountant.settle(sigma, SMALLEST_EPSILON)
     quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
-    remove = _curve(accountant, sigma, scale, quantum, floor, resolution, "remove")
-    add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, resolution, "add")
+    remove = _curve(accountant, sigma, scale, quantum, floor, floor, resolution, "remove")
+    leave = (SHALLOW_FLOOR if shallow else ADD_FLOOR) * floor
+    add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, leave, resolution, "add")
     pair = dominating_pair(
         quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
     )
@@ -98,16 +118,21 @@ def _nodes(quantum: float, gap: float) -> Nodes:
     return choose
 
 
+@lru_cache(maxsize=4)
 def _curve(
     accountant: TransferMatrix,
     sigma: float,
     scale: Scale,
     quantum: float,
     floor: float,
+    leave: float,
     resolution: Resolution,
     direction: OneWay,
 ) -> Values:
-    """Bounds on δ at nodes down to ``floor``: the lattice's as far as it goes, then analytic ones."""
+    """Bounds on δ at nodes down to ``floor``: the lattice's as far as it goes or down to ``leave``, then analytic ones.
+
+    The last few are remembered, for an evaluation that goes deeper on the other side.
+    """
     chain = accountant.chain(sigma)
     alone = math.sqrt(chain.gain * chain.peak_variance)
 
@@ -122,15 +147,26 @@ def _curve(
         if direction == "add":
             guess = Evaluation(scale.delta, scale.slope)
             scale = settle_add(accountant, sigma, choose(None, scale.slope)[0], guess, guess)
-        precision, slack = resolution.precision, resolution.slack
+        coarse = leave > floor
+        precision = resolution.coarse_tail if coarse else resolution.precision
+        slack = QUICK.slack if coarse else resolution.slack
         for epsilon, value in walk(
-            accountant, sigma, choose, scale, direction, precision=precision, slack=slack, floor=floor
+            accountant,
+            sigma,
+            choose,
+            scale,
+            direction,
+            precision=precision,
+            slack=slack,
+            floor=leave,
+            affordable=AFFORDABLE,
+            work=resolution.work,
         ):
             smaller = _smaller(value, analytic(epsilon))
             bounds[round(epsilon / quantum)] = smaller
             latest, slope = epsilon, value.slope
             reached = value if direction == "remove" else smaller  # remove is followed as far as the lattice goes
-            if reached.delta <= floor or value.budget["rounding"] > 0.5 * value.delta:
+            if reached.delta <= leave or value.budget["rounding"] > 0.5 * value.delta:
                 break
     return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, device, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
     FINE,
@@ -30,7 +30,7 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
     remove_at,
 )
-from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio
+from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio, stationary_chain
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.accounting.root import SteppedSecant, log_ratio, smallest, smallest_certified
@@ -43,8 +43,8 @@ LARGEST_EPSILON = 20.0
 MOST_STEPS = 10_000_000
 """steps per epoch, and epochs: a few arrays of this length are made"""
 SMALLEST_DELTA = 1e-12
-ROUNDING_SHARE = 0.01
-"""a rounding margin above this share of δ is refused"""
+ROUNDING_SHARE = 0.3
+"""a rounding margin above this share of δ is refused: sampling does better there"""
 RTOL = 2e-4
 """relative accuracy of σ and ε unless another one is asked for"""
 
@@ -58,7 +58,7 @@ class TransferMatrix:
         steps_per_epoch: b, the number of bins.
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
-        device: where large products are computed; "auto" leaves it to ``LAMBDACGD_ACCOUNTING_DEVICE``.
+        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -75,7 +75,7 @@ class TransferMatrix:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    device: str = "auto"
+    stationary: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", real("λ", self.lam))
@@ -95,17 +95,22 @@ class TransferMatrix:
         """Upper bounds on δ_remove(ε) and δ_add(ε) at noise multiplier σ, refined until their slack is small.
 
         Raises:
-            AccountingError: σ or ε is out of range, δ is too small to certify, or the bound stayed loose.
+            AccountingError: σ or ε is out of range, or δ is too small to certify.
         """
         sigma, epsilon = real("σ", sigma), real("ε", epsilon)
         self._validate(sigma=sigma, epsilon=epsilon)
         scale = self.settle(sigma, epsilon)
+        best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
+            best = bound if best is None or bound.delta < best.delta else best
             if bound.slack <= SLACK_SHARE * bound.delta:
                 break
-            scale = _next_scale(scale, bound)
-        return self._checked(bound)
+            before, scale = scale, _next_scale(scale, bound)
+            if scale == before:
+                break
+        assert best is not None
+        return self._checked(best)
 
     def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
@@ -192,7 +197,7 @@ class TransferMatrix:
 
     def chain(self, sigma: float) -> Chain:
         """The exact chain at this σ (for the normalised form, the one that dominates it)."""
-        make = normalized_chain if self.normalized else plain_chain
+        make = stationary_chain if self.stationary else normalized_chain if self.normalized else plain_chain
         # Every entry of G grows with λ, so a tiny λ may be rounded up (Lemma 7).
         if self.lam == 0:
             return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
@@ -208,22 +213,20 @@ class TransferMatrix:
     def normalizing_loss(self) -> float:
         """About how much σ, where it is large, grows because a chain stands in for normalised columns (Lemma 7)."""
         steps = self.steps_per_epoch * self.epochs
-        if not self.normalized or self.lam == 0 or steps > MOST_STEPS:
+        if not self.normalized or self.stationary or self.lam == 0 or steps > MOST_STEPS:
             return 0.0
         norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(self.lam)) / (1 - self.lam**2))
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
         return 0.5 * math.log(self.chain(1.0).mean_loss[1] / float(together @ together))
 
-    def device_asked_for(self) -> str:
-        """Where large products are to be computed; "auto" unless this accountant or the environment says otherwise."""
-        return device() if self.device == "auto" else self.device
-
-    def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
+    def working_chain(
+        self, sigma: float, slope: float, *, coarse: bool, affordable: float | None = None
+    ) -> tuple[Chain, float]:
         """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""
         exact = self.chain(sigma)
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
-        chosen, expected_loss = select(exact, slope)
+        chosen, expected_loss = select(exact, slope, AFFORDABLE if affordable is None else affordable)
         expected_loss += self.normalizing_loss
         if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
             longer = replace(chosen, tail=0.0)
@@ -241,7 +244,7 @@ class TransferMatrix:
             details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian"}
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
-        law = loss_law(chain, scale, precision, direction="remove", device=self.device_asked_for())
+        law = loss_law(chain, scale, precision, direction="remove")
         remove = evaluate_remove(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision)
         details = {
@@ -263,7 +266,7 @@ class TransferMatrix:
                 break
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
-                law = loss_law(chain, scale, step, direction="add", device=self.device_asked_for())
+                law = loss_law(chain, scale, step, direction="add")
                 fourier = evaluate_add(law, scale, step)
             except AccountingError:
                 break  # Jensen's bound stands
@@ -305,22 +308,20 @@ class TransferMatrix:
         bound, value = smallest_certified(evaluate, delta, x, strategy, rtol=rtol)
         if bound is None:
             raise AccountingError(f"δ = {delta:g} is out of reach: the last bound was {math.exp(value) * delta:.3g}")
-        return self._checked(bound, slack=SLACK_SHARE * min(max(rtol / RTOL, 1.0), 8.0))
+        return self._checked(bound)
 
-    def _checked(self, bound: Bound, *, slack: float = SLACK_SHARE) -> Bound:
-        """The bound, if its slack is within limits; otherwise an error that says what can be reached."""
+    def _checked(self, bound: Bound) -> Bound:
+        """The bound, unless rounding is most of it. How much of it may be slack its budget says, however much that is.
+
+        Some of the budget are estimates, such as that of periodic copies, which can exceed by far what was added.
+        """
         rounding = bound.budget.get("rounding", 0.0)
         if rounding > ROUNDING_SHARE * bound.delta:
             raise AccountingError(
                 f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g}: rounding may reach "
                 f"{rounding:.2g}; the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
             )
-        if bound.slack <= slack * bound.delta:
-            return bound
-        raise AccountingError(
-            f"the bound at σ = {bound.sigma:g}, ε = {bound.epsilon:g} stayed loose: δ ≤ {bound.delta:.3g} "
-            f"of which {bound.slack:.2g} may be slack {bound.budget}; use the Monte Carlo accountant"
-        )
+        return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
 
     def _validate(
         self, *, sigma: float | None = None, epsilon: float | None = None, delta: float | None = None
@@ -386,12 +387,18 @@ def walk(
     precision: Callable[[float], Precision] = lambda delta: FINE,
     slack: float = SLACK_SHARE,
     floor: float = 0.0,
+    affordable: float | None = None,
+    work: float = math.inf,
 ) -> Iterator[tuple[float, Evaluation]]:
     """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there.
 
     ``choose(latest, slope)`` names increasing ε beyond the latest one done, those of one panel at most being used, or
     none to end. ``precision`` is asked for at the size of δ where a panel starts. Values below ``floor`` need no
-    relative accuracy: slack of that size is accepted there.
+    relative accuracy: slack of that size is accepted there. ``affordable`` bounds the operations a frequency, by taking
+    a dominating chain, and ``work`` those of all panels, by ending the walk.
+
+    Raises:
+        AccountingError: a panel stayed loose, or the work is done.
     """
     evaluate: Callable[..., Iterator[Evaluation]] = remove_at if direction == "remove" else add_at
     sign = 1.0 if direction == "remove" else -1.0
@@ -403,17 +410,21 @@ def walk(
             Scale(math.exp(sign * e), max(scale.delta * math.exp(-scale.slope * (e - first)), floor), scale.slope)
             for e in panel
         ]
-        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False)
+        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=affordable)
         how = precision(scales[0].delta)
+        how = replace(how, work=min(how.work, work))
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = loss_law(chain, finest, how, direction=direction, device=accountant.device_asked_for())
-        latest = None
+        law = loss_law(chain, finest, how, direction=direction)
+        latest, spent = None, 0.0
         for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
-            if value.added > slack * value.delta + floor:
+            spent = value.work
+            # Rounding is no matter of tuning: whoever asked decides how much of it is worth having.
+            if value.added - value.budget["rounding"] > slack * value.delta + floor:
                 break
             yield epsilon, value
             latest, done, tries = (epsilon, value), epsilon, 0
+        work -= spent
         if latest is not None:
             following = choose(done, scale.slope)
             step = following[0] - latest[0] if following else 0.0
@@ -442,7 +453,7 @@ def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove:
     scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
     chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
     for _ in range(6):
-        law = loss_law(chain, scale, COARSE, direction="add", device=accountant.device_asked_for())
+        law = loss_law(chain, scale, COARSE, direction="add")
         value = evaluate_add(law, scale, COARSE)
         before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
         if scale.settled_since(before):
@@ -501,9 +512,9 @@ def candidates(exact: Chain) -> list[Chain]:
     return chains
 
 
-def select(exact: Chain, slope: float) -> tuple[Chain, float]:
-    """The chain to compute with and the relative growth of σ it is expected to cost."""
-    if cost(exact, slope) <= AFFORDABLE:
+def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain, float]:
+    """The chain to compute with, at ``most`` so many operations a frequency, and what it is expected to add to σ."""
+    if cost(exact, slope) <= most:
         if exact.tail:
             longer = replace(exact, tail=0.0)
             alone, together = loss(longer, exact, slope), collective_loss(longer, exact)
@@ -511,7 +522,7 @@ def select(exact: Chain, slope: float) -> tuple[Chain, float]:
                 return longer, max(alone, together)
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
-    affordable = [item for item in rated if item[1] <= AFFORDABLE]
+    affordable = [item for item in rated if item[1] <= most]
     if affordable:
         best = min(affordable, key=lambda item: item[0])
         return best[2], best[0]

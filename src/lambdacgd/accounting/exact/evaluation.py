@@ -50,7 +50,7 @@ from lambdacgd.accounting.gaussian import jensen_add
 from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05
-"""an answer whose inequalities can have added more than this share of δ is refined, and refused if that fails"""
+"""an answer whose inequalities can have added more than this share of δ is refined"""
 LARGEST_LOSS_VARIANCE = 500.0
 """Var(X) beyond which e^X comes near the largest float"""
 
@@ -73,6 +73,8 @@ class Precision:
     """float64's rounding margin; above it extended precision is used"""
     extended: bool = True
     """whether extended precision may be used at all"""
+    work: float = 5e11
+    """the most real operations spent on one transform (some ten seconds of one core); beyond it is refused"""
 
 
 FINE = Precision(smoothing=0.14, lattice=3e-4, scales=4e-4, negligible=1e-4, wrap=5e-4, rounding=8e-3)
@@ -146,9 +148,7 @@ class LossLaw:
         return max((math.expm1(s.up - s.down) for s in plan), default=0.0)
 
 
-def loss_law(
-    chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"], device: str
-) -> LossLaw:
+def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"]) -> LossLaw:
     """Set up the law of W for strikes near ``scale.strike``, as finely as ``precision`` asks, for one direction."""
     negligible = precision.negligible * scale.delta
     bins, variance = chain.bins, chain.gain * chain.peak_variance
@@ -172,7 +172,7 @@ def loss_law(
     path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
     plan = stretches(chain.log_scales, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
-    product = TransferProduct(chain, path, grid, plan, device)
+    product = TransferProduct(chain, path, grid, plan)
     if path.eta * path.links >= 0.5:
         raise AccountingError(
             "the lattice is too coarse to certify anything; please report this as an error in lambdacgd"
@@ -378,8 +378,6 @@ def put_bound(strike: float, width: float, window: Window, transform: NDArray[An
 
 # δ in each direction
 
-LARGEST_WORK = 5e11
-"""the most real operations spent on one evaluation (about a minute on one core); beyond it the request is refused"""
 EXTENDED_LIMIT = 3e10
 """the most real operations spent in extended precision on one evaluation (half a minute)"""
 
@@ -392,6 +390,8 @@ class Evaluation:
     slope: float
     budget: dict[str, float] = field(default_factory=dict)
     method: str = "fourier"
+    work: float = 0.0
+    """real operations spent, together with the other strikes of its panel"""
 
     @property
     def added(self) -> float:
@@ -414,6 +414,7 @@ class FourierSeries:
     unit: float
     precision: Precision
     method: str
+    work: float
     width: float
     """of the smoothing, one for all strikes: a wider one at the higher strikes would reach below the window"""
 
@@ -431,15 +432,15 @@ def fourier_series(law: LossLaw, rounding: Rounding, scales: list[Scale], precis
         law, rounding, strike, width, slope, value, precision, unit=unit, decreasing_beyond=upper_tail
     )
     work = law.product.flops() * window.count
-    if work > LARGEST_WORK:
+    if work > precision.work:
         raise AccountingError(
-            f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {LARGEST_WORK:.1g}; "
+            f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {precision.work:.1g}; "
             "use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"
         )
     extended = precision.extended and _needs_extended(law, strike, width, window, unit, precision.rounding * value)
     transform = law.transform(1j * window.frequencies - window.tilt, rounding, extended=extended)
     unit *= EXTENDED_GAIN if extended else 1.0
-    return FourierSeries(law, window, transform, unit, precision, "extended" if extended else "fourier", width)
+    return FourierSeries(law, window, transform, unit, precision, "extended" if extended else "fourier", work, width)
 
 
 def evaluate_remove(law: LossLaw, scale: Scale, precision: Precision) -> Evaluation:
@@ -475,7 +476,7 @@ def remove_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterat
         budget = parts | {"lattice exits": law.exit_remove, "grid top": law.cap}
         delta = law.inflation * (core + sum(budget.values()))
         budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
-        yield _checked(Evaluation(delta, slope, budget, shared.method))
+        yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
 
 
 def add_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
@@ -496,7 +497,7 @@ def add_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[
         delta = law.inflation * (core + sum(budget.values()))
         copies = (strike - window.low) / math.expm1(window.tilt * window.period) / strike
         budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
-        yield _checked(Evaluation(delta, slope, budget, shared.method))
+        yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
 
 
 def _estimated(law: LossLaw, relative_width: float, slope: float, value: float) -> dict[str, float]:

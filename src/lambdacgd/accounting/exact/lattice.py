@@ -125,9 +125,22 @@ def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     return Chain(lam, bins, epochs, epochs / ((1 - lam) * (1 + lam) * sigma**2), 1.0)
 
 
-def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
-    """Dominates C_λD⁻¹: unit columns have inner products at most λ^{|s−s'|} (Lemma 7)."""
+def stationary_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
+    """Columns of norm 1 with inner products λ^{|s−s'|}, whatever follows the last step."""
     return Chain(lam, bins, epochs, epochs / sigma**2, 0.0)
+
+
+def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
+    """Dominates C_λD⁻¹: the stationary chain of its largest correlation between neighbours (Lemma 7).
+
+    Columns s < s' of C_λ have inner product λ^{s'−s} d_{s'}², d_s² ∝ 1 − λ^{2(n−s)}, so those of norm 1 have
+    λ^{s'−s} d_{s'}/d_s, a product of ρ_s = λ d_{s+1}/d_s; these fall with s. ρ_0 is λ but for short runs.
+    """
+    steps, rate = bins * epochs, 2 * math.log(lam)
+    if steps > 1:
+        largest = lam * math.sqrt(math.expm1((steps - 1) * rate) / math.expm1(steps * rate))
+        lam = min(lam, largest * (1 + 1e-12))
+    return stationary_chain(lam, bins, epochs, sigma)
 
 
 def value_grid(fine: float, ratio: float, top: float, *, limit: int = 20_000) -> Array:

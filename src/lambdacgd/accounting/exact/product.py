@@ -7,47 +7,30 @@ rounding margin of float64 would be too large beside δ (large ε, small δ), an
 was measured. It uses the same float64 tables and kernels, which define the (slightly perturbed) measure; only what is
 computed from them, and cancels, is carried further.
 
-**Devices.** The rounding margin was measured on CPUs. Another device adds up in another order, and some emulate float64
-with narrower numbers. So a device is not trusted for what it is, but for what it has just computed.
-
-Guarantee
----------
-Of every transform computed on a device the first, the middle and the last value are computed on the CPU too, and have
-to agree within half of the rounding margin. The CPU's own error is below the other half (docs/exact-accountant.md), so
-at these values the margin that the certificate charges covers the device's. The other values come from the same tables
-and matrices, in the same batches, from the same kernels; they are not compared one by one.
-
-**Workers.** Torch's own threads meet after every small product and spin while they wait. Where other processes want the
-cores too, that burned ten times the processor time of the work itself. So each worker takes whole batches on one torch
-thread; workers meet once a transform and sleep while they wait. Rounding no longer depends on the number of threads.
+**In the cache.** Products of a matrix and a vector read the whole matrix for two operations a number. A few frequencies
+at a time, whose matrices fit into a core's cache, are multiplied five times as fast as all of them together.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import warnings
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.lattice import Chain, Lattice, Site, round_lognormal
-from lambdacgd.errors import AccountingError, DeviceError
-
-if TYPE_CHECKING:
-    import torch
+from lambdacgd.errors import AccountingError
 
 Rounding = Literal["up", "down"]
 MEMORY = 384 * 2**20
-"""bytes the batched products may use at once"""
-SMALLEST_BATCH = 8
-"""frequencies that are worth a worker of their own"""
+"""bytes that one evaluation may use at once"""
+IN_CACHE = 2**20
+"""bytes of matrices that are multiplied together"""
+BATCH = 64
+"""frequencies whose emissions are transformed together"""
 LARGEST_TABLE = 10_000_000
 """numbers in one emission table; a few temporaries of this size exist while it is made"""
 
@@ -122,10 +105,8 @@ def rounding_unit(bins: int) -> float:
 class TransferProduct:
     """E e^{zW'} on the lattice, W' the sum of the rounded emissions, bins scaled up or down."""
 
-    def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch], device: str) -> None:
-        import torch
-
-        self.lattice, self.plan, self.device, self.bins = lattice, plan, device, chain.bins
+    def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch]) -> None:
+        self.lattice, self.plan, self.bins = lattice, plan, chain.bins
         self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
         shift = chain.gain**0.5
         base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
@@ -140,7 +121,6 @@ class TransferProduct:
             _Tables.of(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid))
             for site in (lattice.interior, lattice.left, lattice.right)
         )
-        self._placed = {"cpu": (torch.as_tensor(grid), self.interior, self.left, self.right)}
 
     def flops(self) -> float:
         """Real operations for one complex z."""
@@ -152,110 +132,93 @@ class TransferProduct:
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""
-        values = _on_device(
-            lambda device, some: self.on(device, some, rounding),
-            z,
-            self.device,
-            work=self.flops() * len(z),
-            unit=rounding_unit(self.bins),
-        )
+        batch = self._batch()
+        with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
+            values = np.concatenate(
+                [self._evaluate(z[first : first + batch], rounding) for first in range(0, len(z), batch)]
+            )
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
         return values
 
-    def on(self, device: str, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-        """E e^{zW'} as this device computes it."""
-        import torch
-
-        if device not in self._placed:
-            grid, interior, left, right = self._placed["cpu"]
-            self._placed[device] = (grid.to(device), interior.to(device), left.to(device), right.to(device))
-        values = np.empty(len(z), dtype=np.complex128 if np.iscomplexobj(z) else np.float64)
-
-        def compute(part: slice) -> None:
-            values[part] = self._evaluate(torch.as_tensor(z[part], device=device), rounding, device).cpu().numpy()
-
-        parts, at_once = self._batches(len(z), values.itemsize, device)
-        _in_parallel(compute, parts, at_once=at_once)
-        return values
-
-    def _batches(self, count: int, itemsize: int, device: str) -> tuple[list[slice], int]:
-        """Parts of all z, and how many of them may be computed at once: together they stay below ``MEMORY``."""
+    def _batch(self) -> int:
+        """How many z are evaluated together."""
         size = max(self.lattice.states, self.lattice.closing_states)
-        each = 5 * itemsize * size * self.lattice.states + 4 * itemsize * len(self.grid)
+        each = 16 * (5 * size * self.lattice.states + 4 * len(self.grid))
         if each > MEMORY:
             raise AccountingError(
                 f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
                 "lump bins or ask for a smaller λ"
             )
-        room = int(MEMORY // each)
-        at_once = min(_worker_count(), room, -(-count // SMALLEST_BATCH)) if device == "cpu" else 1
-        batch = min(room // at_once, 64 if device == "cpu" else 512, -(-count // at_once))
-        return [slice(i, min(i + batch, count)) for i in range(0, count, batch)], at_once
+        return min(BATCH, int(MEMORY // each))
 
-    def _evaluate(self, z: torch.Tensor, rounding: Rounding, device: str) -> torch.Tensor:
-        grid, interior, left, right = self._placed[device]
+    def _evaluate(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         first, last = self.ends
-        strip = right.matrices(grid, z, last)
-        scale, matrices = None, None
+        strips = self.right.matrices(self.right.transform(self.grid, z, last))
+        some = max(1, IN_CACHE // (16 * self.lattice.states**2))
+        scale, transforms = None, None
         for stretch in self.plan:
-            if matrices is None or stretch.log_scale(rounding) != scale:
+            if transforms is None or stretch.log_scale(rounding) != scale:
                 scale = stretch.log_scale(rounding)
-                matrices = interior.matrices(grid, z, scale)
-            strip = apply_power(matrices, stretch.count, strip)
-        return (left.matrices(grid, z, first).transpose(1, 2) * strip).sum((1, 2))
+                transforms = self.interior.transform(self.grid, z, scale)
+            for part in (slice(i, i + some) for i in range(0, len(z), some)):
+                strips[part] = apply_power(self.interior.matrices(transforms[part]), stretch.count, strips[part])
+        ends = self.left.matrices(self.left.transform(self.grid, z, first))
+        return np.asarray((ends.transpose(0, 2, 1) * strips).sum(axis=(1, 2)))
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """A Site with its emission table, as tensors on one device."""
+    """A Site with its emission table."""
 
-    kernel: torch.Tensor
-    table: torch.Tensor
-    total: torch.Tensor
+    kernel: Array
+    table: Array
+    """one row a grid point, one column a lattice neighbourhood"""
+    total: Array
     strides: tuple[int, int]
 
     @classmethod
     def of(cls, site: Site, emissions: Array) -> _Tables:
-        import torch
+        return cls(site.kernel, np.ascontiguousarray(emissions.T), emissions.sum(axis=1), site.strides)
 
-        kernel, table, total = (
-            torch.as_tensor(array) for array in (site.kernel, emissions.T.copy(), emissions.sum(axis=1))
-        )
-        return cls(kernel, table, total, site.strides)
-
-    def to(self, device: str) -> _Tables:
-        return _Tables(self.kernel.to(device), self.table.to(device), self.total.to(device), self.strides)
-
-    def matrices(self, grid: torch.Tensor, z: torch.Tensor, log_scale: float) -> torch.Tensor:
+    def matrices(self, transforms: NDArray[Any]) -> NDArray[Any]:
         """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
-        transform = self.transform(grid * float(np.exp(log_scale)), z)
         # The mean depends on an integer combination of row and column only: a strided view, not a gather.
-        spread = transform.as_strided((transform.shape[0], *self.kernel.shape), (transform.shape[1], *self.strides))
-        return self.kernel * spread
+        row, item = transforms.strides
+        steps = (row, item * self.strides[0], item * self.strides[1])
+        spread = np.lib.stride_tricks.as_strided(transforms, (len(transforms), *self.kernel.shape), steps)
+        return np.asarray(self.kernel * spread)
 
-    def transform(self, values: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """E[e^{zY}]: one row per frequency z, one column per lattice neighbourhood.
+    def transform(self, grid: Array, z: NDArray[Any], log_scale: float) -> NDArray[Any]:
+        """E[e^{zcY}]: one row per frequency z, one column per lattice neighbourhood.
 
         b bins repeat the rounding of one, so it is kept out where it can be: the part at real z is 1 + Σ p (e^{zy} − 1)
         where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the
-        departure from it at complex z is added as −2 sin²(ωy/2) and sin(ωy).
+        departure from it at complex z is added as −2 sin²(ωy/2) and sin(ωy). All frequencies of a Fourier series share
+        their real part, which is computed once.
         """
-        import torch
-
-        exponents = torch.outer(z.real if z.is_complex() else z, values)
-        damping = torch.exp(exponents)
-        departure = torch.expm1(exponents) @ self.table
-        real = torch.where(departure > -0.5, self.total + departure, damping @ self.table)
-        if not z.is_complex():
-            return real
-        angle = torch.outer(z.imag, values)
-        turned = torch.cat([-2 * damping * torch.sin(angle / 2) ** 2, damping * torch.sin(angle)]) @ self.table
-        return torch.complex(real + turned[: len(z)], turned[len(z) :])
+        values = grid * float(np.exp(log_scale))
+        reals, which = np.unique(z.real, return_inverse=True)
+        exponents = np.outer(reals, values)
+        damping = np.exp(exponents)
+        departure = np.expm1(exponents) @ self.table
+        real = self.total + departure
+        if (small := departure <= -0.5).any():
+            real[small] = (damping @ self.table)[small]
+        real = real[which]
+        if not np.iscomplexobj(z):
+            return np.asarray(real)
+        half = np.outer(0.5 * z.imag, values)
+        sine, damped = np.sin(half), damping[which] if len(reals) > 1 else damping
+        turned = np.concatenate([-2 * damped * sine * sine, 2 * damped * sine * np.cos(half)]) @ self.table
+        result = np.empty(real.shape, dtype=np.complex128)
+        result.real = real + turned[: len(z)]
+        result.imag = turned[len(z) :]
+        return result
 
 
 def apply_power(matrix: Any, count: int, strip: Any) -> Any:
-    """matrix^count · strip, of torch tensors (batched) or NumPy arrays."""
+    """matrix^count · strip, of one matrix or a batch of them."""
     _, s = power_cost(count, matrix.shape[-1], strip.shape[-1])
     for bit in range(s):
         if count >> bit & 1:
@@ -328,125 +291,8 @@ def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, roun
 
 def _extended_matrix(site: _Tables, grid: NDArray[Any], z: Any, log_scale: float) -> NDArray[Any]:
     scale = np.longdouble(np.exp(log_scale))
-    transform = np.exp(z * (scale * grid)) @ site.table.cpu().numpy().astype(np.longdouble)
+    transform = np.exp(z * (scale * grid)) @ site.table.astype(np.longdouble)
     size = transform.itemsize
     rows, columns = site.kernel.shape
     view = np.lib.stride_tricks.as_strided(transform, (rows, columns), (size * site.strides[0], size * site.strides[1]))
-    return np.asarray(site.kernel.cpu().numpy() * view)
-
-
-# Devices
-
-SPOTS = 3
-"""values of a transform that are computed twice"""
-FEWEST = 8 * SPOTS
-"""values that make a transform worth a device: below, computing some of them twice takes back what it saves"""
-LEAST_WORK = 5e9
-"""real operations that make a transform worth a device: some 0.3 s of one CPU core"""
-
-_refused: dict[str, str] = {}
-"""devices that failed in this process, and how"""
-
-
-def _on_device(
-    on: Callable[[str, NDArray[Any]], NDArray[Any]], z: NDArray[Any], asked: str, *, work: float, unit: float
-) -> NDArray[Any]:
-    """``on(device, z)`` on the device that was asked for, or on the CPU if it is small or that device is wrong.
-
-    ``unit`` is the rounding margin relative to the largest value, ``work`` the number of operations.
-    """
-    device = _resolve(asked)
-    if device == "cpu" or len(z) < FEWEST or work < LEAST_WORK:
-        return on("cpu", z)
-    spots = np.linspace(0, len(z) - 1, SPOTS).astype(int)
-    reference = on("cpu", z[spots])
-    size = float(np.abs(reference).max())
-    if not np.isfinite(size):  # an overflow is no fault of a device
-        return on("cpu", z)
-    try:
-        values = on(device, z)
-    except RuntimeError as error:  # out of memory, no kernel for this card, a card that fell off
-        fault = f"it failed ({error})"
-    else:
-        strayed = float(np.abs(values[spots] - reference).max())
-        if strayed <= 0.5 * unit * size:  # false for a NaN
-            return values
-        fault = f"it strayed from the CPU by {strayed / size:.2g}, where rounding is allowed {0.5 * unit:.2g}"
-    _refused[device] = fault
-    if asked == "auto":
-        warnings.warn(f"accounting on the CPU: {device} is not used, because {fault}", RuntimeWarning, stacklevel=2)
-        return on("cpu", z)
-    raise _unusable(asked, fault)
-
-
-def _resolve(asked: str) -> str:
-    """The device to try: "auto" is CUDA where there is one that has not failed."""
-    if asked == "cpu":
-        return asked
-    import torch
-
-    present = torch.cuda.is_available()
-    if asked == "auto":
-        return "cuda" if present and "cuda" not in _refused else "cpu"
-    if not present:
-        raise _unusable(asked, "no CUDA device is here")
-    if asked in _refused:
-        raise _unusable(asked, _refused[asked])
-    return asked
-
-
-def _unusable(asked: str, fault: str) -> DeviceError:
-    return DeviceError(
-        f"the exact accountant was asked to compute on {asked!r}, but {fault}; set LAMBDACGD_ACCOUNTING_DEVICE to auto "
-        "or cpu to go without"
-    )
-
-
-# Workers
-
-Part = TypeVar("Part")
-
-_lock = threading.Lock()
-_users = 0
-_threads = 1
-"""torch's number of threads before the first of ``_users`` came"""
-
-
-def _worker_count() -> int:
-    """How many batches may be computed at once: the threads that torch has been given."""
-    import torch
-
-    with _lock:
-        return _threads if _users else torch.get_num_threads()
-
-
-@contextlib.contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Torch on one thread inside; the last one to leave restores what the first one found."""
-    import torch
-
-    global _users, _threads
-    with _lock:
-        if _users == 0:
-            _threads = torch.get_num_threads()
-            torch.set_num_threads(1)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                torch.set_num_threads(_threads)
-
-
-def _in_parallel(compute: Callable[[Part], None], parts: Sequence[Part], *, at_once: int) -> None:
-    """``compute`` for every part, ``at_once`` of them at a time; an error of any of them is raised."""
-    with _one_thread_each():
-        if at_once == 1 or len(parts) == 1:
-            for part in parts:
-                compute(part)
-            return
-        with ThreadPoolExecutor(at_once) as pool:
-            for done in [pool.submit(compute, part) for part in parts]:
-                done.result()
+    return np.asarray(site.kernel * view)

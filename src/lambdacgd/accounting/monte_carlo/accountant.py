@@ -32,7 +32,6 @@ from lambdacgd.accounting.certificate import (
     Certificate,
     Direction,
     OneWay,
-    device,
     progress,
 )
 from lambdacgd.accounting.monte_carlo.estimate import Estimate, Estimator, SigmaEstimate, add_bound
@@ -86,7 +85,7 @@ class MonteCarlo:
         return Estimator(self.gram)
 
     def _cached(self, kind: str, question: dict[str, Any], compute: Any) -> Any:
-        return cache.cached(f"monte-carlo-{kind}", self._question | question | {"device": device()}, compute)
+        return cache.cached(f"monte-carlo-{kind}", self._question | question, compute)
 
     def without_amplification(self, epsilon: float, delta: float) -> float:
         """σ that suffices without any amplification: the largest ‖m_j‖ times the Gaussian mechanism's σ."""

@@ -19,10 +19,7 @@ windows of length r_l, so that
 
 is exact and costs O(b). T = u/σ ~ N(0, G/σ²) is the sample throughout, X = T − diag/2, W = mean of e^X.
 
-**Rounds** of a fixed size are drawn slab by slab on all cores, the same on any number of them; or, for dense Gram
-matrices, on a CUDA device (any torch device): everything is float64 there too, only the generator differs. One bin of
-each envelope sample is drawn on the CPU (a one-dimensional rejection), the rest of the work, b numbers a sample, on
-the device. torch is imported when used.
+**Rounds** of a fixed size are drawn slab by slab on all cores, the same on any number of them.
 """
 
 from __future__ import annotations
@@ -33,15 +30,14 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import log_ndtr, ndtri_exp
 
-from lambdacgd.accounting.certificate import Array, OneWay, device
+from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.gaussian import gaussian_delta
-from lambdacgd.accounting.monte_carlo.gram import DenseGram, Gram, window_sums
+from lambdacgd.accounting.monte_carlo.gram import Gram, window_sums
 from lambdacgd.accounting.root import between
 from lambdacgd.errors import AccountingError
 
@@ -384,17 +380,12 @@ def learned(proposal: Proposal, samples: Array, *, envelope_share: float, floor:
 
 # Rounds
 
-_WORTH_A_DEVICE = range(64, 2049)  # bins: fewer are no faster on CUDA, more take gigabytes of its memory
 _SLAB = 1 << 20  # numbers held at once by one worker (a few temporaries of this size exist)
 
 
 def rounds(proposal: Proposal, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
     """``count`` rounds of ``proposal.round`` weights; each component has the same places in every round."""
     size = len(proposal.envelope.chances)
-    asked = device()
-    if isinstance(proposal.envelope.gram, DenseGram) and size in _WORTH_A_DEVICE and asked not in ("auto", "cpu"):
-        yield from TorchRounds(proposal, asked).rounds(seeds, count)
-        return
     whole = proposal.round
     slab = max(1, min(whole, _SLAB // size))
     cuts = [(first, min(first + slab, whole)) for first in range(0, whole, slab)]
@@ -454,84 +445,3 @@ def weights_of(
         if tick is not None:
             tick(len(row))
     return np.stack(rows)
-
-
-class TorchRounds:
-    """Draws and weighs rounds of one proposal on ``device``."""
-
-    def __init__(self, proposal: Proposal, device: str) -> None:
-        import torch
-
-        gram = proposal.envelope.gram
-        if not isinstance(gram, DenseGram):
-            raise TypeError("only dense Gram matrices are sampled on a device")
-        self.torch, self.proposal, self.device = torch, proposal, torch.device(device)
-        self._variance = self._to_device(gram.matrix / proposal.envelope.sigma**2)
-        self._factor_t = self._to_device(gram.factor_t / proposal.envelope.sigma)
-        self._half = 0.5 * torch.diagonal(self._variance)
-        self._windows = [
-            self._to_device(_window_matrix(tilt.level.starts, tilt.level.length, len(gram.matrix)))
-            for tilt in proposal.tilts
-        ]
-
-    def rounds(self, seeds: np.random.SeedSequence, count: int) -> Iterator[Array]:
-        """``count`` rounds of ``proposal.round`` weights, as ``engine.rounds`` gives them."""
-        for _ in range(count):
-            here, there = seeds.spawn(2)
-            generator = self.torch.Generator(device=self.device)
-            generator.manual_seed(int(there.generate_state(1, np.uint64)[0] >> np.uint64(1)))
-            yield self.weights(self.draw(np.random.default_rng(here), generator)).cpu().numpy()
-
-    def draw(self, rng: np.random.Generator, generator: Any) -> Any:
-        proposal, envelope, torch = self.proposal, self.proposal.envelope, self.torch
-        size = len(self._half)
-        samples = torch.randn((proposal.round, size), dtype=torch.float64, device=self.device, generator=generator)
-        samples = samples @ self._factor_t
-        counts = proposal.counts(proposal.round)
-        bins = rng.choice(size, size=counts[0], p=envelope.chances)
-        variances = envelope.gram.diagonal[bins] / envelope.sigma**2
-        sign = 1.0 if envelope.direction == "remove" else -1.0
-        target = 0.5 * variances + sign * (envelope.epsilon + overshoot(rng, envelope.epsilon, variances))
-        at = self._to_device(bins)
-        here = samples[: counts[0]]
-        step = (self._to_device(target) - here.gather(1, at[:, None])[:, 0]) / self._to_device(variances)
-        here += step[:, None] * self._variance[at]
-        first = counts[0]
-        for tilt, windows, count in zip(proposal.tilts, self._windows, counts[1:], strict=True):
-            if count:
-                chosen = windows[self._to_device(rng.integers(len(windows), size=count))]
-                direction = tilt.local * chosen + tilt.common / size
-                samples[first : first + count] += direction @ self._variance
-            first += count
-        return samples
-
-    def weights(self, samples: Any) -> Any:
-        """The weights of ``Proposal.weights``, from the same formulas."""
-        proposal, envelope, torch = self.proposal, self.proposal.envelope, self.torch
-        strike = float(np.exp(envelope.epsilon))
-        ratios = torch.exp(samples - self._half)
-        likelihood_ratio = ratios.mean(dim=1)
-        if envelope.direction == "remove":
-            above = (likelihood_ratio - strike).clamp(min=0)
-            density = (ratios - strike).clamp_(min=0).mean(dim=1)
-        else:
-            above = (1 - strike * likelihood_ratio).clamp(min=0)
-            density = (1 - strike * ratios).clamp_(min=0).mean(dim=1)
-        density *= proposal.shares[0] / envelope.bound
-        whole = samples.mean(dim=1, keepdim=True)
-        for tilt, windows, share in zip(proposal.tilts, self._windows, proposal.shares[1:], strict=True):
-            exponents = tilt.local * (samples @ windows.T) + tilt.common * whole
-            exponents -= self._to_device(0.5 / envelope.sigma**2 * tilt.penalties())
-            density += share * exponents.clamp_(max=600.0).exp_().mean(dim=1)
-        return torch.where(above > 0, above / density, torch.zeros_like(above))
-
-    def _to_device(self, array: Any) -> Any:
-        return self.torch.as_tensor(np.ascontiguousarray(array), device=self.device)
-
-
-def _window_matrix(starts: NDArray[np.intp], length: int, size: int) -> Array:
-    """One row per window: 1/length on its bins."""
-    matrix = np.zeros((len(starts), size))
-    bins = (starts[:, None] + np.arange(length)[None, :]) % size
-    np.put_along_axis(matrix, bins, 1.0 / length, axis=1)
-    return matrix

@@ -1,8 +1,11 @@
-"""The docs site builds strictly, its Python examples parse, and every `lc.name` in it exists."""
+"""The docs site builds strictly, its Python parses and fits, every name in it exists, and the main pages run."""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -11,9 +14,15 @@ from pathlib import Path
 import pytest
 
 import lambdacgd as lc
+from lambdacgd.cli import main
 
 ROOT = Path(__file__).parent.parent
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+NOTEBOOKS = ROOT / "examples" / "notebooks"
+
+
+def blocks(page: Path, language: str = r"\w*") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), flags=re.S | re.M)
 
 
 def test_site_builds_strictly(tmp_path):
@@ -27,15 +36,84 @@ def test_site_builds_strictly(tmp_path):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_names_in_docs_exist(page):
     text = page.read_text()
-    for code in re.findall(r"```python\n(.*?)```", text, flags=re.S):
-        ast.parse(code)
+    for code in blocks(page, "python"):
+        for node in ast.walk(ast.parse(code)):  # what examples import from this package must be there
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lambdacgd"):
+                module = importlib.import_module(node.module)
+                for alias in node.names:
+                    inner = f"{node.module}.{alias.name}"
+                    assert hasattr(module, alias.name) or importlib.util.find_spec(inner), f"{page.name}: {inner}"
     missing = {name for name in re.findall(r"\blc\.([A-Za-z_]+)", text) if not hasattr(lc, name)}
     assert not missing, f"{page.name} names lc.{', lc.'.join(sorted(missing))}, which does not exist"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_docs_do_not_mention_private_places(page):
-    assert "../shared" not in page.read_text()
+def test_code_fits_80_columns(page):
+    wide = [line for block in blocks(page) for line in block.splitlines() if len(line) > 80]
+    assert not wide
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_docs_name_what_a_reader_has(page):
+    text = page.read_text()
+    assert "../shared" not in text
+    assert not re.search(r"pip install '?lambdacgd", text), "it is not on PyPI: '.[extra]' in a checkout"
+    for named in re.findall(r"`((?:examples|benchmarks|results|reproduce|tests)/[\w./-]+\.\w+)`", text):
+        assert (ROOT / named).exists(), f"{page.name} names {named}"
+
+
+def test_commands_in_docs_exist(capsys):
+    """Every flag of ``lambdacgd …`` in a block is one that the command has."""
+    for page in PAGES:
+        for line in "\n".join(blocks(page, "bash")).replace("\\\n", " ").splitlines():
+            words = line.partition("#")[0].split()
+            if words[:1] != ["lambdacgd"]:
+                continue
+            assert main([words[1], "--help"]) == 0, line
+            known = capsys.readouterr().out
+            assert all(word in known for word in words if word.startswith("--")), line
+
+
+def test_every_public_name_is_in_the_reference():
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    shown = set(re.findall(r"^::: lambdacgd\.[\w.]*?(\w+)$", text, flags=re.M))
+    assert {name for name in lc.__all__ if not name.startswith("__")} <= shown
+
+
+@pytest.mark.parametrize("name", ["index", "quickstart", "settings", "epsilon", "lora"])
+@pytest.mark.filterwarnings("ignore")
+def test_main_pages_run(name, tmp_path, monkeypatch, capsys):
+    page = ROOT / "docs" / f"{name}.md"
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, object] = {}
+    for code in blocks(page, "python"):
+        # A λ that is searched for takes seconds.
+        exec(code.replace("epochs=5, epsilon=2.0,", "epochs=5, epsilon=2.0, mechanism=lc.LambdaCGD(0.6),"), known)
+    if name == "quickstart":
+        assert [repr(known["plan"]) + "\n"] == blocks(page, "text")
+        assert float(capsys.readouterr().out.split("test accuracy ")[1].split("%")[0]) > 80
+    if name == "epsilon":
+        for asked in ({"noise_multiplier": 1.0}, {"epsilon": 2.0}):
+            call = lc.epsilon if "noise_multiplier" in asked else lc.noise_multiplier
+            answer = call(sampling_rate=0.05, steps=50, delta=1e-5, **asked)
+            assert f"# {answer:.3f}\n" in page.read_text()
+
+
+@pytest.mark.parametrize("name", ["quickstart", "mechanisms", "lora"])
+@pytest.mark.filterwarnings("ignore")
+def test_notebooks_run(name):
+    """The code of each notebook is that of the file it is made from, and runs."""
+    spec = importlib.util.spec_from_file_location("build", NOTEBOOKS / "build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    stored = json.loads((NOTEBOOKS / f"{name}.ipynb").read_text())
+    sources = [("".join(cell["source"])) for cell in stored["cells"]]
+    assert sources == [text for _, text in build.cells(NOTEBOOKS / f"{name}.py")], "run examples/notebooks/build.py"
+    assert all(cell.get("outputs") is not None for cell in stored["cells"] if cell["cell_type"] == "code")
+    made = build.build(NOTEBOOKS / f"{name}.py")
+    assert any(cell.get("outputs") for cell in made["cells"])
 
 
 def test_the_migration_page_runs():

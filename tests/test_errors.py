@@ -13,7 +13,7 @@ from lambdacgd import errors
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (lc.InvalidInput("lam", 2, "it must be below 1"), "lam is 2, but it must be below 1"),
+        (lc.InvalidInput("lam", 2, "it must be below 1"), "lam is 2; it must be below 1"),
         (lc.InvalidInput("epsilon", "Give either epsilon or noise_multiplier."), "Give either epsilon or noise_mul"),
         (lc.InvalidInput("loss", lambda: None, "it must be a loss"), "loss is <function"),
     ],

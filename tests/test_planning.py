@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
@@ -83,7 +83,7 @@ def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
         "delta": 1e-5,
         "sampling": lc.BallsInBins(),
     }
-    with pytest.raises(lc.InvalidInput, match="fresh bins', but bisr has only a point estimate there"):
+    with pytest.raises(lc.InvalidInput, match="fresh bins': bisr has only a point estimate there"):
         lc.plan(**small, mechanism=lc.BISR(3))
     assert lc.plan(**small, mechanism=lc.BISR(3), estimate=True).certificate.kind == "estimate"
 
@@ -317,7 +317,7 @@ def test_what_a_plan_must_choose_is_not_known_before(mechanism):
         mechanism.noising(10)
 
 
-def test_a_plan_prints_as_one_line():
+def test_a_plan_prints_as_three_lines():
     text = str(
         lc.plan(
             1000,
@@ -330,7 +330,7 @@ def test_a_plan_prints_as_one_line():
         )
     )
     assert text.startswith("λCGD λ=0.9 normalised, cyclic: ε = 2, δ = 1e-05, σ = ")
-    assert "\n" not in text
+    assert text.count("\n") == 2
 
 
 @pytest.mark.parametrize(("bins", "epsilon"), [("fresh", 500.0), ("fixed", 500.0), ("fresh", 1e-5), ("fixed", 1e300)])
@@ -381,6 +381,28 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
 def test_noise_multipliers_refused(changes, match):
     with pytest.raises(lc.InvalidInput, match=match):
         lc.plan(**SIGMA, **changes)
+
+
+@pytest.mark.parametrize("kind", [lc.BallsInBins, lc.Poisson, lc.Cyclic])
+def test_a_sampling_of_ones_own_is_refused(kind):
+    """It would be accounted for as the class that it derives from, whatever it draws."""
+
+    class Everybody(kind):
+        def _batches(self, key, run, start_step):
+            yield from ([range(self.examples)] * (self.steps - start_step + 1))
+
+    with pytest.raises(lc.InvalidInput, match="No accountant knows which batches Everybody draws"):
+        lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=Everybody())
+    made = lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=lc.Cyclic())
+    drawn = Everybody().bind(examples=100, steps_per_epoch=10, epochs=1, batch_size=10)
+    with pytest.raises(lc.InvalidInput, match="No accountant knows"):
+        replace(made, sampling=drawn).check()
+
+
+def test_a_claim_without_noise_is_refused():
+    made = lc.plan(100, 10, epochs=1, epsilon=2.0, delta=1e-5, mechanism=lc.Identity(), sampling=lc.Cyclic())
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        replace(made, sigma=0.0, rmse=0.0, maxse=0.0).check()
 
 
 def test_the_short_call_takes_the_best_that_needs_no_memory() -> None:

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from lambdacgd.mechanisms.sensitivity import sensitivity
     from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
     from lambdacgd.planning import Plan, plan
+    from lambdacgd.questions import compare, epsilon, noise_multiplier
     from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
     from lambdacgd.training import EMA, Noiser, Private, Spent
     from lambdacgd.training.export import export
@@ -65,6 +66,7 @@ _HOMES = {
     ),
     "lambdacgd.noise": ("BufferedNoise", "Layout", "NoiseField", "RegeneratedNoise"),
     "lambdacgd.planning": ("Plan", "plan"),
+    "lambdacgd.questions": ("compare", "epsilon", "noise_multiplier"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
     "lambdacgd.training": ("EMA", "Noiser", "Private", "Spent", "export", "privatize"),
     "lambdacgd.choosing": ("choose_gamma", "choose_lambda"),
@@ -77,7 +79,8 @@ __all__ = [
     "Horizon", "Identity", "InvalidInput", "KeyFileError", "LambdaCGD", "Layout", "Ledger", "LedgerError",
     "Mechanism", "NoiseField", "Noiser", "NonFiniteSum", "NotPrivateWarning", "Plan", "Poisson", "Private",
     "RegeneratedNoise", "Sampling", "SecretKey", "Spent", "TrainingError", "Workload", "__version__",
-    "audit", "choose_gamma", "choose_lambda", "export", "maxse", "plan", "privatize", "rmse", "sensitivity",
+    "audit", "choose_gamma", "choose_lambda", "compare", "epsilon", "export", "maxse", "noise_multiplier", "plan",
+    "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 
 

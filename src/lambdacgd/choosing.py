@@ -104,8 +104,9 @@ def choose_lambda(
     Raises:
         InvalidInput: an argument is out of range, or missing for the objective.
 
-    >>> round(choose_lambda(Horizon(390, 10), objective="rmse").value, 3)
-    0.978
+    Examples:
+        >>> round(choose_lambda(Horizon(390, 10), objective="rmse").value, 3)
+        0.978
     """
     family = {"mechanism": LambdaCGD.name, "normalized": bool(normalized)}
     return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins)

@@ -15,12 +15,16 @@ class InvalidInput(ValueError):
     Args:
         parameter: the name of the argument.
         given: what was given for it; or, if ``allowed`` is left out, a whole sentence about what is wrong.
-        allowed: what may be given instead. The message is then "<parameter> is <given>, but <allowed>".
+        allowed: what may be given instead, or why this cannot be. The message is "<parameter> is <given>; <allowed>"
+            where it begins with "it", as in "it must be below 1", and else "<parameter> is <given>: <allowed>".
     """
 
     def __init__(self, parameter: str, given: Any, allowed: str | None = None) -> None:
         self.parameter = parameter
-        self.complaint = f": {given}" if allowed is None else f" is {shown(given)}, but {allowed}"
+        if allowed is None:
+            self.complaint = f": {given}"
+        else:
+            self.complaint = f" is {shown(given)}{';' if allowed.startswith('it ') else ':'} {allowed}"
         # Two strings, so that the error survives the way out of a worker process: exceptions are pickled by their args.
         super().__init__(parameter, str(given) if allowed is None else parameter + self.complaint)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import html
 import json
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from lambdacgd.mechanisms import (
     mechanism_from_dict,
     sensitivity,
 )
-from lambdacgd.sampling import BallsInBins, Sampling, sampling_from_dict
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -44,7 +45,7 @@ FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 """Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why. ``lc.plan`` makes one.
 
@@ -169,6 +170,7 @@ class Plan:
         """
         if self.certificate.kind != "bound":
             return  # claims nothing
+        _check_sampling(self.sampling)
         mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
         sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
@@ -177,6 +179,7 @@ class Plan:
         unnamed = self.sampling.kind if self.restart_every is None else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
+        same &= self.sigma > 0 or math.isinf(self.epsilon)
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
             raise InvalidInput(
                 "plan",
@@ -184,22 +187,54 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        """One line for people; ``to_json()`` and ``repr`` hold everything.
+        """Three short lines; ``repr`` is a table, and ``to_json()`` holds everything.
 
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
         λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
-        2 epochs × 20 steps of about 50 of 1000 examples, RMSE 7.466 (analytic)
+        2 epochs × 20 steps of about 50 of 1000 examples,
+        RMSE 7.466 (analytic)
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
             f"{self.mechanism}, {self.sampling.kind}: "
-            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, "
+            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g},\n"
             f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
-            f"{self.examples} examples, RMSE {self.rmse:.4g} ({claim})"
+            f"{self.examples} examples,\nRMSE {self.rmse:.4g} ({claim})"
         )
+
+    def __repr__(self) -> str:
+        """A small table, which fits a terminal of 80 columns."""
+        rows = self._rows()
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(["Plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
+
+    def _repr_html_(self) -> str:
+        """The same table, for notebooks."""
+        return html_table("Plan", self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
+        """What a person wants to know about the plan, by name."""
+        certificate = self.certificate
+        sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
+        claim = f"{certificate.method}, {sure}"
+        if certificate.kind != "bound":
+            claim = f"{certificate.method}: an ESTIMATE, which claims nothing"
+        rows = [
+            ("privacy", f"ε = {self.epsilon:g}, δ = {self.delta:g}, zero-out of one example"),
+            ("mechanism", str(self.mechanism)),
+            ("sampling", self.sampling.kind),
+            ("steps", f"{self.steps}: {self.epochs} epochs of {self.steps_per_epoch}"),
+            ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
+            ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
+            ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
+            ("certificate", claim),
+        ]
+        if self.selection:
+            rows.insert(2, ("chosen", f"{self.selection['parameter']}, by {self.selection['objective']}"))
+        return rows
 
     @property
     def described_batch_size(self) -> str:
@@ -372,10 +407,11 @@ def plan(
         InvalidInput: an argument cannot be used, or a mechanism has no accountant under this sampling.
         AccountingError: no accountant can answer for these numbers.
 
-    >>> import lambdacgd as lc
-    >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
-    ...         mechanism=lc.LambdaCGD(0.95), sampling=lc.Cyclic()).sigma  # doctest: +ELLIPSIS
-    6.0...
+    Examples:
+        >>> import lambdacgd as lc
+        >>> lc.plan(50_000, 128, epochs=10, epsilon=8.0, delta=1e-5,
+        ...         mechanism=lc.LambdaCGD(0.95), sampling=lc.Cyclic()).sigma  # doctest: +ELLIPSIS
+        6.0...
     """
     examples = integer("examples", _length(examples))
     batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
@@ -391,7 +427,10 @@ def plan(
     if mechanism is None:
         mechanism = LambdaCGD("auto", normalized="auto")
     if not isinstance(mechanism, Mechanism):
-        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4)")
+        raise InvalidInput(
+            "mechanism",
+            f"mechanism must be a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4), and {mechanism!r} was given.",
+        )
     if sampling is None:
         sampling = BallsInBins("fresh" if mechanism.name in FRESH_BY_DEFAULT else "fixed")
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
@@ -439,8 +478,7 @@ def plan(
 
 
 def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:
-    if not isinstance(sampling, Sampling):
-        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+    _check_sampling(sampling)
     epochs = integer("epochs", epochs)
     if steps_per_epoch is None:
         steps_per_epoch = examples // batch_size
@@ -454,6 +492,18 @@ def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, st
             f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
         )
     return sampling.bind(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
+
+
+def _check_sampling(sampling: Any) -> None:
+    """Accountants know the samplings of this package: a class derived from one may draw other batches than they say."""
+    if not isinstance(sampling, Sampling):
+        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+    if type(sampling) is not SAMPLINGS.get(sampling.name):
+        raise InvalidInput(
+            "sampling",
+            f"No accountant knows which batches {type(sampling).__name__} draws: use "
+            f"{', '.join(f'lc.{kind.__name__}' for kind in SAMPLINGS.values())} as they are.",
+        )
 
 
 Selection = dict[str, Any]
@@ -554,6 +604,16 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return value
+
+
+def html_table(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """A table of two columns for notebooks."""
+    lines = "".join(
+        f'<tr><th style="text-align:left">{html.escape(name)}</th>'
+        f'<td style="text-align:left">{html.escape(value)}</td></tr>'
+        for name, value in rows
+    )
+    return f"<table><caption>{html.escape(title)}</caption>{lines}</table>"
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -222,19 +222,19 @@ def test_compare_over_a_single_step(capsys):
 def test_compare_needs_noise(capsys):
     one = ["--examples", "10", "--batch-size", "10", "--epochs", "1", "--epsilon", "inf", "--delta", "1e-5"]
     assert main(["compare", *one]) == 2
-    assert "--epsilon is inf, but without noise all are the same" in capsys.readouterr().err
+    assert "--epsilon: Without noise all mechanisms are the same" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["plan", "compare"])
 def test_bins_belong_to_balls_in_bins(command, capsys):
     assert main([command, *CYCLIC, "--bins", "fixed"]) == 2
-    assert "--bins is 'fixed', but it applies to balls-in-bins" in capsys.readouterr().err
+    assert "--bins is 'fixed'; it applies to balls-in-bins" in capsys.readouterr().err
     assert main([command, *BASE, "--bins", "old"]) == 2
-    assert "--bins is 'old', but it must be fresh" in capsys.readouterr().err
+    assert "--bins is 'old'; it must be fresh" in capsys.readouterr().err
 
 
 def test_what_is_compared():
-    from lambdacgd.cli.planner import compared
+    from lambdacgd.questions import _rows as compared
 
     for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
         rows = compared(sampling, bands=4, buffers=3)

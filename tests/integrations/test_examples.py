@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -16,6 +17,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def run(monkeypatch, name, *args):
     monkeypatch.setattr(sys, "argv", [name, *map(str, args)])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+
+
+def test_a_first_run_goes_on_where_it_stopped(monkeypatch, tmp_path, capsys):
+    for _ in range(2):
+        run(monkeypatch, "first_run.py", "--out", tmp_path / "out", "--epochs", 1)
+    first, second = re.findall(r"test accuracy (.*)%", capsys.readouterr().out)
+    assert first == second
+    assert (tmp_path / "out" / "release" / "privacy-card.json").exists()
+    assert (tmp_path / "out.private" / "run.key").exists()
+    assert not list((tmp_path / "out").rglob("*.key"))
 
 
 def test_lora_of_a_language_model(monkeypatch, tmp_path, capsys):

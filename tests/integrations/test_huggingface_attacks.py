@@ -178,3 +178,28 @@ def test_models_that_answer_in_tuples(tmp_path):
     trainer = hf.make_trainer("bert", tmp_path / "out", model=model, eval_dataset=hf.Sentences(True, 6, seed=8))
     trainer.train()
     assert trainer.predict(hf.Sentences(True, 6, seed=8)).predictions.shape == (6, 2)
+
+
+@pytest.mark.parametrize("how", ["changed", "another"])
+def test_weights_that_are_not_the_runs_are_not_saved_under_its_card(how, tmp_path):
+    trainer = hf.make_trainer("bert", tmp_path / "out")
+    trainer.train()
+    trainer.save_model(str(tmp_path / "own"))
+    if how == "changed":
+        with torch.no_grad():
+            next(trainer.model.parameters()).add_(1)
+    else:
+        trainer.model = hf.make_model("bert")
+    with pytest.raises(lc.TrainingError, match=r"not those of the run's last step|not the model that this run"):
+        trainer.save_model(str(tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
+
+
+def test_earlier_runs_can_be_declared(tmp_path):
+    first = hf.make_trainer("bert", tmp_path / "first", cls=LambdaCGDTrainer)
+    first.train()
+    card = first.private.card()
+    options = {"plan": hf.make_plan(), "train_dataset": hf.Sentences(True), "data_collator": hf.collate}
+    second = LambdaCGDTrainer(first.model, hf.arguments(tmp_path / "second"), earlier=[card], **options)
+    second.train()
+    assert second.private.card()["earlier_runs"] == [{"epsilon": card["epsilon"], "delta": card["delta"]}]

@@ -240,3 +240,18 @@ def test_unfreezing_during_training_is_refused(tmp_path):
 
     with pytest.raises(lc.TrainingError, match="added or unfrozen"):
         fit(tmp_path, callbacks=[Thaw()])
+
+
+def test_weights_exchanged_while_a_checkpoint_is_loaded_are_refused(tmp_path):
+    class Exchanges(Module):
+        def on_load_checkpoint(self, checkpoint):
+            checkpoint["state_dict"] = {name: value + 1 for name, value in checkpoint["state_dict"].items()}
+
+    module, strategy, trainer = make(tmp_path)
+    trainer.fit(module, strategy.loader)
+    trainer.save_checkpoint(tmp_path / "checkpoint")
+    module, strategy, trainer = make(tmp_path, module=Exchanges())
+    with pytest.raises(lc.TrainingError, match="on_load_checkpoint"):
+        trainer.fit(module, strategy.loader, ckpt_path=tmp_path / "checkpoint")
+    module, strategy, trainer = make(tmp_path)
+    trainer.fit(module, strategy.loader, ckpt_path=tmp_path / "checkpoint")

@@ -441,6 +441,18 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
         start(tmp_path).load(tmp_path / "c")
 
 
+def test_what_is_not_a_checkpoint_stays(tmp_path):
+    private = start(tmp_path)
+    notes = tmp_path / "checkpoint" / "step-by-step"
+    notes.mkdir(parents=True)
+    (notes / "notes.txt").write_text("mine")
+    for _ in range(2):
+        steps(private, 1)
+        private.save(tmp_path / "checkpoint")
+    assert sorted(p.name for p in (tmp_path / "checkpoint").iterdir()) == ["step-00000002", "step-by-step"]
+    assert (notes / "notes.txt").read_text() == "mine"
+
+
 @fault(
     "Files that were changed or planted",
     "A pipe, a link or a folder is planted in a checkpoint, also in the place of one of its files.",
@@ -467,3 +479,40 @@ def test_names_that_are_no_text(tmp_path):
     (saved_run(tmp_path) / os.fsdecode(b"\xff")).touch()
     with pytest.raises(CheckpointError, match="another digest"):
         start(tmp_path).load(tmp_path / "c")
+
+
+def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path, monkeypatch):
+    """The ledger knows it, so nothing older can be resumed from: it must outlive a next save that fails, too."""
+    private = start(tmp_path)
+    private.save(tmp_path / "c")
+    steps(private, 2)
+    monkeypatch.setattr(checkpoint, "_give_name", killed)
+    with pytest.raises(KeyboardInterrupt):
+        private.save(tmp_path / "c")
+    monkeypatch.undo()
+    steps(private, 1)
+    monkeypatch.setattr(checkpoint, "_write_facts", killed)
+    with pytest.raises(KeyboardInterrupt):
+        private.save(tmp_path / "c")
+    monkeypatch.undo()
+    private.detach()
+    again = start(tmp_path)
+    again.load(tmp_path / "c")
+    assert again.steps_taken == 2
+
+
+def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path, monkeypatch):
+    first = start(tmp_path)
+    steps(first, 1)
+    monkeypatch.setattr(checkpoint, "_give_name", killed)
+    with pytest.raises(KeyboardInterrupt):
+        first.save(tmp_path / "c")
+    monkeypatch.undo()
+    first.detach()
+    second = start(tmp_path)
+    steps(second, 3)
+    second.save(tmp_path / "c")
+    second.detach()
+    again = start(tmp_path)
+    again.load(tmp_path / "c")
+    assert (again.run.id, again.steps_taken) == (second.run.id, 3)

@@ -18,7 +18,7 @@ import lambdacgd as lc
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
-from lambdacgd.training.card import _rounded_up, replace_one
+from lambdacgd.training.card import History, _rounded_up, card, replace_one
 from tests.training import oracle
 
 
@@ -179,6 +179,7 @@ def test_a_card_that_claims_nothing(tmp_path):
     private, _ = trained(tmp_path)  # its σ is made up, its certificate an estimate
     card = json.loads((export(private, tmp_path / "r") / "privacy-card.json").read_text())
     assert card["claim"].startswith("none: the noise was a point estimate")
+    assert (card["epsilon"], card["replace_one"]["epsilon"]) == ("inf", "inf")  # who reads numbers alone is told, too
     module = oracle.model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with pytest.warns(UserWarning, match="NOT PRIVATE"):
@@ -205,3 +206,16 @@ def test_refusals(tmp_path):
     with pytest.raises(TrainingError, match="never overwritten"):
         export(private, tmp_path / "r")
     assert not list(tmp_path.glob(".*.draft"))
+
+
+@pytest.mark.parametrize("sigma", [3.3333, 4.1, 5.7, 9.25])
+def test_a_claim_is_not_rounded_down(sigma):
+    cyclic = {"mechanism": lc.Identity(), "sampling": lc.Cyclic()}
+    p = lc.plan(48, 12, epochs=2, noise_multiplier=sigma, delta=1.234561e-5, **cyclic)
+    p = dataclasses.replace(p, epsilon=p.epsilon + 1e-9)
+    claim = card(p, History(), floating_point=None, steps_taken=0, max_grad_norm=1.0, clipping="flat", augmentations=1)[
+        "claim"
+    ]
+    epsilon, delta = map(float, claim[1 : claim.index(")")].split(","))
+    assert p.epsilon <= epsilon < p.epsilon * (1 + 1e-5)
+    assert p.delta <= delta < p.delta * (1 + 1e-5)

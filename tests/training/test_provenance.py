@@ -233,3 +233,102 @@ def test_importing_and_training_register_nothing_in_the_process():
     assert type(scheduler) is torch.optim.lr_scheduler.StepLR
     assert not torch_optimizers._global_optimizer_pre_hooks
     assert not torch_optimizers._global_optimizer_post_hooks
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_weights_changed_just_before_detaching_are_not_exported(taken, tmp_path):
+    private = start(tmp_path)
+    if taken:
+        steps(private, 1)
+    ordinary(private.model)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="not those of the run's last step"):
+            export(private, tmp_path / "release")
+        private.detach()
+
+
+def test_a_run_that_took_no_step_lends_no_card_to_other_training(tmp_path):
+    private = start(tmp_path)
+    private.detach()
+    export(private, tmp_path / "before")
+    ordinary(private.model)
+    with pytest.raises(TrainingError, match="not those of the run's last step"):
+        export(private, tmp_path / "after")
+
+
+def test_what_was_declared_of_other_weights_is_not_said_of_these(tmp_path):
+    """Weights that are loaded between privatize and the first step are not those that earlier=[] was about."""
+    private = start(tmp_path, earlier=[])
+    ordinary(private.model)
+    steps(private, 1)
+    assert "provided" in private.card()["claim"]
+
+
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("how", ["a layer", "assign", "a new layer"])
+def test_other_parameters_in_the_model_are_not_exported(how, detached, tmp_path):
+    """Counters of the old ones would not tell."""
+    module = torch.nn.Sequential(oracle.model(), torch.nn.Linear(3, 3))
+    private = run(module, detach=detached)
+    if how == "assign":
+        module.load_state_dict({name: value + 1 for name, value in module.state_dict().items()}, assign=True)
+    elif how == "a layer":
+        module[1] = torch.nn.Linear(3, 3)
+    else:
+        module.append(torch.nn.Linear(3, 3))
+    with pytest.raises(TrainingError, match="not those of the run's last step"):
+        export(private, tmp_path / "release")
+    with pytest.raises(AttributeError):
+        private.model = oracle.model()
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_an_average_is_watched_while_it_is_in_the_model(detached, tmp_path):
+    private = start(tmp_path)
+    average = private.ema(0.5)
+    steps(private, 1)
+    if detached:
+        private.detach()
+    with average.applied():
+        export(private, tmp_path / "average")
+        ordinary(private.model)
+        with pytest.raises(TrainingError, match="not those of the run's last step"):
+            export(private, tmp_path / "changed")
+    export(private, tmp_path / "own")
+    ordinary(private.model)
+    with average.applied():
+        export(private, tmp_path / "average again")  # the change is not in it
+        assert "provided" not in private.card()["claim"]
+    with pytest.raises(TrainingError, match="not those of the run's last step"):
+        export(private, tmp_path / "own again")
+    average.update()
+    with average.applied():
+        assert "provided" in private.card()["claim"]
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_checkpoint_of_changed_weights_says_so(detached, tmp_path):
+    private = start(tmp_path)
+    steps(private, 1)
+    if detached:
+        private.detach()
+    ordinary(private.model)
+    private.save(tmp_path / "checkpoint")
+    private.detach()
+    resumed = start(tmp_path)
+    resumed.load(tmp_path / "checkpoint")
+    assert "provided" in resumed.card()["claim"]
+
+
+def test_no_earlier_run_is_lost_where_a_resumed_run_names_others(tmp_path):
+    """Also where they were named without a whole declaration: the longer list may be the smaller sum."""
+    cards = [run(oracle.model(), oracle.plan(epsilon=epsilon)).card() for epsilon in (1.0, 3.0)]
+    private = start(tmp_path, earlier=[cards[0], cards[0]])
+    steps(private, 1)
+    private.save(tmp_path / "checkpoint")
+    private.detach()
+    for other in ([cards[1]], []):
+        again = start(tmp_path, earlier=other)
+        with pytest.raises(CheckpointError, match="2 earlier runs declared"):
+            again.load(tmp_path / "checkpoint")
+        again.detach()

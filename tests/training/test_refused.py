@@ -57,7 +57,7 @@ def test_an_optimizer_with_parameters_outside_the_model():
 def test_an_optimizer_that_lacks_a_parameter():
     module = oracle.model()
     refused(
-        "without '0.bias'",
+        "lacks '0.bias'",
         module=module,
         optimizer=torch.optim.SGD([module[0].weight, *module[2].parameters()], lr=0.1),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -170,3 +171,96 @@ def test_an_optimizers_state_loaded_by_hand_is_no_way_to_resume(tmp_path):
     assert not again.optimizer.state
     again.detach()
     again.optimizer.load_state_dict(kept)
+
+
+@pytest.mark.parametrize("how", ["export", "save"])
+@pytest.mark.parametrize("other", ["goes on", "has released", "has let go"])
+def test_what_was_detached_leaves_only_if_nobody_went_on(how, other, tmp_path, monkeypatch):
+    """Both have used the noise of step 2, for two sums."""
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "one")
+    steps(private, 2)
+    private.detach()
+    second = start(tmp_path, module=oracle.model())
+    second.load(tmp_path / "one")
+    steps(second, 1)
+    if other == "has released":
+        second.save(tmp_path / "two")
+    if other != "goes on":
+        second.detach()
+
+    def release(which, name):
+        export(which, tmp_path / name) if how == "export" else which.save(tmp_path / name)
+
+    if other == "has let go":  # then the first to release is the one
+        release(private, "release")
+        release(private, "again")
+        with pytest.raises(LedgerError, match="another process went on"):
+            release(second, "other")
+        return
+    monkeypatch.setattr("lambdacgd.training.run._ORPHANS_S", 0.0)
+    with pytest.raises(LedgerError, match=r"in use|another process went on"):
+        release(private, "release")
+    assert not (tmp_path / "release").exists()
+
+
+def test_a_prepared_run_is_asked_again_once_it_is_held(tmp_path, monkeypatch):
+    """Whoever had it may have released between the first question and the lock."""
+    key = oracle.key()
+    key.save(tmp_path / "run.key")
+    prepared = key.ledger().new_run()
+    lock = type(key.ledger()).lock
+
+    def late(ledger, run_id):
+        ledger.record(run_id, 3, digest="")
+        return lock(ledger, run_id)
+
+    monkeypatch.setattr(type(key.ledger()), "lock", late)
+    private = start(tmp_path, run_id=prepared)
+    with pytest.raises(LedgerError, match="released weights after step 3"):
+        steps(private, 1)
+
+
+def test_a_step_that_failed_half_way_is_not_begun_again_behind_the_operator(tmp_path, monkeypatch):
+    key = oracle.key()
+    key.save(tmp_path / "run.key")
+    prepared = key.ledger().new_run()
+    private = start(tmp_path, run_id=prepared)
+
+    def half(parameters, gradients, *args, **options):
+        parameters[0].sub_(gradients[0])
+        raise RuntimeError("half-way")
+
+    x, y = next(iter(private.loader))
+    torch.nn.functional.cross_entropy(private.model(x), y).backward()
+    monkeypatch.setattr(sys.modules[torch.optim.SGD.__module__], "sgd", half)
+    with pytest.raises(RuntimeError, match="half-way"):
+        private.optimizer.step()
+    with pytest.raises(TrainingError, match="not those of the run's last step"):
+        export(private, tmp_path / "release")
+    private.detach()
+    with pytest.raises(TrainingError, match="not those of the run's last step"):
+        export(private, tmp_path / "release")
+    with pytest.raises(LedgerError, match="released weights after step 1"):
+        steps(start(tmp_path, run_id=prepared), 1)
+
+
+def test_two_processes_that_no_lock_kept_apart_do_not_both_release(tmp_path):
+    """As on a file system without locks, or where a cleaner removed the file."""
+    private = start(tmp_path)
+    steps(private, 1)
+    private.save(tmp_path / "one")
+    for lock in tmp_path.glob("*.lock"):
+        lock.unlink()
+    second = start(tmp_path)
+    second.load(tmp_path / "one")
+    steps(second, 1)
+    second.save(tmp_path / "two")
+    steps(private, 2)
+    with pytest.raises(LedgerError, match="another process released step 2"):
+        private.save(tmp_path / "three")
+    with pytest.raises(LedgerError, match="another process released step 2"):
+        export(private, tmp_path / "release")
+    steps(second, 1)
+    second.save(tmp_path / "two")

@@ -311,7 +311,7 @@ class _Poisson(BySampling):
                 f"{self.mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; "
                 "use balls-in-bins or cyclic, or the mechanism dp-sgd",
             )
-        return PoissonSampled(self.sampling.horizon)
+        return PoissonSampled(1 / self.sampling.steps_per_epoch, self.sampling.steps)
 
 
 class _FixedBins(BySampling):

@@ -8,7 +8,6 @@ from functools import lru_cache
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError
-from lambdacgd.mechanisms import Horizon
 
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
 ROUND_OFF = 2e-12
@@ -16,7 +15,11 @@ ROUND_OFF = 2e-12
 
 @dataclass(frozen=True)
 class PoissonSampled:
-    """Accountant of DP-SGD whose every step draws each example with probability 1/b.
+    """Accountant of DP-SGD whose every step draws each example with the same probability.
+
+    Args:
+        rate: q, that probability.
+        steps: n, the number of steps.
 
     Guarantee
     ---------
@@ -24,7 +27,8 @@ class PoissonSampled:
     distribution is rounded pessimistically ("connect the dots"), so the bound is deterministic up to floating point.
     """
 
-    horizon: Horizon
+    rate: float
+    steps: int
 
     def delta(self, sigma: float, epsilon: float) -> Certificate:
         return Certificate("pld", "both", 1.0, epsilon, self._delta(sigma, epsilon))
@@ -33,7 +37,7 @@ class PoissonSampled:
         _check_delta(delta)
         epsilon = 1.0
         for _ in range(2):  # the first answer says how finely to compute the second
-            composed = _composed(sigma, self.horizon, _interval(epsilon))
+            composed = _composed(sigma, self.rate, self.steps, _interval(epsilon))
             epsilon = float(composed.get_epsilon_for_delta(delta - ROUND_OFF))
         return Certificate("pld", "both", 1.0, epsilon, delta)
 
@@ -46,8 +50,8 @@ class PoissonSampled:
         return self.sigma(epsilon, delta).sigma
 
     def _delta(self, sigma: float, epsilon: float) -> float:
-        """An upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample of rate 1/b."""
-        composed = _composed(sigma, self.horizon, _interval(epsilon))
+        """An upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample."""
+        composed = _composed(sigma, self.rate, self.steps, _interval(epsilon))
         return max(float(composed.get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
 
 
@@ -65,14 +69,14 @@ def _interval(epsilon: float) -> float:
 
 
 @lru_cache(maxsize=64)
-def _composed(sigma: float, horizon: Horizon, interval: float):  # type: ignore[no-untyped-def]  # dp-accounting is untyped
+def _composed(sigma: float, rate: float, steps: int, interval: float):  # type: ignore[no-untyped-def]  # dp-accounting is untyped
     from dp_accounting.pld import privacy_loss_distribution as pld
 
     one_step = pld.from_gaussian_mechanism(
         standard_deviation=sigma,
         value_discretization_interval=interval,
-        sampling_prob=1 / horizon.steps_per_epoch,
+        sampling_prob=rate,
         pessimistic_estimate=True,
         use_connect_dots=True,
     )
-    return one_step.self_compose(horizon.steps)
+    return one_step.self_compose(steps)

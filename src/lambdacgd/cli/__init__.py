@@ -1,4 +1,7 @@
-"""The command line, ``lambdacgd plan | compare | check | audit | verify | demo``. Bad input: one line, exit code 2."""
+"""The command line: ``lambdacgd plan | compare | epsilon | check | audit | verify | demo``.
+
+Bad input is one line and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,11 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
         if (error.name or "lambdacgd").partition(".")[0] == "lambdacgd":
             raise
         extra = _EXTRAS.get(str(error.name).partition(".")[0])
-        what = f"pip install 'lambdacgd[{extra}]'" if extra else "install lambdacgd with all it depends on"
+        what = (
+            f"the extra lambdacgd[{extra}] brings it (pip install '.[{extra}]' in a checkout)"
+            if extra
+            else "install lambdacgd with all it depends on"
+        )
         return _complain(program, f"{error.name} is not installed here: {what}")
     except MemoryError as error:
         return _complain(program, f"this does not fit into memory ({error})")

@@ -39,6 +39,7 @@ def command(arguments: Sequence[str] = ()) -> Any:
     app.callback()(root)
     app.command()(with_flags(plan, flags))
     app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
+    app.command()(epsilon)
     app.command()(check)
     app.command()(audit)
     app.command()(verify)
@@ -131,6 +132,38 @@ def compare(
     request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
     with planner.caching(not no_cache):
         planner.show_comparison(request | described, as_json=as_json, plot=plot)
+
+
+def epsilon(
+    delta: Annotated[float | None, typer.Option("--delta", help="δ; a plan's own if not given.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="A plan file, of any mechanism and sampling.")] = None,
+    sampling_rate: Annotated[
+        float | None,
+        typer.Option("--sampling-rate", help="q, the chance of an example to take part in a step (Poisson sampling)."),
+    ] = None,
+    steps: Annotated[int | None, typer.Option("--steps", help="Steps taken.")] = None,
+    noise_multiplier: Annotated[
+        float | None, typer.Option("--noise-multiplier", help="σ, relative to the clipping norm.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The ε of a run: DP-SGD with Poisson sampling, as Opacus trains it, or the run of a plan."""
+    from lambdacgd import questions
+    from lambdacgd.planning import Plan
+
+    made = None if plan is None else Plan.load(plan)
+    if delta is None and made is None:
+        raise InvalidInput("delta", "Give δ, well below one over the number of examples.")
+    delta = made.delta if delta is None and made is not None else delta
+    assert delta is not None
+    answer = questions.epsilon(
+        made, delta=delta, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps
+    )
+    if as_json:
+        print(json.dumps({"epsilon": answer, "delta": delta}))
+        return
+    drawn = "Poisson sampling" if made is None else made.sampling.kind
+    print(f"ε = {answer:.6g} at δ = {delta:g} ({drawn}; zero-out of one example)")
 
 
 def check(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,56 +19,9 @@ from rich.table import Table
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
 from lambdacgd.cli.options import place_for, plan_arguments
-from lambdacgd.errors import InvalidInput
-from lambdacgd.mechanisms import (
-    BISR,
-    BLT,
-    BSR,
-    BandInvMF,
-    BandMF,
-    GammaBIFR,
-    Identity,
-    LambdaCGD,
-    Mechanism,
-    Objective,
-)
 from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
-from lambdacgd.sampling import BallsInBins, Poisson, Sampling
-
-
-def compared(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
-    """What ``compare`` sets side by side.
-
-    Args:
-        sampling: the sampling to compare under. None means Balls-in-Bins of either kind: all mechanisms with fresh
-            ones, and DP-SGD and λCGD with fixed ones beside them.
-        bands: of the banded mechanisms.
-        buffers: of BLT.
-    """
-    if isinstance(sampling, Poisson):
-        return [(Identity(), sampling)]
-    shown = sampling or BallsInBins("fresh")
-    best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
-    mechanisms = [
-        Identity(),
-        LambdaCGD(objective=best),
-        LambdaCGD(normalized=True, objective=best),
-        GammaBIFR(bands, objective=best),
-        BISR(bands),
-        BandInvMF(bands),
-        BLT(buffers),
-        BSR(bands),
-        BandMF(bands),
-    ]
-    if not isinstance(shown, BallsInBins):
-        return [(mechanism, shown) for mechanism in mechanisms]
-    if shown.bins == "fixed":
-        mechanisms.insert(1, LambdaCGD(objective="guideline"))
-    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
-    if sampling is None:  # the paper's, for comparison
-        rows += [(mechanism, BallsInBins("fixed")) for mechanism in (Identity(), LambdaCGD(objective=best))]
-    return rows
+from lambdacgd.questions import compared, compared_plans
 
 
 def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
@@ -116,20 +68,15 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
     bands, buffers = request.pop("bands", None), request.pop("buffers", None)
     arguments = plan_arguments(request)
-    if arguments["epsilon"] == math.inf:
-        raise InvalidInput("epsilon", math.inf, "without noise all are the same; compare at a finite ε")
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
     sampling = arguments.pop("sampling", None)
-    # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
-    steps = make_plan(**arguments | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}).block.steps
-    rows = compared(
-        sampling, bands=min(4, steps) if bands is None else bands, buffers=3 if buffers is None else buffers
-    )
-    plans = []
+    rows = compared(arguments, sampling, bands=bands, buffers=3 if buffers is None else buffers)
+    plans: list[Plan] = []
+    made = compared_plans(arguments, rows)
     for mechanism, drawn in rows:
-        with _busy(as_json, f"{mechanism}, {drawn.kind}"):
-            plans.append(make_plan(**arguments | {"mechanism": mechanism, "sampling": drawn}))
+        with _busy(as_json, f"{len(plans) + 1} of {len(rows)}: {mechanism}, {drawn.kind}"):
+            plans.append(next(made))
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:
@@ -217,17 +164,26 @@ def _remarks(plan: Plan) -> list[str]:
     return lines
 
 
+# How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
+_BRIEFLY = {
+    "transfer-matrix": "exact",
+    "transfer-matrix-composed": "exact",
+    "monte-carlo": "sampled",
+    "simulation-composed": "simulated",
+}
+
+
 def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
     settings = (
         f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, "
         f"δ = {usual.delta:g}"
     )
-    table = Table(title=f"{settings}, {usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(title=f"{settings}\n{usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("certificate", overflow="ellipsis")  # the one that gives way where the terminal is narrow
+    table.add_column("certificate", overflow="ellipsis")
     best = min(plan.rmse for plan in plans)
     for plan in plans:
         mark = "~" if plan.certificate.kind == "estimate" else ""
@@ -240,7 +196,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
             f"{mark}{plan.rmse:.4g}",
             f"{mark}{plan.maxse:.4g}",
             str(_stored(plan)),
-            plan.certificate.method,
+            _BRIEFLY.get(plan.certificate.method, plan.certificate.method),
             style="bold" if plan.rmse == best else "",
         )
     return table

@@ -127,11 +127,14 @@ def standing_in(layers: Iterable[Layer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def own_parameters_of(layer: Layer) -> Iterator[None]:
-    """While a layer itself runs, its parameters are its own again."""
-    kept = [(slots, last, slots[last]) for slots, last, _ in layer.slots]
+    """While a layer itself runs, its parameters are its own again. What else put something there keeps it: FSDP2 lays
+    gathered parameters in the place of its shards.
+    """
+    kept = [(slots, last, slots[last]) for slots, last, _ in layer.slots if isinstance(slots[last], BatchFree)]
     try:
         for slots, last, parameter in layer.slots:
-            slots[last] = parameter
+            if isinstance(slots[last], BatchFree):
+                slots[last] = parameter
         yield
     finally:
         for slots, last, parameter in kept:

@@ -102,7 +102,8 @@ class Probe:
         self._passes += 1
         if not self._due:
             self._writes.refuse_unseen()  # also for whoever caught the error of the pass that wrote
-        self._due |= self._modes.new() or self._passes >= self._next
+        again = self._passes >= self._next and not self._forward_pass.sharded  # of shards no values are compared
+        self._due |= self._modes.new() or again
         capturing = self._anchor.is_cuda and torch.cuda.is_current_stream_capturing()
         self._now = self._due and batch > 1 and self.allowed and not capturing
         if self._now:
@@ -174,6 +175,10 @@ class Probe:
                         state.take_back()
 
                 self._turn = 0
+                if self._forward_pass.sharded:  # a pass gathers parameters: as many on every rank, for sizes
+                    self._learn(run, sets[0][0], rounds=1)
+                    self._looked = True
+                    return
                 every = self._learn_sizes(run, sets)
                 for self._turn in range(_TURNS):
                     sure = True
@@ -839,7 +844,11 @@ class State:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kept = model.state_dict().keys()
+        self._kept = {  # buffers that a state_dict holds; asking for one would make FSDP2 let go of gathered parameters
+            f"{path}.{name}" if path else name
+            for path, module in model.named_modules()
+            for name in own_buffers(module).keys() - non_persistent_buffers(module)
+        }
         self._before = {key: (v, _copy(v)) for key, v in self._places()}
         self.last: dict[tuple[str, str, bool], Any] = {}
 

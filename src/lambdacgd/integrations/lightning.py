@@ -29,6 +29,7 @@ from lambdacgd.integrations.shared import (
 from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
 from lambdacgd.training.checkpoint import read, save
+from lambdacgd.training.distributed.models import fingerprint
 from lambdacgd.training.distributed.world import World
 
 need("lightning", "lightning")
@@ -262,17 +263,28 @@ class Privatising(_Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Weights of the run's checkpoint are in place already; what else the module holds comes now."""
-        with self._may_load():
+        parameters = () if self.private is None else tuple(self.private.model.parameters())
+        before = fingerprint(parameters)
+        with self._may_load() as loading:
             super().load_model_state_dict(checkpoint, strict)
+        if loading and fingerprint(parameters) != before:
+            raise TrainingError(
+                "on_load_checkpoint, of the module or of a callback, has changed weights of the run's checkpoint: the "
+                "run's (ε, δ) would not be theirs. Load other weights before fit, and declare what they went through "
+                "with earlier=…"
+            )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a checkpoint that `load_checkpoint` has asked the ledger about."""
         with self._may_load():
             super().load_optimizer_state_dict(checkpoint)
 
-    def _may_load(self) -> contextlib.AbstractContextManager[None]:
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        return self.private.loading() if fitting and self.private is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _may_load(self) -> Iterator[bool]:
+        """Tells whether the run is being gone on with, as ``fit`` does."""
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING and self.private is not None
+        with self.private.loading() if fitting and self.private is not None else contextlib.nullcontext():
+            yield fitting
 
     @property
     def _prefix(self) -> str:
@@ -283,11 +295,11 @@ class Privatising(_Base):
 class LambdaCGDStrategy(Privatising, _SingleDevice):
     """Trains a ``LightningModule`` with the plan's (ε, δ) on one device.
 
-    ::
-
-        strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
-        trainer = lightning.Trainer(strategy=strategy)
-        trainer.fit(module, strategy.loader, val_dataloaders=…)
+    ```python
+    strategy = LambdaCGDStrategy(plan, dataset, max_grad_norm=1.0, key="run.key", max_physical_batch_size=64)
+    trainer = lightning.Trainer(strategy=strategy)
+    trainer.fit(module, strategy.loader, val_dataloaders=…)
+    ```
 
     One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
     count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of

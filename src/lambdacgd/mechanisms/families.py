@@ -52,10 +52,11 @@ class LambdaCGD(Mechanism):
     Raises:
         InvalidInput: a value cannot be used, or there is an objective where λ is given.
 
-    >>> LambdaCGD(0.9).noising(5)
-    array([ 1. , -0.9])
-    >>> print(LambdaCGD(0.99999, normalized=True))
-    λCGD λ=0.99999 normalised
+    Examples:
+        >>> LambdaCGD(0.9).noising(5)
+        array([ 1. , -0.9])
+        >>> print(LambdaCGD(0.99999, normalized=True))
+        λCGD λ=0.99999 normalised
     """
 
     lam: float | Auto = field(
@@ -152,8 +153,9 @@ class BISR(_SquareRoot):
     Raises:
         InvalidInput: a value cannot be used.
 
-    >>> BISR(4).noising(10)
-    array([ 1.    , -0.5   , -0.125 , -0.0625])
+    Examples:
+        >>> BISR(4).noising(10)
+        array([ 1.    , -0.5   , -0.125 , -0.0625])
     """
 
     name: ClassVar[str] = "bisr"

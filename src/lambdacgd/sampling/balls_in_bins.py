@@ -41,10 +41,11 @@ class BallsInBins(Sampling):
     sizes are Binomial(N, 1/b), and empty ones are yielded.
     Adjacency is zero-out of one example: N, b and the example ids are public; the bins are not.
 
-    >>> key = SecretKey.from_bytes(bytes(32))
-    >>> sampling = BallsInBins("fixed", examples=8, steps_per_epoch=3, epochs=2)
-    >>> sampling.bin_of(key, [0, 5, 7]).tolist() == sampling.bin_of(key, range(8))[[0, 5, 7]].tolist()
-    True
+    Examples:
+        >>> key = SecretKey.from_bytes(bytes(32))
+        >>> sampling = BallsInBins("fixed", examples=8, steps_per_epoch=3, epochs=2)
+        >>> sampling.bin_of(key, [0, 5, 7]).tolist() == sampling.bin_of(key, range(8))[[0, 5, 7]].tolist()
+        True
     """
 
     bins: Bins = field(

@@ -19,7 +19,7 @@ from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, 
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput, brief
 from lambdacgd.files import read_json
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
 
@@ -29,7 +29,7 @@ CARD_JSON, CARD_MARKDOWN = "privacy-card.json", "PRIVACY.md"
 NOT_COVERED = (
     "choosing hyperparameters, stopping times or models by looking at the private data",
     "training loss, per-example norms, drawn batch sizes and bins, which operators may have seen",
-    "frozen parameters and buffers, which are released as they were before training",
+    "frozen parameters and buffers, which are released as they are: no noise protects what was written to them",
     "whoever holds the secret key: with it the noise can be subtracted",
 )
 
@@ -144,9 +144,10 @@ class History:
         """What holds when a run declared as ``self`` goes on from a checkpoint whose history is ``saved``.
 
         Raises:
-            CheckpointError: Both declare, and not the same.
+            CheckpointError: Both name runs, or declare that there were none, and not the same.
         """
-        if self.declared and saved.declared and self.runs != saved.runs:
+        both = (self.runs or self.declared) and (saved.runs or saved.declared)
+        if both and self.runs != saved.runs:
             raise CheckpointError(
                 f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
                 f"{_counted(self.runs)}: give the same cards, or leave earlier= out"
@@ -227,6 +228,14 @@ def _in_and_out(epsilon: float, delta: float) -> tuple[float, float, str]:
     return 2 * epsilon, delta, "a bound by group privacy: one example zeroed out, another put in"
 
 
+class Card(dict[str, Any]):
+    """A privacy card: a dictionary of public facts, which JSON can hold, and a table in notebooks."""
+
+    def _repr_html_(self) -> str:
+        rows = [*rows_of(self), ("Not covered", "; ".join(self["not_covered"]))]
+        return html_table("Privacy card", [(name, str(value)) for name, value in rows])
+
+
 def card(
     plan: Plan,
     history: History,
@@ -238,7 +247,7 @@ def card(
     floating_point: FloatingPointCost | None,
     loss_checked: bool = False,
     key_for_tests: bool = False,
-) -> dict[str, Any]:
+) -> Card:
     """The privacy card of a run's weights, as a dictionary that JSON can hold.
 
     Args:
@@ -258,13 +267,13 @@ def card(
     """
     certified = plan.certificate.kind == "bound" and not key_for_tests
     own = (plan.epsilon if certified else math.inf, plan.delta)
-    runs = [*history.runs, own if key_for_tests else (plan.epsilon, plan.delta)]
+    runs = [*history.runs, own]
     epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
-    if not history.runs and not key_for_tests:
+    if not history.runs and certified:
         replaced = replace_one(plan)
     else:
         replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
-    return {
+    facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
         "claim": KEY_FOR_TESTS if key_for_tests else _claim(plan, history),
@@ -300,6 +309,7 @@ def card(
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),
     }
+    return Card(facts)
 
 
 def _correlation(plan: Plan) -> str:
@@ -327,35 +337,42 @@ def _claim(plan: Plan, history: History) -> str:
         if history.changed
         else ""
     )
-    own = f"({plan.epsilon:g}, {plan.delta:g})-differentially private{sure}{provided}"
+    own = f"({_at_least(plan.epsilon)}, {_at_least(plan.delta)})-differentially private{sure}{provided}"
     if not history.runs:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
     before = _counted(history.runs)
-    return f"({epsilon:g}, {delta:g})-differentially private together with {before} on these weights; the last: {own}"
+    together = f"({_at_least(epsilon)}, {_at_least(delta)})-differentially private together with {before}"
+    return f"{together} on these weights; the last: {own}"
 
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _rounded_up(value: float | str) -> str:
-    """Four digits, never less than the value: a bound must not be rounded down."""
+def _rounded_up(value: float | str, digits: int = 4) -> str:
+    """So many digits, never less than the value: a bound must not be rounded down."""
     if isinstance(value, str) or value == 0:
         return str(value)
-    unit = 10.0 ** (math.floor(math.log10(value)) - 3)
-    return f"{math.ceil(value / unit) * unit:.4g}"
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{math.ceil(value / unit) * unit:.{digits}g}"
+
+
+def _at_least(value: float) -> str:
+    """A number of a claim, as people write it where six digits are enough."""
+    short = f"{value:g}"
+    return short if float(short) >= value else _rounded_up(value, 6)
 
 
 def to_json(facts: dict[str, Any]) -> str:
     return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
 
 
-def to_markdown(facts: dict[str, Any]) -> str:
-    """The same facts for people."""
+def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What a person wants to know of the card, by name."""
     mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
     certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
-    rows = [
+    return [
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
         ("Before this run", facts["history"]),
@@ -372,7 +389,11 @@ def to_markdown(facts: dict[str, Any]) -> str:
         ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
         ("Made by", facts["library"]),
     ]
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+
+
+def to_markdown(facts: dict[str, Any]) -> str:
+    """The same facts for people."""
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows_of(facts))
     rest = "\n".join(f"- {item}" for item in facts["not_covered"])
     return f"# Privacy card\n\n| | |\n|---|---|\n{table}\n\nNot covered:\n\n{rest}\n"
 

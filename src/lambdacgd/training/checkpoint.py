@@ -37,7 +37,7 @@ from torch.optim import Optimizer
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import CheckpointError, brief, shown
 from lambdacgd.files import read_json
-from lambdacgd.keys import LedgerError
+from lambdacgd.keys import LedgerError, Release
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
@@ -55,13 +55,13 @@ from lambdacgd.version import __version__
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
 _OLD_FACTS = "run.pt"
+_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
 
 class SavedRun(Protocol):
     """What a checkpoint is made of and goes back to: `Private`, as far as this file knows it."""
 
-    model: nn.Module
     optimizer: Optimizer
     dataset: Any
     clipper: Clipper
@@ -72,6 +72,8 @@ class SavedRun(Protocol):
     augmentations: int
     data_fingerprint: str | None
 
+    @property
+    def model(self) -> nn.Module: ...
     @property
     def plan(self) -> Plan: ...
     @property
@@ -87,6 +89,7 @@ class SavedRun(Protocol):
     @property
     def history(self) -> History: ...
     def adopt(self, saved: dict[str, Any]) -> None: ...
+    def note_changes(self) -> None: ...
     def check_usable(self) -> None: ...
     def check_whole(self) -> None: ...
     def going_on_from(self, step: int) -> contextlib.AbstractContextManager[None]: ...
@@ -121,6 +124,7 @@ def save(
     reshard(private.model)
     with world.together("saving"):
         check_savable(private)
+        private.note_changes()
         _refuse_file(folder)
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
     compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
@@ -135,8 +139,9 @@ def save(
     draft, target = folder / f".{name}.{run_id}.draft", folder / name
     with contextlib.ExitStack() as held:  # a detached run has let go of its lock
         world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
+        world.from_first("saving", lambda: _settle_own(private, folder, run_id))
         try:
-            world.from_first("saving", lambda: _make_draft(draft, run_id))
+            world.from_first("saving", lambda: _make_draft(draft))
             with world.together("saving"):
                 digests, rows = _write_tensors(draft, tensors, world)
             written = world.gather((digests, rows))
@@ -518,35 +523,53 @@ def _settle(private: SavedRun, folder: Path) -> None:
                 newest = ledger.newest(match[2])
             except LedgerError as error:
                 raise CheckpointError(str(error)) from error
-            if not draft.is_dir():  # whoever held the run before us has settled it
-                continue
-            if newest is not None and newest.digest == _digest(draft, World(None)):
-                _give_name(draft, folder / match[1])
-            else:
-                shutil.rmtree(draft, ignore_errors=True)
+            if draft.is_dir():  # or whoever held the run before us has settled it
+                _settle_held(draft, folder / match[1], newest, match[2])
 
 
-def _make_draft(draft: Path, run_id: str) -> None:
+def _settle_held(draft: Path, target: Path, newest: Release | None, run_id: str) -> None:
+    """Complete or remove a draft of a run whose lock is held. Other runs' checkpoints may be newer: they stay."""
+    if newest is not None and newest.digest == _digest(draft, World(None)):
+        _give_name(draft, target, only=run_id)
+    else:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _settle_own(private: SavedRun, folder: Path, run_id: str) -> None:
+    """Before saving: what an error left of the last save may be the run's only checkpoint that can be resumed."""
+    for draft in folder.glob(f".step-*.{run_id}.draft"):
+        match = _DRAFT.fullmatch(draft.name)
+        if match is not None:
+            _settle_held(draft, folder / match[1], private.run.need_ledger().newest(run_id), run_id)
+
+
+def _make_draft(draft: Path) -> None:
     folder = draft.parent
     if not folder.is_dir():
         folder.mkdir(parents=True, mode=0o700)
         sync_folder(folder.parent)
-    for old in folder.glob(f".step-*.{run_id}.draft"):  # this process's own, left by an error
-        shutil.rmtree(old, ignore_errors=True)
     draft.mkdir(mode=0o700)
 
 
-def _give_name(draft: Path, target: Path) -> None:
-    """The ledger knows the draft: give it its name, and remove the checkpoints before."""
+def _give_name(draft: Path, target: Path, *, only: str | None = None) -> None:
+    """The ledger knows the draft: give it its name, and remove the checkpoints before (``only`` those of a run)."""
     if target.exists():  # this step was saved before; the ledger knows both
         aside = target.with_name(f".{target.name}.old")
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(target, aside)
     os.rename(draft, target)
     sync_folder(target.parent)
-    for old in (*target.parent.glob("step-*"), *target.parent.glob(".step-*.old")):
-        if old != target:
+    for old in target.parent.iterdir():
+        if old != target and _STEP.fullmatch(old.name) and (only is None or _run_of(old) in (None, only)):
             shutil.rmtree(old, ignore_errors=True)
+
+
+def _run_of(folder: Path) -> str | None:
+    """The run of a checkpoint; None where that cannot be read."""
+    try:
+        return str(_read_facts(folder)["run"])
+    except Exception:  # whatever is left of a folder that was being removed
+        return None
 
 
 # --- what is in it ---------------------------------------------------------------------------------------------------

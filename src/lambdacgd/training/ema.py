@@ -26,10 +26,13 @@ class EMA:
         model: nn.Module,
         decay: float,
         *,
-        put_back: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        exchanged: Callable[[], contextlib.AbstractContextManager[Callable[[], None]]],
+        before_update: Callable[[], None],
     ) -> None:
-        """``put_back()`` is entered around ``applied()``: whoever watches the weights learns that they come back."""
-        self._put_back = put_back
+        """``exchanged()`` is entered around ``applied()``, and gives what to call once the average is in place: whoever
+        watches the weights learns that they come back. ``before_update()`` is called before weights are taken in.
+        """
+        self._exchanged, self._before_update = exchanged, before_update
         self.decay = number("decay", decay, above=0, below=1, include=(0,))
         self._model = model
         reshard(model)
@@ -46,6 +49,7 @@ class EMA:
         """Take in the current weights. ``private.ema`` calls this after every logical step."""
         if self.in_use:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
+        self._before_update()
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
         averages = [self._average[name] for name in self._parameters]
@@ -60,8 +64,9 @@ class EMA:
     def applied(self) -> Iterator[nn.Module]:
         """The model with the average in place of its weights."""
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        with self._put_back():
+        with self._exchanged() as in_place:
             self._copy(self._average)
+            in_place()
             self.in_use = True
             try:
                 yield self._model

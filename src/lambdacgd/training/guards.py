@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lambdacgd import torch_private
 from lambdacgd.errors import TrainingError
-from lambdacgd.training.distributed.models import fingerprint, is_sharded, local
+from lambdacgd.training.distributed.models import fingerprint, is_sharded, local, reshard
 
 
 class Phase(Enum):
@@ -216,11 +216,14 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._trained = [p for p in model.parameters() if p.requires_grad]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._known = {id(p) for p in model.parameters()}
         self._sharded = any(map(is_sharded, self._trained))
-        self._versions: list[int] | None = None  # None: the run has taken no step yet
-        self._fingerprint: tuple[int, int] | None = None
+        self._fingerprint: tuple[int, int] | None = None  # from when the run has ended
+        self._ended_changed = False  # whether the weights had been changed when it ended
+        self._versions = self._read()
 
     def settle(self) -> None:
         """The weights are what a step of the run, or loading its checkpoint, made them."""
@@ -228,37 +231,56 @@ class Weights:
 
     def changed(self) -> bool:
         """Whether something wrote to a parameter since ``settle``."""
-        return self._versions is not None and self._read() != self._versions
+        if self._ended_changed or self._read() != self._versions:
+            return True
+        return self._fingerprint is not None and self._fingerprint != self._computed()
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """A block that changes the weights and leaves them as they were."""
-        changed = self.changed()
+    def exchanged(self) -> Iterator[Callable[[], None]]:
+        """A block that puts other weights of the run into the model, and the own ones back at its end.
+
+        It is given a function to call when the others are in place: they too are watched.
+        """
+        trained, frozen = self._versions
+        before, changed = (self._fingerprint, self._ended_changed), self._ended_changed or self._read()[0] != trained
+
+        def in_place() -> None:
+            self._versions, self._ended_changed = (self._read()[0], frozen), False
+            if self._fingerprint is not None:
+                self._fingerprint = self._computed()
+
         try:
-            yield
+            yield in_place
         finally:
-            if not changed and self._versions is not None:
-                self.settle()
+            self._fingerprint, self._ended_changed = before
+            self._versions = (trained if changed else self._read()[0]), frozen
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        if self._versions is not None and self._fingerprint is None:
-            self._fingerprint = fingerprint(local(p) for p in self._trained)
+        if self._fingerprint is None:
+            self._ended_changed = self.changed()
+            self._fingerprint = self._computed()
             self._versions = self._read()
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""
-        sealed = self._fingerprint
-        if self.changed() or (sealed is not None and fingerprint(local(p) for p in self._trained) != sealed):
+        reshard(self._model)
+        if not {id(p) for p in self._model.parameters()} <= self._known or self.changed():
             raise TrainingError(
                 "these weights are not those of the run's last step: something else has changed them since, and the "
                 "run's (ε, δ) may not be theirs. Export before changing them. If the change used no private data, save "
                 "the weights yourself and keep the card of that export with them"
             )
 
-    def _read(self) -> list[int]:
-        watched = self._frozen if self._fingerprint is not None else [*self._trained, *self._frozen]
-        return [torch_private.version(p) for p in (map(local, watched) if self._sharded else watched)]
+    def _read(self) -> tuple[list[int], list[int]]:
+        """The counters of the trained parameters, as long as they tell, and of the frozen ones."""
+        return self._counted([] if self._fingerprint is not None else self._trained), self._counted(self._frozen)
+
+    def _counted(self, parameters: list[nn.Parameter]) -> list[int]:
+        return [torch_private.version(p) for p in (map(local, parameters) if self._sharded else parameters)]
+
+    def _computed(self) -> tuple[int, int]:
+        return fingerprint(local(p) for p in self._trained)
 
 
 # --- GradScaler: refused with a sentence, instead of an assertion in torch ------------------------------------------

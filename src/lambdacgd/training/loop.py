@@ -119,8 +119,7 @@ class Loop:
 
     def check_weights(self) -> None:
         """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
-        if not any(average.in_use for average in self.averages):
-            self.weights.check()
+        self.weights.check()
 
     # --- batches -----------------------------------------------------------------------------------------------------
 
@@ -218,8 +217,12 @@ class Loop:
         self.weights.settle()
 
     def note_changes(self) -> None:
-        """Before a step: the card will say it if something else has changed the weights since the step before."""
-        if not self.history.changed and self.weights.changed():
+        """Before weights are used: the card will say it if something else has changed them since the last step.
+
+        Before the first step only where their history was declared: else the card says that it is not known.
+        """
+        watched = self.cycle.done > 0 or self.history.declared
+        if watched and not self.history.changed and self.weights.changed():
             self.history = replace(self.history, changed=True)
 
     def _look_at_norms(self) -> None:

@@ -27,12 +27,12 @@ Tensors = TypeVar("Tensors", bound=dict[str, torch.Tensor])
 class Noiser:
     """Once a step: ``batch()`` says whose examples, you clip and sum their gradients, ``add`` adds the step's noise.
 
-    ::
-
-        noiser = lc.Noiser(plan, key, max_grad_norm=1.0)
-        while not noiser.finished:
-            sums = my_clipped_sums(noiser.batch())      # {"name": float32 tensor, …}
-            gradients = noiser.add(sums)                # in place; divide by plan.batch_size yourself
+    ```python
+    noiser = lc.Noiser(plan, key, max_grad_norm=1.0)
+    while not noiser.finished:
+        sums = my_clipped_sums(noiser.batch())      # {"name": float32 tensor, …}
+        gradients = noiser.add(sums)                # in place; divide by plan.batch_size yourself
+    ```
 
     Args:
         plan: From ``lc.plan``.

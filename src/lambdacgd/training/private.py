@@ -16,7 +16,7 @@ from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
-from lambdacgd.training.card import History, Spent, card, epsilon_after_epochs
+from lambdacgd.training.card import Card, History, Spent, card, epsilon_after_epochs
 from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
@@ -33,7 +33,6 @@ class Private:
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
 
     Attributes:
-        model: The user's model, as it is.
         optimizer: The user's optimizer.
         dataset: The examples, by index.
         loader: Iterates the remaining batches of the run.
@@ -69,7 +68,7 @@ class Private:
         world: World,
         reduce_every_batch: bool = False,
     ) -> None:
-        self.model, self.optimizer, self.dataset = model, optimizer, dataset
+        self.optimizer, self.dataset = optimizer, dataset
         self.clipper, self.run, self.world = clipper, run, world
         self.augmentations, self.data_fingerprint = views, data_fingerprint
         self.loss_checked = False  # whether anybody has seen that the loss adds examples up
@@ -95,6 +94,11 @@ class Private:
         self._undo = [*undo, run.close]
 
     # --- where the run stands ----------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, as it is: the run's weights are in no other."""
+        return self._loop.model
 
     @property
     def plan(self) -> Plan:
@@ -155,11 +159,11 @@ class Private:
             key_for_tests=self.run.key.is_for_tests,
         )
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> Card:
         """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
 
         Returns:
-            Public facts, as JSON can hold them.
+            A dictionary of public facts, as JSON can hold them.
 
         Raises:
             TrainingError: Something other than the run has changed the weights since its last step.
@@ -207,7 +211,7 @@ class Private:
         Returns:
             The average. ``with average.applied():`` puts it into the model.
         """
-        average = EMA(self.model, decay, put_back=self._loop.weights.put_back)
+        average = EMA(self.model, decay, exchanged=self._loop.weights.exchanged, before_update=self._loop.note_changes)
         self._loop.averages.append(average)
         self._loop.after_step.append(average.update)
         return average
@@ -276,9 +280,12 @@ class Private:
         if not self._loop.attached:
             return
         self._loop.detach()
-        for undo in reversed(self._undo):
-            undo()
-        self.run.hand_over(self.steps_taken)
+        try:
+            half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
+            self.run.hand_over(self.steps_taken + half_done)
+        finally:
+            for undo in reversed(self._undo):
+                undo()
 
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
@@ -307,6 +314,10 @@ class Private:
             CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
         """
         self._loop.history = self.history.resumed(History.from_dict(saved))
+
+    def note_changes(self) -> None:
+        """Have ``history`` say it if something else has changed the weights since the run's last step."""
+        self._loop.note_changes()
 
     def check_usable(self) -> None:
         """Raise where this run has ended in this process: detached, or weights that are not those of a step."""

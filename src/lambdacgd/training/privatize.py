@@ -59,13 +59,13 @@ def privatize(
 ) -> Private:
     """Bind a plan to a model, an optimizer and a map-style dataset. All three stay what they are, and so does the loop.
 
-    ::
-
-        private = lc.privatize(model, optimizer, dataset, plan, max_grad_norm=1.0, max_physical_batch_size=64)
-        for x, y in private.loader:
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    ```python
+    private = lc.privatize(model, optimizer, dataset, plan, max_grad_norm=1.0)
+    for x, y in private.loader:
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ```
 
     Where ``torch.distributed`` is initialised, all ranks of ``process_group`` train one model: call it on each, with
     the model wrapped in DistributedDataParallel, sharded by ``fully_shard``, or as it is. With ε = inf the same loop
@@ -137,7 +137,7 @@ def privatize(
                 )
             if views > 1 and batch_of is not None:
                 raise InvalidInput(
-                    "batch_of", "a function", "with augmentations the batch must be the first dimension; leave it out"
+                    "batch_of", "With augmentations the batch must be the first dimension: leave batch_of out."
                 )
             clipper = clipping.attach(
                 model,
@@ -187,15 +187,16 @@ def privatize(
         if isinstance(private.run, SharedRun):
             with world.together("privatize"):
                 facts = _facts(private, max_physical_batch_size, reduce_every_batch)
-            start_together(
-                private.run,
-                facts,
-                model=model,
-                parameters=clipper.parameters,
-                optimizer=optimizer,
-                world=world,
-                device=clipper.anchor.device,
-            )
+            with private.loading():  # all ranks begin with rank 0's weights
+                start_together(
+                    private.run,
+                    facts,
+                    model=model,
+                    parameters=clipper.parameters,
+                    optimizer=optimizer,
+                    world=world,
+                    device=clipper.anchor.device,
+                )
         if loss is not None and views == 1 and private.shards is None:
             with world.together("looking at the loss"):
                 private.check_loss(loss, _few(dataset), collate_fn or default_collate)
@@ -255,39 +256,45 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
         raise InvalidInput(
             "model",
-            type(model).__name__,
-            "it must be a torch.nn.Module; put several models into one module whose forward calls them",
+            f"model must be a torch.nn.Module, and a {type(model).__name__} was given. Put several models into one "
+            "module whose forward calls them.",
         )
     if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
         raise InvalidInput(
-            "model", "privatized already", "call detach() on what privatize returned for it, then privatize anew"
+            "model",
+            "This model is privatized already. Call detach() on what privatize returned for it, then privatize anew.",
         )
     if not isinstance(optimizer, Optimizer):
-        raise InvalidInput("optimizer", type(optimizer).__name__, "it must be a torch.optim optimizer")
+        raise InvalidInput(
+            "optimizer", f"optimizer must be a torch.optim optimizer, and a {type(optimizer).__name__} was given."
+        )
     if isinstance(optimizer, LBFGS):
-        raise InvalidInput("optimizer", "LBFGS", "it calls a closure several times a step; use a first-order optimizer")
+        raise InvalidInput(
+            "optimizer", "LBFGS calls a closure several times a step. Use a first-order optimizer such as SGD or Adam."
+        )
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidInput("optimizer", "parameters with gradients", "call optimizer.zero_grad() before privatize")
+        raise InvalidInput(
+            "optimizer", "The parameters hold gradients already. Call optimizer.zero_grad() before privatize."
+        )
 
 
 def _check_dataset(dataset: Any, plan: Plan) -> None:
     if isinstance(dataset, DataLoader):
         raise InvalidInput(
             "dataset",
-            "a DataLoader",
-            "batches come from the plan, not from another loader's shuffling: pass its dataset",
+            "This is a DataLoader. The plan decides which examples form a batch, so pass its dataset.",
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InvalidInput(
             "dataset",
-            type(dataset).__name__,
-            "it must be map-style, with __len__ and __getitem__: the plan decides which examples come when",
+            f"dataset must be map-style, with __len__ and __getitem__, because the plan decides which examples come "
+            f"when; {type(dataset).__name__} is not.",
         )
     if len(dataset) != plan.examples:
         raise InvalidInput(
             "dataset",
-            f"{len(dataset)} examples",
-            f"the plan is for {plan.examples}; make a plan for this dataset: lc.plan(dataset, …)",
+            f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}. Make a plan for this "
+            "dataset: lc.plan(dataset, …).",
         )
     check_no_repeats(dataset)
 
@@ -299,23 +306,23 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
     if outside and any(is_sharded(p) for p in clipped.values()):
         raise InvalidInput(
             "optimizer",
-            f"{len(outside)} parameter(s) from before sharding",
-            "fully_shard replaces a model's parameters: call it first, then make the optimizer, then privatize",
+            f"The optimizer holds {len(outside)} parameter(s) from before sharding. fully_shard replaces a model's "
+            "parameters: call it first, then make the optimizer, then privatize.",
         )
     if outside:
         raise InvalidInput(
             "optimizer",
-            f"{len(outside)} parameter(s) outside the model, the first of shape {tuple(outside[0].shape)}",
-            "all it trains must be clipped: put the other modules into the model, or give them another optimizer",
+            f"The optimizer holds {len(outside)} parameter(s) outside the model, the first of shape "
+            f"{tuple(outside[0].shape)}. All it trains must be clipped: put the other modules into the model, or give "
+            "them another optimizer.",
         )
     missing = set(names) - {id(p) for p in held}
     if missing:
         name = min(names[i] for i in missing)
         raise InvalidInput(
             "optimizer",
-            f"without {name!r} ({len(missing)} trainable parameter(s) missing)",
-            "what it does not train would still use up the clipping norm: add it, or freeze it with "
-            "requires_grad_(False)",
+            f"The optimizer lacks {name!r} ({len(missing)} trainable parameter(s) in all). What it does not train "
+            "would still use up the clipping norm: add it, or freeze it with requires_grad_(False).",
         )
 
 
@@ -343,9 +350,9 @@ def check_no_repeats(dataset: Any) -> None:
         times = int(((places[0] == whose[first]) & (places[1] == index[first])).sum())
         raise InvalidInput(
             "dataset",
-            f"a {type(dataset).__name__} that holds example {index[first]} {times} times ({len(again)} repetitions)",
-            "every item is clipped by itself, so an example in two items would move a sum twice as far as the plan "
-            "accounts for. Give each example once; to make a class count for more, multiply its examples' losses",
+            f"The {type(dataset).__name__} holds example {index[first]} {times} times ({len(again)} repetitions). "
+            "Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
+            "plan accounts for. Give each example once; to make a class count for more, multiply its examples' losses.",
         )
 
 

@@ -14,6 +14,7 @@ import torch
 
 from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
 from lambdacgd.keys import Ledger, LedgerError, SecretKey
+from lambdacgd.ledger import Release
 from lambdacgd.training.distributed.world import World
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
@@ -50,7 +51,8 @@ class Run:
         self._process = os.getpid()
         self._ledger: Ledger | None = None
         self._held = contextlib.ExitStack()
-        self._holds = False  # whether the lock of this run is in `_held`
+        self._holds = False  # whether this process has the run's lock
+        self._last: Release | None = None  # the run's newest release, as far as this process knows
 
     @property
     def id(self) -> str:
@@ -73,7 +75,12 @@ class Run:
         run_id = self._prepared or self._ledger.new_run(**self._facts)
         self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
         self._held.enter_context(self._ledger.lock(run_id))
-        self._holds = True
+        try:
+            self._ledger.check_resume(run_id, 0)  # again: the process that held it may have released meanwhile
+        except LedgerError:
+            self._held.close()
+            raise
+        self._holds, self._last = True, self._ledger.newest(run_id)
         return run_id
 
     @property
@@ -98,10 +105,17 @@ class Run:
         )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:
-        """Enter that weights are about to leave the process (kept by nobody if the key has no file)."""
+        """Enter that weights are about to leave the process (kept by nobody if the key has no file).
+
+        Raises:
+            LedgerError: This run was detached, and another process has it now or went on with it.
+        """
         _ = self.id
         if self._ledger is not None:
-            self._ledger.record(self.id, step, digest=digest, kind=kind)
+            with self.holding(self.id, patience=0):
+                self._check_alone()
+                self._ledger.record(self.id, step, digest=digest, kind=kind)
+                self._last = self._ledger.newest(self.id)
 
     def hand_over(self, step: int) -> None:
         """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
@@ -114,6 +128,7 @@ class Run:
         """Become the run of a checkpoint, if the ledger allows it."""
         if self._id == run_id:
             self.need_ledger().check_resume(run_id, step, digest)
+            self._last = self.need_ledger().newest(run_id)
             return
         if self.key.path is None:
             raise CheckpointError(
@@ -132,24 +147,59 @@ class Run:
         except LedgerError:
             self.close()
             raise
-        self._ledger, self._id = ledger, run_id
+        self._ledger, self._id, self._last = ledger, run_id, ledger.newest(run_id)
 
     @contextlib.contextmanager
-    def holding(self, run_id: str) -> Iterator[None]:
+    def holding(self, run_id: str, patience: float | None = None) -> Iterator[None]:
         """No other process has the run ``run_id`` in this block: what a dead one left behind can be settled.
 
         Raises:
-            LedgerError: Another process has it, and did not let go of it within seconds.
+            LedgerError: Another process has it, and did not let go of it within ``patience`` seconds (if not given,
+                as long as its orphans may live); or it is this run, which was detached, and another process has gone
+                on with it since.
         """
         if run_id == self._id and self._holds:
             yield
             return
         with contextlib.ExitStack() as held:
-            self._hold(self.key.ledger(), run_id, held)
-            yield
+            self._hold(self.key.ledger(), run_id, held, patience)
+            if run_id != self._id:
+                yield
+                return
+            self._check_nobody_went_on()
+            self._holds = True
+            try:
+                yield
+            finally:
+                self._let_go()
 
-    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack) -> None:
-        deadline = time.monotonic() + _ORPHANS_S
+    def _check_nobody_went_on(self) -> None:
+        """Whoever resumed this run after it was detached has used the noise of our last steps for sums of its own."""
+        if self.need_ledger().newest(self.id) != self._last:
+            raise LedgerError(
+                f"run {self.id} was detached here, and its ledger has changed since: another process went on with it, "
+                "under the noise of steps that these weights went through too. Both must not leave: throw these "
+                "weights away, and load the run's newest checkpoint"
+            )
+
+    def _check_alone(self) -> None:
+        """Locks fail: where a file system has none, or somebody removed the file. What others enter is seen here."""
+        newest, last = self.need_ledger().newest(self.id), self._last
+        if newest is not None and newest != last and (last is None or newest.step >= last.step):
+            raise LedgerError(
+                f"another process released step {newest.step} of run {self.id} while this one had it: both use the "
+                "same noise for different sums. Stop this one, throw its weights away, and find out why the run's "
+                "lock did not hold (a network file system, or a cleaner that removes lock files)"
+            )
+
+    def _let_go(self) -> None:
+        self._holds, self._last = False, None
+        with contextlib.suppress(LedgerError, OSError):  # it cannot be read: then nothing can be released either
+            if self._ledger is not None and self._id is not None:
+                self._last = self._ledger.newest(self._id)
+
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:
+        deadline = time.monotonic() + (_ORPHANS_S if patience is None else patience)
         while True:
             try:
                 held.enter_context(ledger.lock(run_id))
@@ -161,7 +211,8 @@ class Run:
 
     def close(self) -> None:
         """Let go of the lock."""
-        self._holds = False
+        if self._holds:
+            self._let_go()
         self._held.close()
 
 

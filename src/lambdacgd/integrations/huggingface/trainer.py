@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from lambdacgd.integrations.shared import (
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
+from lambdacgd.training.card import GivenCard
 from lambdacgd.training.checkpoint import has_traces
 from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
@@ -90,17 +92,17 @@ _Trainer: Any = Trainer  # its attributes are annotated as optional where they a
 class LambdaCGDTrainer(_Trainer):
     """A ``transformers.Trainer`` that trains with the plan's (ε, δ).
 
-    ::
-
-        plan = lc.plan(train_dataset, 128, epochs=3, epsilon=8.0, delta=1e-5)
-        trainer = LambdaCGDTrainer(model, args, plan=plan, train_dataset=train_dataset, processing_class=tokenizer)
-        trainer.train()
+    ```python
+    plan = lc.plan(train_dataset, 128, epochs=3, epsilon=8.0, delta=1e-5)
+    trainer = LambdaCGDTrainer(model, args, plan=plan, train_dataset=train_dataset, processing_class=tokenizer)
+    trainer.train()
+    ```
 
     ``args.per_device_train_batch_size`` is the physical batch size, which does not change the result; steps and epochs
     are the plan's; ``args.max_grad_norm`` (or ``max_grad_norm``) is the per-example clipping norm ζ. ``key`` is a
     ``SecretKey`` or the path of a key file, by default ``<output_dir>.private/run.key``, which is made where there is
-    none. ``clipping_mode`` and ``data_fingerprint`` go to ``privatize``, everything else to the Trainer. ``private`` is
-    the run under way or last.
+    none. ``clipping_mode``, ``data_fingerprint`` and ``earlier`` go to ``privatize``, everything else to the Trainer.
+    ``private`` is the run under way or last.
 
     Guarantee
     ---------
@@ -119,6 +121,7 @@ class LambdaCGDTrainer(_Trainer):
         key: KeyLike = None,
         clipping_mode: Mode = "flat",
         data_fingerprint: str | None = None,
+        earlier: Iterable[GivenCard] | None = None,
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
@@ -130,6 +133,7 @@ class LambdaCGDTrainer(_Trainer):
         self.private: Private | None = None
         self._zeta = clipping_norm(args, max_grad_norm)
         self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
+        self._earlier = None if earlier is None else list(earlier)  # every train() reads it
         self._resumed: dict[str, Any] | None = None
         self._randomness = TrainingRandomness()
         super().__init__(model, args, **options)
@@ -217,6 +221,7 @@ class LambdaCGDTrainer(_Trainer):
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             prefetch_factor=self.args.dataloader_prefetch_factor,
             data_fingerprint=self._fingerprint,
+            earlier=self._earlier,
         )
 
     def _data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -316,7 +321,11 @@ class LambdaCGDTrainer(_Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Training losses under names that say what they are, with the plan's (ε, δ) beside them."""
         if "loss" in logs or "train_loss" in logs:
-            claim = {"privacy_epsilon": self.plan.epsilon, "privacy_delta": self.plan.delta}
+            for_tests = self.private is not None and self.private.run.key.is_for_tests  # then nothing is claimed
+            claim = {
+                "privacy_epsilon": math.inf if for_tests else self.plan.epsilon,
+                "privacy_delta": self.plan.delta,
+            }
             logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
         super().log(logs, start_time)
 
@@ -414,6 +423,12 @@ class LambdaCGDTrainer(_Trainer):
         if self.private is None:
             return
         self.private.cycle.refuse_half_done()
+        self.private.check_weights()  # before anything is written: no weights without their card
+        if self.model is not self.private.model:
+            raise TrainingError(
+                "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "
+                "trained model first; what you make of it (merged adapters, say) save yourself, with that card"
+            )
         if not self.is_world_process_zero():
             return  # rank 0 keeps the ledger
         trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}

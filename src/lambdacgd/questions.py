@@ -1,0 +1,227 @@
+"""Questions about a run that nobody has to train: its ε, the noise for a budget, and mechanisms side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from lambdacgd.accounting import Accountant, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
+from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.errors import AccountingError, InvalidInput, integer, number
+from lambdacgd.mechanisms import (
+    BISR,
+    BLT,
+    BSR,
+    BandInvMF,
+    BandMF,
+    GammaBIFR,
+    Identity,
+    LambdaCGD,
+    Mechanism,
+    Objective,
+)
+from lambdacgd.planning import Plan
+from lambdacgd.planning import plan as make_plan
+from lambdacgd.sampling import BallsInBins, Poisson, Sampling
+
+
+def epsilon(
+    plan: Plan | None = None,
+    *,
+    delta: float,
+    noise_multiplier: float | None = None,
+    sampling_rate: float | None = None,
+    steps: int | None = None,
+) -> float:
+    """Compute the ε of a run: one by a plan, or DP-SGD with Poisson sampling, as Opacus trains it.
+
+    Args:
+        plan: a plan of any mechanism and sampling. The answer is what a plan of the same mechanism, sampling and σ
+            claims at ``delta``, which may be another δ than the plan's.
+        delta: δ.
+        noise_multiplier: σ, relative to the clipping norm. With a plan it may be left out: then it is the plan's.
+        sampling_rate: q, the probability that an example takes part in a step; in Opacus, 1 / len(data_loader).
+        steps: how many steps were taken.
+
+    Returns:
+        The smallest ε that is certified, an upper bound.
+
+    Raises:
+        InvalidInput: an argument cannot be used, or neither a plan nor rate, steps and noise are given.
+        AccountingError: no ε can be certified for so little noise.
+
+    Guarantee
+    ---------
+    (ε, δ)-DP for zero-out of one example, both directions, if every example took part in every step with probability
+    ``sampling_rate``, independently: *Poisson sampling*. A loader that shuffles does not draw like that, and the answer
+    does not hold for it. Without a plan the answer is about real numbers. With one, it is what a plan at ``delta``
+    claims, floating point included; a run that was trained already claims its own plan's (ε, δ).
+
+    Examples:
+        >>> import lambdacgd as lc
+        >>> round(lc.epsilon(sampling_rate=0.05, steps=50, noise_multiplier=1.0, delta=1e-5), 3)
+        2.67
+    """
+    delta = number("delta", delta, above=0, below=1)
+    if plan is None and noise_multiplier is None:
+        raise InvalidInput("noise_multiplier", "Give the noise multiplier σ of the run, or its plan.")
+    accountant = _accountant(plan, sampling_rate, steps)
+    aside = 0.0 if plan is None else DELTA_SHARE  # of δ: plans set a share aside for floating point
+    if noise_multiplier is None:
+        assert plan is not None
+        if plan.sigma == 0:
+            return math.inf
+        noise_multiplier = plan.sigma
+    sigma = number("noise_multiplier", noise_multiplier, above=0)
+    answer = accountant.epsilon(sigma, delta * (1 - aside)).epsilon
+    if not math.isfinite(answer):
+        raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: it is too little noise")
+    return answer if plan is None else claimed_epsilon(answer)
+
+
+def noise_multiplier(
+    plan: Plan | None = None,
+    *,
+    epsilon: float,
+    delta: float,
+    sampling_rate: float | None = None,
+    steps: int | None = None,
+) -> float:
+    """Compute the noise that a budget needs: for the run of a plan, or for DP-SGD with Poisson sampling.
+
+    Args:
+        plan: a plan whose mechanism, sampling and horizon are kept and whose ε and δ are replaced.
+        epsilon: ε.
+        delta: δ.
+        sampling_rate: q, the probability that an example takes part in a step; in Opacus, 1 / len(data_loader).
+        steps: how many steps are taken.
+
+    Returns:
+        The smallest noise multiplier σ, relative to the clipping norm, that is certified for (ε, δ).
+
+    Raises:
+        InvalidInput: an argument cannot be used, or neither a plan nor rate and steps are given.
+        AccountingError: nothing can be certified for this budget.
+
+    Guarantee
+    ---------
+    As for ``lc.epsilon``: without a plan it holds for Poisson sampling, not for a loader that shuffles.
+
+    Examples:
+        >>> import lambdacgd as lc
+        >>> round(lc.noise_multiplier(sampling_rate=0.05, steps=50, epsilon=2.67, delta=1e-5), 3)
+        1.0
+    """
+    epsilon = number("epsilon", epsilon, above=0)
+    delta = number("delta", delta, above=0, below=1)
+    accountant = _accountant(plan, sampling_rate, steps)
+    if plan is None:
+        return accountant.sigma(epsilon, delta).sigma
+    return accountant.sigma(epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)).sigma
+
+
+def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant:
+    if plan is not None:
+        if not isinstance(plan, Plan):
+            raise InvalidInput("plan", f"A plan is what lc.plan returns, and this is {type(plan).__name__}.")
+        if sampling_rate is not None or steps is not None:
+            raise InvalidInput("plan", "A plan knows its sampling and its steps: leave sampling_rate and steps out.")
+        return accountant_for(plan.mechanism, plan.sampling)
+    if sampling_rate is None or steps is None:
+        raise InvalidInput("sampling_rate", "Give both sampling_rate and steps, or a plan.")
+    rate = number("sampling_rate", sampling_rate, above=0, below=1, include=(1,))
+    return PoissonSampled(rate, integer("steps", steps))
+
+
+def compare(
+    examples: int | Sized,
+    batch_size: int,
+    *,
+    epochs: int,
+    epsilon: float,
+    delta: float,
+    sampling: Sampling | None = None,
+    steps_per_epoch: int | None = None,
+    bands: int | None = None,
+    buffers: int = 3,
+    certify: bool = False,
+) -> list[Plan]:
+    """Plan the same run with every mechanism, as ``lambdacgd compare`` does. The first time may take minutes.
+
+    Args:
+        examples: N, the number of training examples, or a dataset with a length.
+        batch_size: the batch size asked for.
+        epochs: k, the number of epochs.
+        epsilon: ε, finite.
+        delta: δ.
+        sampling: who takes part when. None means Balls-in-Bins of either kind: all mechanisms with fresh bins, and
+            DP-SGD and λCGD with fixed ones beside them.
+        steps_per_epoch: b, if it is not to follow from ``batch_size``.
+        bands: of the banded mechanisms; 4, or the steps of a shorter epoch, if not given.
+        buffers: of BLT.
+        certify: certify every σ. Otherwise mechanisms without an exact accountant get a quick estimate, whose
+            certificate says ``kind="estimate"`` and claims nothing.
+
+    Returns:
+        One plan per mechanism, in the order of the table that the command prints. ``plan.rmse`` is what to compare.
+
+    Raises:
+        InvalidInput: an argument cannot be used.
+        AccountingError: no accountant can answer for these numbers.
+    """
+    request: dict[str, Any] = {
+        "examples": examples,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "epsilon": epsilon,
+        "delta": delta,
+    }
+    request |= {"steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    rows = compared(request, sampling, bands=bands, buffers=buffers)
+    return list(compared_plans(request, rows))
+
+
+def compared(
+    request: dict[str, Any], sampling: Sampling | None, *, bands: int | None, buffers: int
+) -> list[tuple[Mechanism, Sampling]]:
+    """What ``compare`` sets side by side for ``request``, the arguments of ``lc.plan``; described at ``compare``."""
+    if request["epsilon"] == math.inf:
+        raise InvalidInput("epsilon", "Without noise all mechanisms are the same: compare at a finite ε.")
+    # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
+    free = request | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}
+    steps = make_plan(**free).block.steps
+    return _rows(sampling, bands=min(4, steps) if bands is None else bands, buffers=buffers)
+
+
+def compared_plans(request: dict[str, Any], rows: Iterable[tuple[Mechanism, Sampling]]) -> Iterator[Plan]:
+    """The plans of ``rows``, one after another."""
+    for mechanism, sampling in rows:
+        yield make_plan(**request | {"mechanism": mechanism, "sampling": sampling})
+
+
+def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    if isinstance(sampling, Poisson):
+        return [(Identity(), sampling)]
+    shown = sampling or BallsInBins("fresh")
+    best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
+    mechanisms = [
+        Identity(),
+        LambdaCGD(objective=best),
+        LambdaCGD(normalized=True, objective=best),
+        GammaBIFR(bands, objective=best),
+        BISR(bands),
+        BandInvMF(bands),
+        BLT(buffers),
+        BSR(bands),
+        BandMF(bands),
+    ]
+    if not isinstance(shown, BallsInBins):
+        return [(mechanism, shown) for mechanism in mechanisms]
+    if shown.bins == "fixed":
+        mechanisms.insert(1, LambdaCGD(objective="guideline"))
+    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
+    if sampling is None:  # the paper's, for comparison
+        rows.append((LambdaCGD(objective=best), BallsInBins("fixed")))
+    return rows

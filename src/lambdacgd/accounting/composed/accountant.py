@@ -264,7 +264,8 @@ class FreshBins:
     def first_guess(self, epsilon: float, delta: float) -> float:
         """σ at which a Gaussian mechanism of the same E W² after k epochs would need (ε, δ).
 
-        A closed form: quick enough to compare many λ, and seen from level with what is certified to 15% below it (few epochs at a large ε).
+        A closed form: quick enough to compare many λ, and seen from level with what is certified to 15% below
+        it (few epochs at a large ε).
         """
         mu, moment = 1 / gaussian_sigma(epsilon, delta), self._log_moment()
         peak = moment(0.0)[1]

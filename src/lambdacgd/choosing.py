@@ -119,9 +119,8 @@ def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
     chain that stands in for normalised columns, so what that one costs is counted. One epoch has no closed form: then
     the answer is no.
     """
-    search = AmplifiedError(
-        horizon, number("epsilon", epsilon, above=0), number("delta", delta, above=0, below=1), bins="fresh"
-    )
+    epsilon, delta = number("epsilon", epsilon, above=0), number("delta", delta, above=0, below=1)
+    search = AmplifiedError(horizon, epsilon, delta, bins="fresh")
 
     def smallest(normalized: bool) -> float:
         def error(x: float) -> float:
@@ -129,7 +128,8 @@ def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
 
         return error(_minimise(error, _LARGEST / 2, 1e-2))
 
-    return smallest(True) < smallest(False)
+    question = _question(horizon, epsilon, delta, "fresh")
+    return bool(cache.cached("normalizing", question, lambda: smallest(True) < smallest(False)))
 
 
 def choose_gamma(

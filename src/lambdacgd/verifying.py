@@ -10,6 +10,7 @@ from pathlib import Path
 
 from lambdacgd import cache
 from lambdacgd.accounting import Certificate, accountant_for
+from lambdacgd.accounting.floating_point import DELTA_SHARE, set_aside
 from lambdacgd.errors import AccountingError, InvalidInput, number
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
 from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
@@ -42,8 +43,9 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     """
     if isinstance(source, Plan):
         source.check()
-        bound = source.certificate.kind == "bound"
-        return _certify("plan", source.mechanism, source.sampling, (source.epsilon, source.delta), source.sigma, bound)
+        bound, aside = source.certificate.kind == "bound", "floating_point" in source.certificate.details
+        claim = (source.epsilon, source.delta)
+        return _certify("plan", source.mechanism, source.sampling, claim, source.sigma, bound=bound, aside=aside)
     path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -63,17 +65,27 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         raise InvalidInput("source", str(path), f"it is not a whole privacy card: {error}") from None
     if not total >= claim[0]:
         raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {claim[0]:g}")
-    return _certify("card", mechanism, sampling, claim, sigma, bound)
+    return _certify("card", mechanism, sampling, claim, sigma, bound=bound, aside=True)
 
 
 def _certify(
-    source: str, mechanism: Mechanism, sampling: Sampling, claim: tuple[float, float], sigma: float, bound: bool
+    source: str,
+    mechanism: Mechanism,
+    sampling: Sampling,
+    claim: tuple[float, float],
+    sigma: float,
+    *,
+    bound: bool,
+    aside: bool,
 ) -> Certificate:
+    """``aside``: whether a share of the claim is for floating point, so that σ must do with the rest of it."""
     epsilon, delta = claim
     if not bound or not math.isfinite(epsilon):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
     number("delta", delta, above=0, below=1)
     number("sigma", sigma, above=0)
+    if aside:
+        epsilon, delta = epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)
     try:
         with cache.disabled():
             accountant = accountant_for(mechanism, sampling)
@@ -91,6 +103,6 @@ def _certify(
         holds, least = False, str(error)
     if not holds:
         raise InvalidInput(
-            "source", f"This {source} is false: it claims ε = {epsilon:g} at δ = {delta:g}, but {least}."
+            "source", f"This {source} is false: it claims ε = {claim[0]:g} at δ = {claim[1]:g}, but {least}."
         )
-    return replace(certificate, delta=delta)
+    return replace(certificate, epsilon=claim[0], delta=claim[1])

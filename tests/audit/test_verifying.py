@@ -144,3 +144,25 @@ def test_the_command_line_says_it(tmp_path: Path, capsys: pytest.CaptureFixture[
     false = edited(tmp_path, plan, sigma=plan.sigma / 2, rmse=plan.rmse / 2, maxse=plan.maxse / 2)
     assert cli.main(["verify", str(false)]) == 2
     assert "This plan is false" in capsys.readouterr().err
+
+
+def test_a_release_by_an_edited_plan_is_refused(tmp_path: Path) -> None:
+    plan = plan_of()
+    low = {name: getattr(plan, name) * 0.9 for name in ("sigma", "rmse", "maxse")}
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(400, 3), torch.zeros(400, dtype=torch.int64))
+    private = lc.privatize(model, optimizer, data, lc.Plan.load(edited(tmp_path, plan, **low)), max_grad_norm=1.0)
+    x, y = next(iter(private.loader))
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        lc.export(private, tmp_path / "release")
+    assert not (tmp_path / "release").exists()
+
+
+def test_what_is_set_aside_for_floating_point_is_not_for_the_noise(tmp_path: Path) -> None:
+    plan = plan_of("fresh")
+    low = {name: getattr(plan, name) * 0.9993 for name in ("sigma", "rmse", "maxse")}
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        verify(edited(tmp_path, plan, **low))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import secrets
 import shutil
@@ -15,6 +16,7 @@ from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
 from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.private import Private
+from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"
 
@@ -34,13 +36,15 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
         The folder.
 
     Raises:
+        InvalidInput: The plan's σ is too small for its claim: it was edited, or came from an edited file.
         TrainingError: Something other than the run has changed the weights since its last step, or ``path`` exists.
 
     Guarantee
     ---------
     The folder holds the model's state_dict and public facts: no key, no fingerprint, no run id, no loss, norm, batch
     size or bin. The release is entered in the ledger (if the key has one) before the folder gets its name. The card
-    says what this run and its checkpoints know about the weights, and what they do not know.
+    says what this run and its checkpoints know about the weights, and what they do not know. The plan's σ is certified
+    again for it, without the cache.
     """
     if not isinstance(private, Private):
         raise InvalidInput("private", type(private).__name__, "give what privatize returned: lc.export(private, path)")
@@ -59,6 +63,8 @@ def _write(target: Path, private: Private, save_weights: Callable[[str], None]) 
     facts = private.card()
     if target.exists():
         raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
+    if private.plan.certificate.kind == "bound" and math.isfinite(private.plan.epsilon):
+        verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.draft")
     draft.mkdir()

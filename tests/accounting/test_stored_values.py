@@ -84,10 +84,9 @@ def test_a_certified_sigma_is_the_stored_one(
 ) -> None:
     with cache.disabled():
         calibration = accountant_for(mechanism.resolve(sampling.block), sampling).sigma(epsilon, delta)
-    below, above = {"transfer-matrix": (2e-4, 2e-4), "transfer-matrix-composed": (5e-4, 5e-4)}.get(
-        method, (1e-12, 1e-9)
-    )
-    assert sigma * (1 - below) <= calibration.sigma < sigma * (1 + above)
+    # Searches end within a tolerance; elsewhere the number of BLAS threads moves the last digits (seen: 2e-11).
+    tolerance = {"transfer-matrix": 2e-4, "transfer-matrix-composed": 5e-4}.get(method, 1e-9)
+    assert calibration.sigma == pytest.approx(sigma, rel=tolerance)
     assert calibration.certificate.method == method
     assert (calibration.certificate.kind, calibration.certificate.epsilon) == ("bound", epsilon)
     assert calibration.certificate.delta == delta

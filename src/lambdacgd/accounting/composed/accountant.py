@@ -23,6 +23,7 @@ from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, rea
 from lambdacgd.accounting.composed.composition import Composition
 from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact.accountant import cost
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
 from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
@@ -36,15 +37,20 @@ MOST_EPOCHS = 10_000
 TAIL_SHARE = 1e-3
 """of δ/k: one epoch's curve is followed down to this value"""
 INSTEAD = "ask for a larger δ or a smaller ε, or use fixed bins or cyclic sampling"
+RTOL = 5e-4
+"""relative accuracy of σ unless another one is asked for"""
 MOST_QUICK, MOST_FINE = 12, 6
-"""evaluations in one search for σ; after that the best bound in hand is the answer"""
-FINE_SECONDS = 5.0
-"""about what two fine evaluations take over one quick one"""
-QUICK_RTOL = 3e-3
+"""evaluations in one search for σ; after the fine ones the best bound in hand is the answer"""
 BOTH_MATTER = 0.7
 """ε up to which δ_add is nearly as large as δ_remove, and computed as finely at once"""
 QUICK_EXCESS = 0.11
 """about the logarithm of a quick δ over a fine one"""
+OPERATIONS_A_SECOND, FREQUENCIES = 3e10, 900
+"""of one core, and of one fine evaluation: only to tell how long an answer will take"""
+FEWEST_BINS = 8
+"""of a thinned chain"""
+THINNED = 0.82
+"""about the correlation between neighbours of the chain that estimates are computed with"""
 
 
 @dataclass(frozen=True)
@@ -157,13 +163,13 @@ class FreshBins:
         composed = self.composed(sigma, delta)
         return [self.bound(composed, sigma, epsilon) for epsilon in asked]
 
-    def sigma(self, epsilon: float, delta: float, *, rtol: float = 5e-4, start: float | None = None) -> Bound:
+    def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
 
         Args:
             epsilon: ε, from 0.001 to 100.
             delta: δ, from 1e-10 on.
-            rtol: relative accuracy of σ. From 3e-3 on every evaluation is a quick one, some 0.3% larger in σ.
+            rtol: relative accuracy of σ, which is a round number (``root.rounded_up``).
             start: a guess of σ that saves time.
 
         Returns:
@@ -175,22 +181,17 @@ class FreshBins:
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
-            return self._one_bin(
-                math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9), epsilon, self.epochs
-            )
-        quick = rtol >= QUICK_RTOL
-
-        def evaluate(x: float, fine: bool) -> Bound:
-            return self._evaluate(math.exp(x), epsilon, delta, quick=quick)
-
-        near = _quick_search(self, epsilon, delta, start)
-        tell(math.exp(near.log_sigma), FINE_SECONDS * near.seconds)
-        x = near.log_sigma if quick else near.log_sigma - QUICK_EXCESS / near.slope
+            alone = math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+            return self._one_bin(alone, epsilon, self.epochs)
+        near = _estimate(self, epsilon, delta, start)
+        tell(near.sigma, near.seconds)
         strategy = self._strategy(near.slope)
-        bound, _ = smallest_certified(
-            evaluate, delta, strategy.within_limits(x), strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True
-        )
-        bound = bound or near.passed  # as much a bound as any, only larger
+
+        def evaluate(sigma: float, fine: bool) -> Bound:
+            return self._evaluate(sigma, epsilon, delta, FINAL)
+
+        begin = max(near.sigma, math.exp(strategy.limits[0]))
+        bound, _ = smallest_certified(evaluate, delta, begin, strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True)
         if bound is None:
             raise AccountingError(
                 f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ"
@@ -198,12 +199,12 @@ class FreshBins:
         return self._checked(bound)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
-        """About the smallest σ, from quick evaluations only, some 0.3% too large: for comparing λ, no claim."""
+        """About the smallest σ, to about 0.5%, in a fraction of a second: for comparing λ, no claim."""
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
             return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta)
-        return math.exp(_quick_search(self, epsilon, delta, start).log_sigma)
+        return _estimate(self, epsilon, delta, start).sigma
 
     # How they are answered
 
@@ -244,9 +245,8 @@ class FreshBins:
             raise AccountingError(f"composition gave δ = {bound.delta:.3g}, which certifies nothing; {INSTEAD}")
         return bound
 
-    def _evaluate(self, sigma: float, epsilon: float, delta: float, *, quick: bool) -> Bound:
+    def _evaluate(self, sigma: float, epsilon: float, delta: float, resolution: Resolution) -> Bound:
         """One step of a search for ``delta``."""
-        resolution = QUICK if quick else FINAL
         shallow = epsilon > BOTH_MATTER
         bound = self.bound(self.composed(sigma, delta, resolution=resolution, shallow=shallow), sigma, epsilon)
         if shallow and bound.direction == "add":
@@ -289,17 +289,46 @@ class FreshBins:
         reach = b if chain.lam == 0 else min(b, 2 + math.ceil(30 / -math.log(chain.lam)))
         d = np.arange(1, reach)
         pairs = 2 * (b - d) / b**2
-        end = chain.tail * float(chain.end_effect(0.0)) ** 2
-        peak, covariances = chain.gain * chain.peak_variance, chain.gain * (chain.covariance(d) - end)
+        peak, covariances = chain.gain * chain.peak_variance, chain.gain * chain.covariance(d)
+        if chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows: a mean over places on the cycle
+            places = (np.arange(16)[:, None] + 0.5) / 16 * (b - d)
+            covariances = covariances - chain.gain * chain.tail * chain.end_effect(places) * chain.end_effect(places + d)
+            middle = chain.gain * (chain.covariance(0.0) - chain.tail * chain.end_effect((np.arange(16) + 0.5) * b / 16) ** 2)
+        else:
+            middle = np.array([peak])
 
         def at(log_sigma: float) -> tuple[float, float]:
             scale = math.exp(-2 * log_sigma)
             if peak * scale > 600:
                 return math.inf, peak
-            excess = math.expm1(peak * scale) / b + float(pairs @ np.expm1(covariances * scale))
+            excess = float(np.expm1(middle * scale).mean()) / b
+            excess += float((np.expm1(covariances * scale) @ pairs).mean())
             return math.log1p(max(excess, 1e-15)), peak
 
         return at
+
+    def thinned(self, sigma: float) -> tuple[FreshBins, float]:
+        """A shorter chain for estimates: so many bins that its E W² is that of this chain at ``sigma``.
+
+        Returns:
+            Its accountant, and the factor that turns a σ of this one into its own.
+        """
+        chain = self.one_epoch.chain(1.0)
+        group = round(math.log(THINNED) / math.log(chain.lam)) if chain.lam > THINNED else 1
+        moment = self._log_moment()(math.log(sigma))[0]
+
+        def shorter(bins: int) -> tuple[FreshBins, float]:
+            made = FreshBins(chain.lam**group, bins, self.epochs, stationary=not chain.tail)
+            return made, math.sqrt(made.one_epoch.chain(1.0).gain / chain.gain)
+
+        def enough(bins: float) -> bool:
+            made, factor = shorter(round(bins))
+            return made._log_moment()(math.log(sigma * factor))[0] <= moment
+
+        if group == 1 or not enough(self.steps_per_epoch):
+            return self, 1.0
+        bins = round(bisect(enough, 1.0, float(self.steps_per_epoch), width=0.5))
+        return shorter(bins) if bins >= FEWEST_BINS else (self, 1.0)
 
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
         """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
@@ -332,44 +361,41 @@ class FreshBins:
 
 @dataclass(frozen=True)
 class _Near:
-    """Where quick evaluations put the smallest σ, and −d log δ/d log σ there."""
+    """About the smallest σ, −d log δ/d log σ there, and about how many seconds it will take to certify it."""
 
-    log_sigma: float
+    sigma: float
     slope: float
-    passed: Bound | None
-    """the bound at the smallest σ that passed"""
     seconds: float
-    """that one quick evaluation took"""
 
 
 @lru_cache(maxsize=256)
-def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: float | None) -> _Near:
-    """Quick evaluations until δ is within a fifth of its target, and from there along the secant.
+def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float | None) -> _Near:
+    """Quick evaluations of a thinned chain until δ is within a tenth of its target, and from there along the secant.
 
     It is remembered: choosing λ asks for what the search for σ then begins with.
     """
     guess = start or accountant.first_guess(epsilon, delta) * (
         1.01 + 0.1 * min(epsilon / 8, 1.0) / accountant.epochs**0.5
     )
+    short, factor = accountant.thinned(guess)
     strategy = accountant._strategy(accountant.first_slope(epsilon, delta, guess))
-    passed: list[Bound] = []
     began = time.monotonic()
 
     def value_at(x: float) -> float:
-        bound = accountant._evaluate(math.exp(x), epsilon, delta, quick=True)
-        passed.extend([bound] if bound.delta <= delta else [])
-        return log_ratio(bound.delta, delta)
+        return log_ratio(short._evaluate(math.exp(x) * factor, epsilon, delta, QUICK).delta, delta)
 
     x, value = find_root(
         value_at,
         strategy.within_limits(math.log(guess)),
         strategy,
-        lambda value: abs(value) < 0.2,
+        lambda value: abs(value) < 0.1,
         most=MOST_QUICK,
     )
-    best = min(passed, key=lambda bound: bound.sigma, default=None)
-    seconds = (time.monotonic() - began) / len(strategy.points)
-    return _Near(x - value / strategy.slope, -strategy.slope, best, seconds)
+    x -= (value - QUICK_EXCESS) / strategy.slope
+    each = (time.monotonic() - began) / len(strategy.points)
+    chain, _ = accountant.one_epoch.working_chain(math.exp(x), 5.0, coarse=False, affordable=AFFORDABLE)
+    dearer = cost(chain, 5.0) / OPERATIONS_A_SECOND if chain.lam else 0.0
+    return _Near(math.exp(x), -strategy.slope, 2 * (4 * each + FREQUENCIES * dearer))
 
 
 # Other mechanisms, through a chain that dominates them

@@ -12,7 +12,7 @@ import numpy as np
 
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, OneWay
 from lambdacgd.accounting.composed.composition import DiscretePair, dominating_pair
-from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON, TransferMatrix, settle_add, walk
+from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON, TransferMatrix, settled, walk
 from lambdacgd.accounting.exact.evaluation import FINE, Evaluation, Precision, Scale, jensen
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.errors import AccountingError
@@ -59,6 +59,8 @@ FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05, work=6e11
 AFFORDABLE = 4e8
 """real operations a frequency before a dominating chain is taken: a curve has a thousand frequencies"""
 
+SMALLEST_CELL = 1e-7
+"""of the losses: e^loss differs from one cell to the next by a billion units in the last place"""
 CELLS = 6
 """cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
 ADD_FLOOR = 10.0
@@ -81,8 +83,10 @@ def one_epoch(
     """
     if accountant.epochs != 1:
         raise AccountingError("one epoch at a time is composed")
-    scale = accountant.settle(sigma, SMALLEST_EPSILON)
-    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_EPSILON)
+    # Where there is much noise the losses of one epoch are small: ε is near 0 where it is small beside them.
+    spread = math.sqrt(accountant.chain(sigma).mean_loss[1])
+    scale = accountant.settle(sigma, min(SMALLEST_EPSILON, 0.05 * spread), affordable=AFFORDABLE)
+    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_CELL)
     remove = _curve(accountant, sigma, scale, quantum, floor, floor, resolution, "remove")
     leave = (SHALLOW_FLOOR if shallow else ADD_FLOOR) * floor
     add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, leave, resolution, "add")
@@ -145,8 +149,9 @@ def _curve(
     slope, latest = scale.slope, None
     with contextlib.suppress(AccountingError):  # the analytic bound takes over
         if direction == "add":
-            guess = Evaluation(scale.delta, scale.slope)
-            scale = settle_add(accountant, sigma, choose(None, scale.slope)[0], guess, guess)
+            first = choose(None, scale.slope)[0]
+            guess = Scale(math.exp(-first), scale.delta, max(scale.slope, 1.0))
+            scale = settled(accountant, sigma, guess, "add", affordable=AFFORDABLE)
         coarse = leave > floor
         precision = resolution.coarse_tail if coarse else resolution.precision
         slack = QUICK.slack if coarse else resolution.slack

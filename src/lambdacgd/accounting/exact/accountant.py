@@ -33,7 +33,7 @@ from lambdacgd.accounting.exact.evaluation import (
 from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio, stationary_chain
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
-from lambdacgd.accounting.root import SteppedSecant, log_ratio, smallest, smallest_certified
+from lambdacgd.accounting.root import Secant, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
 
 METHOD = "transfer-matrix"
@@ -137,10 +137,10 @@ class TransferMatrix:
         # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
         alone = math.sqrt(unit.gain * unit.peak_variance)
         most = smallest(lambda sigma: one_bin_delta(epsilon, alone / sigma), delta, start=alone, rtol=1e-3)
-        strategy = SteppedSecant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
-        x = min(max(math.log(start or 0.35 * most), low), math.log(most))
+        strategy = Secant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
+        begin = min(max(start or 0.35 * most, math.exp(low)), most)
         scale = Scale(math.exp(epsilon), delta, _first_slope(epsilon, delta))
-        return self._solve(lambda x: (math.exp(x), epsilon), x, strategy, scale, delta, float(rtol))
+        return self._solve(lambda sigma: (sigma, epsilon), begin, strategy, scale, delta, float(rtol))
 
     def epsilon(self, sigma: float, delta: float, *, rtol: float = RTOL) -> Bound:
         """The bound at the smallest ε (to relative accuracy ``rtol``) whose certified δ(ε) is at most ``delta``.
@@ -151,9 +151,9 @@ class TransferMatrix:
         sigma, delta = real("σ", sigma), real("δ", delta)
         self._validate(sigma=sigma, delta=delta)
         limits = (math.log(SMALLEST_EPSILON), math.log(LARGEST_EPSILON))
-        strategy = SteppedSecant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
+        strategy = Secant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
         scale = Scale(math.e, delta, _first_slope(1.0, delta))
-        return self._solve(lambda x: (sigma, math.exp(x)), 0.0, strategy, scale, delta, float(rtol))
+        return self._solve(lambda epsilon: (sigma, epsilon), 1.0, strategy, scale, delta, float(rtol))
 
     def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
         """Bounds at many ε for one σ, tight in both directions.
@@ -173,8 +173,9 @@ class TransferMatrix:
         open_end = [e for e in ordered if by_jensen[e].delta > NEGLIGIBLE * remove[e].delta]
         add = dict(by_jensen)
         if open_end:
-            scale = settle_add(self, sigma, open_end[0], remove[open_end[0]], by_jensen[open_end[0]])
             reached, latest = open_end[0], add[open_end[0]]
+            size, slope = min(remove[reached].delta, latest.delta), max(remove[reached].slope, 1.0)
+            scale = settled(self, sigma, Scale(math.exp(-reached), size, slope), "add")
             with contextlib.suppress(AccountingError):  # from there on Jensen's bound stands
                 for epsilon, value in walk(self, sigma, among(open_end), scale, "add"):
                     latest = min(value, add[epsilon], key=lambda item: item.delta)
@@ -275,37 +276,43 @@ class TransferMatrix:
             best = min(best, fourier, key=lambda item: item.delta)
         return best
 
-    def settle(self, sigma: float, epsilon: float) -> Scale:
-        """Learn how large and how steep δ is from coarse evaluations, flat ones first: those are cheap."""
-        scale = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
-        for _ in range(12):
-            before, scale = scale, _next_scale(scale, self.evaluate(sigma, epsilon, scale, COARSE))
-            if scale.delta < SMALLEST_DELTA / 10:
-                raise AccountingError(
-                    f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                    "certifies; ask at a smaller σ or ε"
-                )
-            if scale.settled_since(before):
-                break
+    def settle(self, sigma: float, epsilon: float, *, affordable: float | None = None) -> Scale:
+        """Learn how large and how steep δ_remove is from coarse evaluations, flat ones first: those are cheap."""
+        first = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
+        scale = settled(self, sigma, first, "remove", affordable=affordable)
+        if scale.delta < SMALLEST_DELTA / 10:
+            raise AccountingError(
+                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
+                "certifies; ask at a smaller σ or ε"
+            )
         return scale
 
-    def _solve(self, place: Any, x: float, strategy: SteppedSecant, scale: Scale, delta: float, rtol: float) -> Bound:
-        """Search for e^x; ``place(x)`` says which (σ, ε) belong to it. Each evaluation is tuned to those before it."""
+    def _solve(
+        self,
+        place: Callable[[float], tuple[float, float]],
+        start: float,
+        strategy: Secant,
+        scale: Scale,
+        delta: float,
+        rtol: float,
+    ) -> Bound:
+        """Search for a value; ``place(value)`` says which (σ, ε) belong to it. An evaluation is tuned to those before."""
         precision, guess = _final_precision(rtol), scale.slope
 
-        def evaluate(x: float, fine: bool) -> Bound:
+        def evaluate(value: float, fine: bool) -> Bound:
             nonlocal scale
-            sigma, epsilon = place(x)
-            tuned = replace(scale, strike=math.exp(epsilon))
+            sigma, epsilon = place(value)
+            # A rounded slope: what an evaluation says does not hang on the last bits of the one before.
+            tuned = replace(scale, strike=math.exp(epsilon), slope=1.1 ** round(math.log(scale.slope, 1.1)))
             bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)
-            value = log_ratio(bound.delta, delta)
-            if abs(value) < 4:
+            excess = log_ratio(bound.delta, delta)
+            if abs(excess) < 4:
                 scale = replace(scale, slope=min(max(bound.slope, 0.3), 3 * scale.slope))
-            elif value > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
+            elif excess > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
                 scale = replace(scale, slope=max(scale.slope, guess))
             return bound
 
-        bound, value = smallest_certified(evaluate, delta, x, strategy, rtol=rtol)
+        bound, value = smallest_certified(evaluate, delta, start, strategy, rtol=rtol)
         if bound is None:
             raise AccountingError(f"δ = {delta:g} is out of reach: the last bound was {math.exp(value) * delta:.3g}")
         return self._checked(bound)
@@ -448,15 +455,16 @@ def among(ordered: list[float]) -> Callable[[float | None, float], list[float]]:
     return left
 
 
-def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove: Evaluation, best: Evaluation) -> Scale:
-    """How large and how steep δ_add is at ``epsilon``, from coarse evaluations."""
-    scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
-    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
-    for _ in range(6):
-        law = loss_law(chain, scale, COARSE, direction="add")
-        value = evaluate_add(law, scale, COARSE)
+def settled(
+    accountant: TransferMatrix, sigma: float, scale: Scale, direction: OneWay, *, affordable: float | None = None
+) -> Scale:
+    """How large and how steep δ is at ``scale.strike`` in one direction, from coarse evaluations that begin there."""
+    evaluate = evaluate_remove if direction == "remove" else evaluate_add
+    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
+    for _ in range(12):
+        value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
         before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
-        if scale.settled_since(before):
+        if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
             break
     return scale
 

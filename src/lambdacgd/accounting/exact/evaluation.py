@@ -207,6 +207,8 @@ EXTENDED_GAIN = 5e-4
 """how much smaller the rounding margin is in extended precision (its unit is 2048 times smaller)"""
 TWO_PI = np.longdouble("6.283185307179586476925286766559005768")
 MOST_FREQUENCIES = 20_000
+GAPS = np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
+"""widths, in units of the strike, of the part of a window that lies above it"""
 
 
 @dataclass(frozen=True)
@@ -332,7 +334,8 @@ def choose_window(
         low -= 0.5 * width
     depth = strike - low
     best: tuple[float, float, float] | None = None
-    for gap in np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0]):
+    # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
+    for gap in np.concatenate([np.array([3.0, 5.0, 8.0, 12.0, 20.0, 40.0]) / slope if slope > 60 else [], GAPS]):
         period = depth + gap * strike
         if decreasing_beyond:
             copies = math.log(slope * depth / strike) - slope * math.log1p(gap)

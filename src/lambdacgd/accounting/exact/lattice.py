@@ -215,6 +215,10 @@ def spacing_ratio(links: int, tolerance: float) -> float:
     return math.sqrt(2 * math.pi**2 / math.log(2 * max(links, 1) / tolerance * 1.001))
 
 
+WIDEST_SYMMETRIC = 1200.0
+"""v² up to which matrices are made symmetric: √φ(v) stays above e^{−300}"""
+
+
 @dataclass(frozen=True)
 class Site:
     """The law of u at one kind of bin, given its lattice neighbours: N(scale·n, deviation²) for an integer index n."""
@@ -266,10 +270,14 @@ def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -
     n = np.arange(first, last + 1)
     v = np.asarray(n * spacing, dtype=np.float64)
 
-    # Entries are honest conditional densities: nothing overflows, and what underflows weighs less than 1e-300.
+    # Entries are conditional densities of v given v', times √φ(v')/√φ(v), which makes them symmetric; the ends take
+    # that back. Nothing overflows, and what underflows weighs less than 1e-300.
     variance = (1 - lam) * (1 + lam)
+    there = (v[:, None] - lam * v[None, :]) ** 2
+    root_density = np.exp(-(v**2) / 4) if np.max(v**2) < WIDEST_SYMMETRIC else None
+    squares = there if root_density is None else 0.5 * (there + there.T)
     interior = Site(
-        spacing / math.sqrt(2 * math.pi * variance) * np.exp(-((v[:, None] - lam * v[None, :]) ** 2) / (2 * variance)),
+        spacing / math.sqrt(2 * math.pi * variance) * np.exp(-squares / (2 * variance)),
         (1, 1),
         rho / (1 + lam) * spacing * np.arange(2.0 * first, 2.0 * last + 1),
         tau,
@@ -285,6 +293,9 @@ def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -
         exit_high += float(ndtr(-(w[-1] - w_shift) / w_spread))
         exit_low += float(ndtr(w[0] / w_spread))
         exit_add += float(ndtr(-w[-1] / w_spread) + ndtr(w[0] / w_spread))
+    if root_density is not None:
+        left = replace(left, kernel=left.kernel * root_density)
+        right = replace(right, kernel=right.kernel / root_density[:, None])
     # Lemma 3: the other links are summed over the whole lattice, at most (1 + η) times the integral each.
     grown = (1 + eta) ** links
     exit_remove = (exit_low + exit_high) * grown if shifted else math.inf

@@ -13,8 +13,10 @@ at a time, whose matrices fit into a core's cache, are multiplied five times as 
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -27,12 +29,16 @@ from lambdacgd.errors import AccountingError
 Rounding = Literal["up", "down"]
 MEMORY = 384 * 2**20
 """bytes that one evaluation may use at once"""
-IN_CACHE = 2**20
+IN_CACHE = 2**19
 """bytes of matrices that are multiplied together"""
 BATCH = 64
 """frequencies whose emissions are transformed together"""
 LARGEST_TABLE = 10_000_000
 """numbers in one emission table; a few temporaries of this size exist while it is made"""
+
+
+SQUARING = 0.5
+"""what squaring a matrix takes, in units of multiplying it by as many vectors as it has rows, one by one"""
 
 
 @dataclass(frozen=True)
@@ -85,12 +91,13 @@ def power_cost(count: int, size: int, columns: int) -> tuple[float, int]:
     """The cheapest way to M^count R (M size×size, R size×columns).
 
     Returns:
-        Its operations, in units of size² complex multiplications, and how many squarings to spend before multiplying
-        by the powers one by one.
+        Its cost, in units of a matrix times a vector, and how many squarings to spend before multiplying by the powers
+        one by one.
     """
     costs = [(float(count * columns), 0)]
     for s in range(1, count.bit_length()):
-        costs.append((float(s * size + ((count >> s) + (count & ((1 << s) - 1)).bit_count()) * columns), s))
+        products = (count >> s) + (count & ((1 << s) - 1)).bit_count()
+        costs.append((SQUARING * s * size + products * columns, s))
     return min(costs)
 
 
@@ -121,6 +128,12 @@ class TransferProduct:
             _Tables.of(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid))
             for site in (lattice.interior, lattice.left, lattice.right)
         )
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether the interior's matrices are: their means depend on the sum of row and column."""
+        kernel = self.lattice.interior.kernel
+        return self.lattice.interior.strides == (1, 1) and np.array_equal(kernel, kernel.T)
 
     def flops(self) -> float:
         """Real operations for one complex z."""
@@ -162,7 +175,8 @@ class TransferProduct:
                 scale = stretch.log_scale(rounding)
                 transforms = self.interior.transform(self.grid, z, scale)
             for part in (slice(i, i + some) for i in range(0, len(z), some)):
-                strips[part] = apply_power(self.interior.matrices(transforms[part]), stretch.count, strips[part])
+                matrices = self.interior.matrices(transforms[part])
+                strips[part] = apply_power(matrices, stretch.count, strips[part], symmetric=self.symmetric)
         ends = self.left.matrices(self.left.transform(self.grid, z, first))
         return np.asarray((ends.transpose(0, 2, 1) * strips).sum(axis=(1, 2)))
 
@@ -217,16 +231,27 @@ class _Tables:
         return result
 
 
-def apply_power(matrix: Any, count: int, strip: Any) -> Any:
+def apply_power(matrix: Any, count: int, strip: Any, *, symmetric: bool = False) -> Any:
     """matrix^count · strip, of one matrix or a batch of them."""
     _, s = power_cost(count, matrix.shape[-1], strip.shape[-1])
     for bit in range(s):
         if count >> bit & 1:
             strip = matrix @ strip
-        matrix = matrix @ matrix
+        matrix = _square(matrix) if symmetric else matrix @ matrix
     for _ in range(count >> s):
         strip = matrix @ strip
     return strip
+
+
+def _square(matrix: NDArray[Any]) -> NDArray[Any]:
+    """matrix², of a batch of symmetric matrices: blocks on and above the diagonal are computed, the others copied."""
+    size = matrix.shape[-1]
+    cuts = np.linspace(0, size, 1 + min(4, max(1, size // 40))).astype(int)
+    square = np.empty_like(matrix)
+    for first, stop in itertools.pairwise(cuts.tolist()):
+        np.matmul(matrix[..., first:stop, :], matrix[..., first:], out=square[..., first:stop, first:])
+        square[..., stop:, first:stop] = square[..., first:stop, stop:].swapaxes(-1, -2)
+    return square
 
 
 class IndependentProduct:

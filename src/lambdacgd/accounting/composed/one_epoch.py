@@ -153,7 +153,9 @@ def _curve(
             guess = Scale(math.exp(-first), scale.delta, max(scale.slope, 1.0))
             scale = settled(accountant, sigma, guess, "add", affordable=AFFORDABLE)
         coarse = leave > floor
-        precision = resolution.coarse_tail if coarse else resolution.precision
+        by_size = resolution.coarse_tail if coarse else resolution.precision
+        # Where even the largest δ of an epoch is small (many epochs), that one counts as near 1.
+        largest = min(scale.delta / 0.1, 1.0)
         slack = QUICK.slack if coarse else resolution.slack
         for epsilon, value in walk(
             accountant,
@@ -161,7 +163,7 @@ def _curve(
             choose,
             scale,
             direction,
-            precision=precision,
+            precision=lambda delta: by_size(delta / largest),
             slack=slack,
             floor=leave,
             affordable=AFFORDABLE,
@@ -177,8 +179,9 @@ def _curve(
 
 
 def _smaller(value: Evaluation, analytic: float) -> Evaluation:
-    """The smaller bound. How much of an analytic one is slack is not known: it may be all."""
-    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: analytic}, "analytic")
+    """The smaller bound. No more of an analytic one is slack than of the lattice's, which lies above it."""
+    slack = min(analytic, value.added)
+    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: slack}, "analytic")
 
 
 def _continued(

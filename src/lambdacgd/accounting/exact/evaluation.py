@@ -207,8 +207,12 @@ EXTENDED_GAIN = 5e-4
 """how much smaller the rounding margin is in extended precision (its unit is 2048 times smaller)"""
 TWO_PI = np.longdouble("6.283185307179586476925286766559005768")
 MOST_FREQUENCIES = 20_000
+NARROW = 60.0
+"""−d log δ/dε from which W counts as narrow"""
+NARROW_GAPS = np.array([3.0, 5.0, 8.0, 12.0, 20.0, 40.0, 80.0])
+"""widths, in units of the strike over that slope, of the part of a window that lies above it"""
 GAPS = np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
-"""widths, in units of the strike, of the part of a window that lies above it"""
+"""the same in units of the strike"""
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,8 @@ class Window:
     """E' e^{−θW'}, which bounds every |transform|"""
     far_tilts: Array
     far_transforms: Array
+    beyond: float
+    """about E' e^{−θW'} of W' above the window, over e^{−θ·high}: at most 1; only to choose and to tell slack"""
 
     @property
     def period(self) -> float:
@@ -333,23 +339,30 @@ def choose_window(
     while far_bound(strike, low, width, tilts, transforms) > allowed:
         low -= 0.5 * width
     depth = strike - low
-    best: tuple[float, float, float] | None = None
+    narrow = slope > NARROW
+    # Where W hardly varies, little of it lies beyond a window of a few widths of its law, also where all of it lies
+    # above the strike: an estimate by Chernoff's bound.
+    rising = tilts[(tilts * float(law.product.grid[-1]) < 600) & (tilts < 400) & narrow & (not decreasing_beyond)]
+    above = np.log(np.asarray(law.transform(rising, rounding))) if len(rising) else rising
+    best: tuple[float, float, float, float] | None = None
     # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
-    for gap in np.concatenate([np.array([3.0, 5.0, 8.0, 12.0, 20.0, 40.0]) / slope if slope > 60 else [], GAPS]):
+    for gap in np.concatenate([NARROW_GAPS / slope, GAPS]) if narrow else GAPS:
         period = depth + gap * strike
         if decreasing_beyond:
             copies = math.log(slope * depth / strike) - slope * math.log1p(gap)
         else:
             copies = math.log(depth / value)
+        beyond = float(np.min(above - rising * (low + period), initial=0.0))
+        copies += beyond
         need = max(copies - math.log(precision.wrap), 0.0) / period
         tilt = max(need, 1.0 / strike)
         # Cost: frequencies ∝ period; rounding ∝ e^{θK}/θ, which is to stay below its limit.
         noise = unit * strike * math.exp(min(tilt * strike, 500.0)) / (tilt * strike) / value
         cost = period / depth * (1.0 if noise < 0.5 * precision.rounding else 1e3 * noise)
         if best is None or cost < best[0]:
-            best = (cost, period, tilt)
+            best = (cost, period, tilt, beyond)
     assert best is not None
-    _, period, tilt = best
+    _, period, tilt, beyond = best
     total = float(law.transform(np.array([-tilt]), rounding)[0])
     if not total > 1e-250:
         raise AccountingError(
@@ -366,7 +379,7 @@ def choose_window(
             raise AccountingError(f"more than {MOST_FREQUENCIES} frequencies would be needed; ask for a larger ε or δ")
     within = range(most // 2 + 1, most)
     count = within[0] + bisect_left(within, True, key=few_enough) if within else most
-    return Window(low, float(np.float32(2 * math.pi / period)), count, tilt, total, tilts, transforms)
+    return Window(low, float(np.float32(2 * math.pi / period)), count, tilt, total, tilts, transforms, math.exp(beyond))
 
 
 def put_bound(strike: float, width: float, window: Window, transform: NDArray[Any], unit: float) -> PutBound:
@@ -498,7 +511,7 @@ def add_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[
         budget = {"window": part.far / strike, "fourier tail": part.tail / strike, "rounding": part.rounding / strike}
         budget |= {"lattice exits": law.exit_add}
         delta = law.inflation * (core + sum(budget.values()))
-        copies = (strike - window.low) / math.expm1(window.tilt * window.period) / strike
+        copies = window.beyond * (strike - window.low) / math.expm1(window.tilt * window.period) / strike
         budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
         yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
 

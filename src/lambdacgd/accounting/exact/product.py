@@ -33,6 +33,8 @@ IN_CACHE = 2**19
 """bytes of matrices that are multiplied together"""
 BATCH = 64
 """frequencies whose emissions are transformed together"""
+NEVER = 1e-30
+"""a grid point less likely than this, whatever the lattice says, is left out: far below the tables' own rounding"""
 LARGEST_TABLE = 10_000_000
 """numbers in one emission table; a few temporaries of this size exist while it is made"""
 
@@ -117,16 +119,19 @@ class TransferProduct:
         self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
         shift = chain.gain**0.5
         base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
-        self.grid = grid
         longest = max(len(site.means) for site in (lattice.interior, lattice.left, lattice.right))
         if longest * len(grid) > LARGEST_TABLE:
             raise AccountingError(
                 f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
                 "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
             )
+        sites = (lattice.interior, lattice.left, lattice.right)
+        emissions = [round_lognormal(shift * site.means + base, shift * site.deviation, grid) for site in sites]
+        # Where W hardly varies most of the grid is never met.
+        met = np.max([table.max(axis=0) for table in emissions], axis=0) > NEVER
+        self.grid = grid[met]
         self.interior, self.left, self.right = (
-            _Tables.of(site, round_lognormal(shift * site.means + base, shift * site.deviation, grid))
-            for site in (lattice.interior, lattice.left, lattice.right)
+            _Tables.of(site, table[:, met]) for site, table in zip(sites, emissions, strict=True)
         )
 
     @cached_property

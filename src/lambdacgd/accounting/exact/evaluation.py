@@ -18,6 +18,7 @@ emissions, and the last two terms depend on the direction (Lemmas 2 to 4).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -228,7 +229,7 @@ class Window:
     """E' e^{−θW'}, which bounds every |transform|"""
     far_tilts: Array
     far_transforms: Array
-    beyond: float
+    beyond: float = 1.0
     """about E' e^{−θW'} of W' above the window, over e^{−θ·high}: at most 1; only to choose and to tell slack"""
 
     @property
@@ -342,8 +343,11 @@ def choose_window(
     narrow = slope > NARROW
     # Where W hardly varies, little of it lies beyond a window of a few widths of its law, also where all of it lies
     # above the strike: an estimate by Chernoff's bound.
-    rising = tilts[(tilts * float(law.product.grid[-1]) < 600) & (tilts < 400) & narrow & (not decreasing_beyond)]
-    above = np.log(np.asarray(law.transform(rising, rounding))) if len(rising) else rising
+    rising, above = np.zeros(0), np.zeros(0)
+    for largest in (100.0, 400.0) if narrow and not decreasing_beyond else ():
+        with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
+            above = np.log(np.asarray(law.transform(tilts[tilts < largest], rounding)))
+            rising = tilts[tilts < largest]
     best: tuple[float, float, float, float] | None = None
     # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
     for gap in np.concatenate([NARROW_GAPS / slope, GAPS]) if narrow else GAPS:

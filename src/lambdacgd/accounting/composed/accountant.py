@@ -292,8 +292,12 @@ class FreshBins:
         peak, covariances = chain.gain * chain.peak_variance, chain.gain * chain.covariance(d)
         if chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows: a mean over places on the cycle
             places = (np.arange(16)[:, None] + 0.5) / 16 * (b - d)
-            covariances = covariances - chain.gain * chain.tail * chain.end_effect(places) * chain.end_effect(places + d)
-            middle = chain.gain * (chain.covariance(0.0) - chain.tail * chain.end_effect((np.arange(16) + 0.5) * b / 16) ** 2)
+            covariances = covariances - chain.gain * chain.tail * chain.end_effect(places) * chain.end_effect(
+                places + d
+            )
+            middle = chain.gain * (
+                chain.covariance(0.0) - chain.tail * chain.end_effect((np.arange(16) + 0.5) * b / 16) ** 2
+            )
         else:
             middle = np.array([peak])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real, tell
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
     FINE,
@@ -45,6 +46,8 @@ MOST_STEPS = 10_000_000
 SMALLEST_DELTA = 1e-12
 ROUNDING_SHARE = 0.3
 """a rounding margin above this share of δ is refused: sampling does better there"""
+FINE_SECONDS = 15.0
+"""about what all fine evaluations of a search take over one coarse one"""
 RTOL = 2e-4
 """relative accuracy of σ and ε unless another one is asked for"""
 
@@ -296,12 +299,16 @@ class TransferMatrix:
         delta: float,
         rtol: float,
     ) -> Bound:
-        """Search for a value; ``place(value)`` says which (σ, ε) belong to it. An evaluation is tuned to those before."""
+        """Search for a value; ``place(value)`` is the (σ, ε) that belongs to it. Each is tuned to those before it."""
         precision, guess = _final_precision(rtol), scale.slope
+        began, coarse, told = time.monotonic(), 0, False
 
         def evaluate(value: float, fine: bool) -> Bound:
-            nonlocal scale
+            nonlocal scale, coarse, told
             sigma, epsilon = place(value)
+            if fine and not told:
+                tell(sigma, FINE_SECONDS * (time.monotonic() - began) / max(coarse, 1))
+            coarse, told = coarse + (not fine), fine
             # A rounded slope: what an evaluation says does not hang on the last bits of the one before.
             tuned = replace(scale, strike=math.exp(epsilon), slope=1.1 ** round(math.log(scale.slope, 1.1)))
             bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
 from lambdacgd.errors import KeyFileError, LedgerError
+from lambdacgd.files import sync_folder, write_new
 from lambdacgd.ledger import Ledger, Release
 
 __all__ = [
@@ -211,9 +212,8 @@ class SecretKey:
         """
         if self._path is None:
             raise KeyFileError("a ledger lives beside the key's file; save(path) the key first")
-        path = self._path.with_suffix(".ledger")
-        if self._ledger is None or self._ledger.path != path:
-            self._ledger = Ledger(path)
+        if self._ledger is None or self._ledger.path != self._path.with_suffix(".ledger"):
+            self._ledger = Ledger.beside(self._path)
         return self._ledger
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -258,22 +258,16 @@ class SecretKey:
             ) from None
         finally:
             _remove_draft(draft)
-        _sync_folder(target)
+        sync_folder(target.absolute().parent)
         _sweep_drafts(target)
         self._path = target.absolute()
 
     def _write_new(self, path: Path) -> None:
         content = _key_file(self._secret, self.fingerprint())
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb", buffering=0) as file:  # a buffer would keep a copy that nobody wipes
-            try:
-                os.fchmod(descriptor, 0o600)
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[file.write(rest) :]
-                os.fsync(descriptor)
-            finally:
-                _wipe(content)
+        try:
+            write_new(path, [content])
+        finally:
+            _wipe(content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -434,7 +428,7 @@ def _overwrite_and_remove(path: Path, flags: int = 0) -> None:
         file.flush()
         os.fsync(descriptor)
     path.unlink()
-    _sync_folder(path)
+    sync_folder(path.absolute().parent)
 
 
 def _sweep_drafts(target: Path) -> None:
@@ -453,14 +447,6 @@ def _remove_draft(draft: Path) -> None:
             _overwrite_and_remove(draft, os.O_NOFOLLOW)
         else:
             draft.unlink()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- Random words from a sub-key: the ChaCha20 block function (RFC 8439), twice ---------------------------------------

@@ -104,5 +104,5 @@ def test_a_prepared_run_that_released_weights_does_not_start_over(prepared, tmp_
     key.ledger().record(run_id, 3, digest="weights", kind="checkpoint")
     with pytest.raises(LedgerError, match="released weights after step 3"):
         train(memory, key, run_id, plan, options={})
-    with pytest.raises(lc.InvalidInput, match="run_id"):
+    with pytest.raises(lc.InvalidInput, match="A prepared run is in the ledger"):
         train(memory, lc.SecretKey.generate(), run_id, plan, options={})

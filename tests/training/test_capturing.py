@@ -176,5 +176,5 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
     loop = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
-    with pytest.raises(lc.InvalidInput, match="cuda:1, while the current device is cuda:0"):
+    with pytest.raises(lc.InvalidInput, match="on cuda:1, and a graph captures work of the current device, cuda:0"):
         _check(loop, PLAN, (tensor,))

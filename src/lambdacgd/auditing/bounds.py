@@ -208,7 +208,7 @@ def one_run_bound(
     number("confidence", confidence, above=0, below=1)
     m = len(inside) + len(outside)
     if inside.ndim != 1 or outside.ndim != 1 or m < 8 or not (np.isfinite(inside).all() and np.isfinite(outside).all()):
-        raise InvalidInput("included", f"{m} scores", "give finite scores of eight or more canaries in two lists")
+        raise InvalidInput("included", f"Give finite scores of eight or more canaries, in two lists: there are {m}.")
     sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
     pairs = [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
     pairs = pairs if guesses is None else [guesses]

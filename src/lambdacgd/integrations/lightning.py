@@ -121,7 +121,7 @@ class Privatising(_Base):
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
+            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
         check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
@@ -401,8 +401,8 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
         warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         name = type(trainer.strategy.checkpoint_io).__name__
-        advice = "the strategy writes checkpoints by itself: one must be whole before the ledger knows it. Leave it out"
-        raise InvalidInput("plugins", name, advice)
+        advice = "The strategy writes checkpoints by itself: one must be whole before the ledger knows it."
+        raise InvalidInput("plugins", f"{advice} Leave {name} out.")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
             "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
@@ -423,7 +423,7 @@ def _check_callbacks(callbacks: list[Any]) -> None:
         (GradientAccumulationScheduler, _ACCUMULATE),
     ):
         if any(isinstance(callback, kind) for callback in callbacks):
-            raise InvalidInput("callbacks", kind.__name__, advice)
+            raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
 
 
 def check_monitors(trainer: Any) -> None:
@@ -434,7 +434,7 @@ def check_monitors(trainer: Any) -> None:
     watched += [(c.monitor, "ReduceLROnPlateau") for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
     for monitor, by in watched:
         if monitor in logged:
-            raise InvalidInput("monitor", f"{monitor} ({by})", _STEERED)
+            raise InvalidInput("monitor", f"{by} monitors {monitor!r}, which {_STEERED}.")
 
 
 def check_module(module: Any, optimizers: list[Any]) -> None:
@@ -448,14 +448,15 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
         )
     if len(optimizers) != 1:
         raise InvalidInput(
-            "configure_optimizers", f"{len(optimizers)} optimizers", "give one: an example's gradient has one norm"
+            "configure_optimizers",
+            f"configure_optimizers returned {len(optimizers)} optimizers. Return one: a gradient has one norm.",
         )
     for hook, advice in (
         ("configure_gradient_clipping", _CLIP),
         ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
     ):
         if is_overridden(hook, module):
-            raise InvalidInput(hook, "overridden", advice)
+            raise InvalidInput(hook, f"The module overrides {hook}: {advice}.")
 
 
 def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
@@ -473,9 +474,9 @@ _SEARCH = (
     "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
 )
 _STEERED = (
-    "training logged it, from private data and without noise: a learning rate, a stopping time or a choice of weights "
-    "that follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what "
-    "validation_step logs of public data"
+    "training logged from private data and without noise: a learning rate, a stopping time or a choice of weights that "
+    "follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what validation_step "
+    "logs of public data"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

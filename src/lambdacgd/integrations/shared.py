@@ -121,7 +121,7 @@ def load_or_make(key: KeyLike) -> SecretKey:
 
 def check_key(key: object) -> None:
     if not isinstance(key, (SecretKey, str, os.PathLike)):
-        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
+        raise InvalidInput.of_type("key", key, "a SecretKey or the path of a key file")
 
 
 def check_outside(path: Path, output_dir: str | os.PathLike[str]) -> None:

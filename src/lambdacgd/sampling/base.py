@@ -158,7 +158,10 @@ class Sampling:
         """
         known = {field.name for field in fields(cls)}
         if unknown := set(data) - known:
-            raise InvalidInput("sampling", ", ".join(sorted(unknown)), f"{cls.name} takes {sorted(known)}")
+            raise InvalidInput(
+                "sampling",
+                f"{cls.name} sampling knows {', '.join(sorted(known))}, and {', '.join(sorted(unknown))} was given.",
+            )
         sampling = cls(**data)
         sampling._check_bound()
         return sampling

@@ -257,29 +257,28 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise InvalidInput(
             "data",
-            f"tensors and a model on {sorted(map(str, devices))}",
-            "a captured step needs all on one CUDA device",
+            f"A captured step needs the data and the model on one CUDA device, and they are on "
+            f"{', '.join(sorted(map(str, devices)))}.",
         )
     (device,) = devices
     if device.index not in (None, torch.cuda.current_device()):
         raise InvalidInput(
             "data",
-            f"on {device}, while the current device is cuda:{torch.cuda.current_device()}",
-            "a graph captures the current device's work only; call torch.cuda.set_device first",
+            f"The data is on {device}, and a graph captures work of the current device, "
+            f"cuda:{torch.cuda.current_device()}, only. Call torch.cuda.set_device first.",
         )
     if not data or any(len(tensor) != plan.examples for tensor in data):
         raise InvalidInput(
             "data",
-            [len(tensor) for tensor in data],
-            f"give tensors of {plan.examples} rows, in the dataset's order",
+            f"Give tensors of {plan.examples} rows each, in the dataset's order. These have "
+            f"{', '.join(str(len(tensor)) for tensor in data) or 'none'}.",
         )
     if loop.clipper.views != 1:
         raise InvalidInput("augmentations", loop.clipper.views, "a captured step reads examples once; use the loop")
     if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
             "plan",
-            plan.mechanism.name,
-            "its noise needs buffers that advance on the host; use the ordinary loop",
+            f"The noise of {plan.mechanism.name} needs buffers that advance on the host. Use the ordinary loop.",
         )
     _check_optimizer(loop.optimizer)
     return device
@@ -294,6 +293,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             continue
         raise InvalidInput(
             "optimizer",
-            kind.__name__,
-            "a captured step takes SGD without dampening, or Adam and AdamW with capturable=True",
+            f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this {kind.__name__} "
+            "is none of them.",
         )

@@ -147,9 +147,7 @@ class PrivateStep:
 def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     """Refuse what is no plan, or a changed one; warn where σ is an estimate, whose card claims nothing, or δ > 1/N."""
     if not isinstance(plan, Plan):
-        raise InvalidInput(
-            "plan", type(plan).__name__, "training takes a Plan: lc.plan(…) makes one, Plan.load reads one"
-        )
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
     plan.check()
     if plan.certificate.kind != "bound":
         warnings.warn(

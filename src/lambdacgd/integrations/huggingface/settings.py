@@ -143,9 +143,8 @@ def _check_devices(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise InvalidInput(
             "args",
-            f"{args.n_gpu} visible GPUs in one process",
-            "DataParallel splits batches behind our back. Set CUDA_VISIBLE_DEVICES to one, or start one process a GPU "
-            "with torchrun",
+            f"This process sees {args.n_gpu} GPUs, and DataParallel would split batches behind our back. Set "
+            "CUDA_VISIBLE_DEVICES to one, or start one process per GPU with torchrun.",
         )
 
 
@@ -153,7 +152,7 @@ def _check_reports(args: TrainingArguments) -> None:
     where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
     if "trackio" in (args.report_to or []) and any(where):
         raise InvalidInput(
-            "report_to", "trackio with a Space", "training losses are not private and must not go to a hub. Log locally"
+            "report_to", "Training losses are not private and must not go to a Space of trackio. Log locally."
         )
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
@@ -169,7 +168,7 @@ def _checkpointing(given: Any) -> dict[str, Any]:
     found = dict(given or {})
     if found.setdefault("use_reentrant", False):
         raise InvalidInput(
-            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers: use_reentrant=False"
+            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers. Say use_reentrant=False"
         )
     return found
 
@@ -211,9 +210,8 @@ def kind_of(model: nn.Module) -> Kind:
                 return kind
     raise InvalidInput(
         "model",
-        name,
-        "its per-example loss is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) that "
-        "returns one loss per example, or override compute_loss to return that vector",
+        f"The per-example loss of {name} is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) "
+        "that returns one loss per example, or override compute_loss to return that vector.",
     )
 
 

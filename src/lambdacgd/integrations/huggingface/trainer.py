@@ -34,7 +34,7 @@ from lambdacgd.integrations.shared import (
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
-from lambdacgd.training.card import GivenCard
+from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import has_traces
 from lambdacgd.training.codec import content_digest
 from lambdacgd.training.distributed.world import World
@@ -125,9 +125,9 @@ class LambdaCGDTrainer(_Trainer):
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise InvalidInput("plan", type(plan).__name__, "the Trainer takes a Plan: lc.plan(…) or Plan.load(path)")
+            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
         if model is None or options.get("model_init") is not None:
-            raise InvalidInput("model", None, "give a model: model_init would train several, each at its own (ε, δ)")
+            raise InvalidInput("model", "Give a model: model_init would train several, each at its own (ε, δ).")
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
@@ -140,9 +140,8 @@ class LambdaCGDTrainer(_Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(
                 "args",
-                "FSDP or DeepSpeed",
-                "this Trainer keeps a whole model in every process (DDP). Leave it out, train adapters (LoRA), or "
-                "shard the model with fully_shard and write the loop with lc.privatize",
+                "This Trainer keeps a whole model in every process (DDP). Leave FSDP and DeepSpeed out, train adapters "
+                "(LoRA), or shard the model with fully_shard and write the loop with lc.privatize.",
             )
         if not self._has_own_loss():
             settings.kind_of(self.model)  # refused now, not at the first step
@@ -165,7 +164,7 @@ class LambdaCGDTrainer(_Trainer):
     ) -> Any:
         """Train the plan's steps, or the rest of them from the newest checkpoint (``resume_from_checkpoint``)."""
         if trial is not None:
-            raise InvalidInput("trial", type(trial).__name__, _NO_SEARCH)
+            raise InvalidInput("trial", _NO_SEARCH)
         world = World.of(None)
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
@@ -189,9 +188,9 @@ class LambdaCGDTrainer(_Trainer):
         if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
             raise InvalidInput(
                 "eval_dataset",
-                "the training data",
-                "with load_best_model_at_end, save_strategy='best' or reduce_lr_on_plateau, weights follow losses of "
-                "private data that no noise protects. Evaluate on public data, or leave these out",
+                "eval_dataset is the training data: with load_best_model_at_end, save_strategy='best' or "
+                "reduce_lr_on_plateau, weights would follow losses of private data that no noise protects. Evaluate on "
+                "public data, or leave these out.",
             )
         if resume_from:
             return
@@ -340,7 +339,7 @@ class LambdaCGDTrainer(_Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a run with its own cost."""
-        raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
+        raise InvalidInput("hyperparameter_search", _NO_SEARCH)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -413,7 +412,7 @@ class LambdaCGDTrainer(_Trainer):
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            publishing.write_card(self.private, folder)
+            write_card(self.private.card(), folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
         if self.args.push_to_hub and not _internal_call:
@@ -518,8 +517,8 @@ def _warn_of_earlier_runs(key: SecretKey) -> None:
 
 
 _NO_SEARCH = (
-    "every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
-    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost"
+    "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
+    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
 )
 
 

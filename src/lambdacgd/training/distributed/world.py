@@ -36,21 +36,19 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise InvalidInput(
-                    "process_group", type(process_group).__name__, "call torch.distributed.init_process_group() first"
+                    "process_group", "Before a process group is given, call torch.distributed.init_process_group()."
                 )
             if int(os.environ.get("WORLD_SIZE") or "1") > 1:
                 raise InvalidInput(
                     "process_group",
-                    f"None, in one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE)",
-                    "call torch.distributed.init_process_group() before privatize, so that the processes train one "
-                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE",
+                    f"This is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), and they do not know each "
+                    "other. Call torch.distributed.init_process_group() before privatize, so that they train one "
+                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE.",
                 )
             return cls(None)
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            raise InvalidInput(
-                "process_group", type(group).__name__, "it must be a process group that this process belongs to"
-            )
+            raise InvalidInput.of_type("process_group", group, "a process group that this process belongs to")
         return cls(group)
 
     @property

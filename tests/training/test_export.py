@@ -199,7 +199,7 @@ def test_replacing_an_example():
 
 
 def test_refusals(tmp_path):
-    with pytest.raises(lc.InvalidInput, match="private must be what privatize returned.*a Linear was given"):
+    with pytest.raises(lc.InvalidInput, match=r"private must be what privatize returned.*a Linear was given"):
         export(nn.Linear(2, 2), tmp_path / "r")
     private, _ = trained(tmp_path)
     export(private, tmp_path / "r")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from lambdacgd.integrations.shared import (
     check_key,
     internals,
     load_or_make,
+    logged_claim,
     need,
 )
 from lambdacgd.planning import Plan
@@ -71,7 +71,7 @@ INTERNALS = (
     *internals(Precision, _after_closure="model optimizer"),
     *internals(Trainer, _results=None),
 )
-check_internals("lightning", "lightning", "2.6", INTERNALS)
+check_internals("lightning", "lightning", ((2, 6), (2, 6)), INTERNALS)
 
 _Base: Any = object  # stands before a strategy of Lightning in the method resolution order
 _SingleDevice: Any = SingleDeviceStrategy  # their hooks are annotated more loosely than they are called
@@ -216,9 +216,8 @@ class Privatising(_Base):
             results.batch, results.batch_size = part, None
 
     def _log_privacy(self) -> None:
-        for_tests = self.private is not None and self.private.run.key.is_for_tests  # then nothing is claimed
-        spent = {"privacy_epsilon": math.inf if for_tests else self.plan.epsilon, "privacy_delta": self.plan.delta}
-        self.lightning_module.log_dict(spent, on_step=True, on_epoch=False, batch_size=1)
+        assert self.private is not None
+        self.lightning_module.log_dict(logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure's backward pass first, then a step without it: noise comes in between."""

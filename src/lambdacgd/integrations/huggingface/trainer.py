@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import HubStrategy
 from transformers.utils import PushInProgress
 
 from lambdacgd.clipping import Mode
@@ -30,6 +30,7 @@ from lambdacgd.integrations.shared import (
     check_losses,
     find_key,
     internals,
+    logged_claim,
 )
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
@@ -62,9 +63,6 @@ INTERNALS = (
         _load_optimizer_and_scheduler="checkpoint",
         _load_rng_state="checkpoint",
         _load_best_model="",
-        _save_optimizer_and_scheduler="output_dir",
-        _save_rng_state="output_dir",
-        _save_scaler="output_dir",
         _push_from_checkpoint="checkpoint_folder",
     ),
     *internals(  # called, not replaced
@@ -80,7 +78,7 @@ INTERNALS = (
     ),
     *internals(TrainerState, save_to_json="json_path"),
 )
-check_internals("transformers", "hf", "5.17 to 5.22", INTERNALS)
+check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
 logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
@@ -320,12 +318,8 @@ class LambdaCGDTrainer(_Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Training losses under names that say what they are, with the plan's (ε, δ) beside them."""
         if "loss" in logs or "train_loss" in logs:
-            for_tests = self.private is not None and self.private.run.key.is_for_tests  # then nothing is claimed
-            claim = {
-                "privacy_epsilon": math.inf if for_tests else self.plan.epsilon,
-                "privacy_delta": self.plan.delta,
-            }
-            logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
+            logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()}
+            logs |= {} if self.private is None else logged_claim(self.private)
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -354,7 +348,11 @@ class LambdaCGDTrainer(_Trainer):
                 extra["trainer"] = (folder / TRAINER_STATE).read_text(encoding="utf-8")
             self._randomness.put_back()
             self.private.save(folder / RUN_STATE, extra=extra, frozen=False)
-        super()._save_checkpoint(model, trial)
+        asked, self.args.save_only_model = self.args.save_only_model, True  # the rest is part of the run's state
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_only_model = asked
 
     def _resume(self, resume_from: str | bool) -> str:
         """Load the newest whole checkpoint; older ones are refused by the ledger."""
@@ -394,15 +392,6 @@ class LambdaCGDTrainer(_Trainer):
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Part of the run's state."""
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """There is none."""
 
     # --- how weights leave ------------------------------------------------------------------------------------------
 
@@ -469,44 +458,32 @@ class LambdaCGDTrainer(_Trainer):
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
         self._finish_current_push()
-        return self._push(commit_message or "End of training", token, revision, wait=blocking, **kwargs)
-
-    def _push(self, message: str, token: str | None, revision: str | None, *, wait: bool, **kwargs: Any) -> Any:
         if not self.is_world_process_zero():
             return None
         kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
         text = self._readme(**kwargs)
         assert self.private is not None  # or there would be no card
         self._enter_release("push_to_hub")
-        folder = publishing.prepare_upload(self.model, self.private, self._processing(), text)
         return publishing.upload(
-            folder,
+            publishing.prepare_upload(self.model, self.private, self._processing(), text),
             repo=str(self.hub_model_id),
-            message=message,
+            message=commit_message or "End of training",
             token=token if token is not None else self.args.hub_token,
             revision=revision if revision is not None else self.args.hub_revision,
-            wait=wait,
+            wait=blocking,
         )
 
     def _processing(self) -> Any:
-        return (
-            self.processing_class
-            if self.processing_class is not None
-            else getattr(self.data_collator, "tokenizer", None)
-        )
+        own = self.processing_class
+        return own if own is not None else getattr(self.data_collator, "tokenizer", None)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Every save, if so asked: in the background, unless one is still on its way."""
-        strategy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
         busy = getattr(self, "push_in_progress", None)
-        if strategy == "end" or not self.is_world_process_zero():
+        busy = busy is not None and not busy.is_done() and not self.args.hub_always_push
+        if self.args.hub_strategy == HubStrategy.END or busy or not self.is_world_process_zero():
             return
-        if busy is not None and not busy.is_done():
-            if not self.args.hub_always_push:
-                return
-            busy.wait_until_done()
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        job = self._push(f"Training in progress, step {self.state.global_step}", None, None, wait=False)
+        job = self.push_to_hub(f"Training in progress, step {self.state.global_step}", blocking=False)
         self.push_in_progress = _PushInProgress([job])
 
 

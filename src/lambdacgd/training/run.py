@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
-from lambdacgd.keys import Ledger, LedgerError, SecretKey
+from lambdacgd.keys import Ledger, LedgerError, SecretKey, SubKey
 from lambdacgd.ledger import Release
 from lambdacgd.training.distributed.world import World
 
@@ -239,7 +239,7 @@ class SharedRun(Run):
         """Take rank 0's key. All ranks must call it, after they have agreed."""
         self._keeps_ledger = self._world.share(self.key.path is not None)
         for_tests = self._world.share(self.key.is_for_tests)
-        secret = self._world.share_secret(bytes(self.key._secret), device)
+        secret = self._world.share_secret(SubKey(self.key._secret), device)
         if not self._world.first:
             self.key = SecretKey.from_bytes(secret)
             self.key._for_tests = for_tests

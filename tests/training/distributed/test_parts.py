@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 
 import numpy as np
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lambdacgd.errors import TrainingError
+from lambdacgd.keys import SecretKey
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loader import cut
+from lambdacgd.training.run import SharedRun
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 9)))
@@ -113,3 +116,21 @@ def test_one_process_alone_speaks_to_nobody():
     assert world.share_secret(b"s" * 32, torch.device("cpu")) == b"s" * 32
     with pytest.raises(ValueError, match="own"), world.together("x"):
         raise ValueError("own")
+
+
+def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
+    """A network that fails is ordinary, and so are tracebacks that show local variables."""
+    key = SecretKey.generate()
+    run = SharedRun(World(None), key)
+    run._world.size = 2
+
+    def fails(*_, **__):
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "broadcast", fails)
+    with pytest.raises(RuntimeError, match="connection reset") as caught:
+        run.share(torch.device("cpu"))
+    shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "box = tensor([0, 0, 0" in shown
+    assert repr(bytes(key._secret))[2:-1] not in shown

@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from lambdacgd.errors import InvalidInput, TrainingError
+from lambdacgd.keys import SubKey
 
 Result = TypeVar("Result")
 
@@ -136,12 +137,13 @@ class World:
         if not self.many:
             return secret
         box = torch.zeros(32, dtype=torch.uint8, device=device)
-        if self.first:
-            box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        dist.broadcast(box, src=self.source, group=self.group)
-        received = bytes(box.tolist())
-        box.zero_()
-        return received
+        try:
+            if self.first:
+                box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+            dist.broadcast(box, src=self.source, group=self.group)
+            return SubKey(box.tolist())
+        finally:
+            box.zero_()  # also if sending failed: the error's traceback holds this tensor
 
 
 def _short(value: Any) -> str:

@@ -27,7 +27,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
 
     Args:
         source: A plan, a plan file, a privacy card, or the folder of a release that holds one. Earlier runs that a card
-            adds up are taken as it states them.
+            adds up are taken as it states them; what it claims must be at least their sum.
 
     Returns:
         The certificate of what is claimed, made now.

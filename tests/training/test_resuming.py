@@ -179,5 +179,3 @@ def test_a_job_that_was_killed_after_its_last_step_ends_when_it_is_started_again
     assert list(again.loader) == []
     assert list(again.epochs()) == []
     lc.export(again, tmp_path / "release")
-    with pytest.raises(lc.TrainingError, match="all 8 steps of the plan are done"):
-        list(again.loader)

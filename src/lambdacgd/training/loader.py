@@ -182,9 +182,8 @@ class Loader:
         """The physical batches of the steps up to ``last_step``. A logical batch under way starts again."""
         self._untouched = None
         self._loop.check_usable()
-        if (
-            self._loop.cycle.done >= self._plan.steps and self._turn
-        ):  # a finished run that was resumed has no more batches
+        # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
+        if self._loop.cycle.done >= self._plan.steps and self._reading is not None:
             raise TrainingError(
                 f"all {self._plan.steps} steps of the plan are done; the horizon is fixed. The loader iterates the "
                 "whole run: loop over private.epochs() to have it epoch by epoch"

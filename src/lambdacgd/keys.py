@@ -367,12 +367,6 @@ class SecretKey:
             "a SecretKey cannot be pickled or copied: pass it by reference, and to other processes by its file"
         )
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce_ex__(2)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce_ex__(2)
-
 
 def _encode_path(path: tuple[str | int, ...]) -> bytes:
     parts = [len(path).to_bytes(8, "little")]

@@ -21,6 +21,7 @@ from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BISR,
     BandInvMF,
+    BandMF,
     GammaBIFR,
     Horizon,
     LambdaCGD,
@@ -31,7 +32,7 @@ from lambdacgd.mechanisms import (
     rmse,
     sensitivity,
 )
-from lambdacgd.sampling import BallsInBins, Bins
+from lambdacgd.sampling import BallsInBins, Bins, Poisson
 
 SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
 _LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6
@@ -323,6 +324,39 @@ def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> 
 
     minimum = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
     return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
+
+
+def choose_bands(sampling: Poisson, *, epsilon: float, delta: float) -> tuple[int, dict[str, Any]]:
+    """Choose the bands of BandMF, and so the groups of Poisson sampling: the power of two with the smallest RMSE.
+
+    Args:
+        sampling: bound. If it has groups already, there are as many bands.
+        epsilon: ε.
+        delta: δ.
+
+    Returns:
+        The bands, and how they were chosen, with the RMSE of all that were tried.
+    """
+    because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
+    said = {"parameter": "bands", "objective": "amplified-rmse", "because": because}
+    if sampling.groups:
+        return sampling.groups, said | {"because": "as many as the sampling has groups"}
+
+    def error(bands: int) -> float:
+        mechanism = BandMF(bands).resolve(sampling.horizon)
+        sigma = accountant_for(mechanism, sampling.fitted(mechanism)).quick_sigma(epsilon, delta)
+        return error_norms(mechanism, sampling.steps)[0] * sigma
+
+    def compute() -> list[float]:
+        tried = [error(1)]
+        for power in range(1, sampling.steps_per_epoch.bit_length()):
+            tried.append(error(1 << power))
+            if tried[-1] > tried[-2]:  # it falls, then rises
+                break
+        return tried
+
+    tried = cache.cached("bands", sampling.question | {"epsilon": epsilon, "delta": delta}, compute)
+    return 1 << int(np.argmin(tried)), said | {"tried": {str(1 << power): value for power, value in enumerate(tried)}}
 
 
 # BandInvMF

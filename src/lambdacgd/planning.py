@@ -21,6 +21,7 @@ from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BandInvMF,
+    BandMF,
     GammaBIFR,
     Horizon,
     Identity,
@@ -31,7 +32,7 @@ from lambdacgd.mechanisms import (
     mechanism_from_dict,
     sensitivity,
 )
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Poisson, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -441,6 +442,7 @@ def plan(
     if epsilon is not None and math.isfinite(epsilon):
         real = epsilon - set_aside(epsilon, delta)["epsilon"]
     resolved, selection = _resolve(mechanism, bound, epsilon=real, delta=real_delta)
+    bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
 
@@ -540,6 +542,11 @@ def _choose(
         how = _objective("gamma", mechanism.objective, sampling, epsilon, delta)
         best = choosing.choose_gamma(mechanism.bands, horizon, **how)
         return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+    if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
+        if not isinstance(sampling, Poisson) or epsilon is None or math.isinf(epsilon):
+            raise InvalidInput("bands", "auto", "they are chosen for Poisson sampling and a finite epsilon; say how many")
+        bands, selection = choosing.choose_bands(sampling, epsilon=epsilon, delta=delta)
+        return replace(mechanism, bands=bands), selection
     if isinstance(mechanism, BandInvMF) and mechanism.amplified:
         if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
             raise InvalidInput(

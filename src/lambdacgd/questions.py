@@ -157,7 +157,8 @@ def compare(
         epsilon: ε, finite.
         delta: δ.
         sampling: who takes part when. None means Balls-in-Bins of either kind: all mechanisms with fresh bins, and
-            DP-SGD and λCGD with fixed ones beside them.
+            λCGD with fixed ones beside them. With Balls-in-Bins, DP-SGD and BandMF stand there with Poisson sampling
+            too.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         bands: of the banded mechanisms; 4, or the steps of a shorter epoch, if not given.
         buffers: of BLT.
@@ -202,8 +203,9 @@ def compared_plans(request: dict[str, Any], rows: Iterable[tuple[Mechanism, Samp
 
 
 def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    banded: tuple[Mechanism, Sampling] = (BandMF("auto"), sampling if isinstance(sampling, Poisson) else Poisson())
     if isinstance(sampling, Poisson):
-        return [(Identity(), sampling)]
+        return [(Identity(), Poisson()), banded]
     shown = sampling or BallsInBins("fresh")
     best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
     mechanisms = [
@@ -221,7 +223,7 @@ def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[
         return [(mechanism, shown) for mechanism in mechanisms]
     if shown.bins == "fixed":
         mechanisms.insert(1, LambdaCGD(objective="guideline"))
-    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
+    rows = [(Identity(), Poisson()), banded, *((mechanism, shown) for mechanism in mechanisms)]
     if sampling is None:  # the paper's, for comparison
         rows.append((LambdaCGD(objective=best), BallsInBins("fixed")))
     return rows

@@ -14,7 +14,7 @@ from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import Horizon
 from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
-from lambdacgd.sampling.balls_in_bins import _sorted_by
+from lambdacgd.sampling.samplings import _sorted_by
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 OTHER = SecretKey.from_bytes(bytes(range(1, 33)))

@@ -37,13 +37,13 @@ def place_for(parameter: str, path: Path | None) -> Path | None:
 
 
 def number_or_auto(parameter: str, text: str | None) -> float | str | None:
-    """The value of --lambda or --gamma: a number, ``auto``, or nothing."""
+    """The value of --lambda, --gamma or --bands: a number, ``auto``, or nothing."""
     if text is None or text == "auto":
         return text
     try:
-        return float(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
+        raise InvalidInput(parameter, text, "it must be a number or auto") from None
 
 
 def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
@@ -68,7 +68,7 @@ def plan_flags() -> dict[str, Any]:
         if isinstance(field.default, bool):
             options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
         else:
-            kind = int if isinstance(field.default, int) else str
+            kind = int if field.type in ("int", int) else str
             options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
     return options
 
@@ -132,5 +132,6 @@ def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]],
         if key not in takes:
             owners = [other for other, cls in classes.items() if key in parameters_of([cls])]
             raise InvalidInput(key, value, f"it applies to {', '.join(owners)}, not to {name}; leave it out")
-        values[key] = number_or_auto(key, value) if takes[key].default == "auto" and isinstance(value, str) else value
+        numeric = takes[key].default == "auto" or isinstance(takes[key].default, int)
+        values[key] = number_or_auto(key, value) if numeric and isinstance(value, str) else value
     return classes[name](**values)

@@ -273,6 +273,14 @@ class Mechanism:
         """Noising coefficients: first column of T⁻¹, without the zeros behind the last band."""
         return self.recurrence(n).noising(n)
 
+    def strategy_bands(self, n: int) -> int:
+        """How many bands C has over n steps: n unless the recurrence says that entries further down are zero."""
+        made = self.recurrence(n)
+        if isinstance(made, BufferedToeplitz):
+            return n
+        used = int(np.flatnonzero(made.coefficients)[-1]) + 1
+        return min(used, n) if used == 1 or isinstance(made, BandedStrategy) else n
+
     def regenerates(self, n: int) -> bool:
         """Whether the noise can be computed again from the key alone, with nothing stored."""
         return isinstance(self.recurrence(n), BandedInverse)

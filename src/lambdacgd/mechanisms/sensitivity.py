@@ -97,13 +97,16 @@ def sensitivity(
 
 
 def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
-    b, k = horizon.steps_per_epoch, horizon.epochs
-    # ‖T[:, j]‖² is the sum of the first b − j squares of T's first column.
-    norms = np.sqrt(np.cumsum(mechanism.strategy(b) ** 2)[::-1])
-    scales = mechanism.column_scales(b)
-    if scales is not None:
-        norms = norms / scales
-    return Sensitivity(float(np.sqrt(k) * norms.max()), True, "one participation an epoch, epochs orthogonal")
+    value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, horizon.steps_per_epoch)
+    return Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
+
+
+def largest_column_norm(mechanism: Mechanism, n: int) -> float:
+    """max_t ‖C[:, t]‖ over n steps: how far an example can move C·G that takes part once."""
+    # ‖T[:, j]‖² is the sum of the first n − j squares of T's first column.
+    norms = np.sqrt(np.cumsum(mechanism.strategy(n) ** 2)[::-1])
+    scales = mechanism.column_scales(n)
+    return float(norms.max() if scales is None else (norms / scales).max())
 
 
 def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.sampling.balls_in_bins import BINS, BallsInBins, Bins
-from lambdacgd.sampling.base import DEFAULT_RUN, Sampling
-from lambdacgd.sampling.cyclic import Cyclic
 from lambdacgd.sampling.parquet import BinSortedParquet
-from lambdacgd.sampling.poisson import Poisson
+from lambdacgd.sampling.samplings import BINS, DEFAULT_RUN, BallsInBins, Bins, Cyclic, Poisson, Sampling
 
 SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, Poisson, Cyclic)}
 

@@ -246,8 +246,9 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     assert not adds_independent_noise(_Scaled((0.1,)), horizon)
     assert exact_accountant(_Scaled((1.0, -0.5)), horizon) is not None
     assert exact_accountant(_Scaled((0.5, -0.25)), horizon) is None
-    with pytest.raises(lc.InvalidInput):
-        lc.plan(100, 20, epochs=2, epsilon=4.0, delta=1e-5, mechanism=_Scaled((0.1,)), sampling=lc.Poisson())
+    poisson = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-5, "sampling": lc.Poisson()}
+    less, plain = (lc.plan(**poisson, mechanism=mechanism).sigma for mechanism in (_Scaled((0.1,)), lc.Identity()))
+    assert less == pytest.approx(10 * plain, rel=1e-9)
     small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
     for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
         scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True, sampling=sampling)

@@ -42,6 +42,9 @@ FIRST_FORMAT = "lambdacgd-plan-1"
 MOST_STEPS = 100_000_000
 """The longest run that can be planned: sensitivities and errors are sums over columns of n numbers, some gigabytes."""
 
+UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
+"""The samplings of earlier releases whose certificates do not name them."""
+
 FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 """Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain."""
 
@@ -177,7 +180,7 @@ class Plan:
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
         stated = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
-        unnamed = self.sampling.kind if self.restart_every is None else None
+        unnamed = self.sampling.kind if self.sampling.kind in UNNAMED_KINDS else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         same &= self.sigma > 0 or math.isinf(self.epsilon)

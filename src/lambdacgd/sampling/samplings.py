@@ -387,6 +387,10 @@ class Poisson(Sampling):
         """q = p/b, the chance of an example at a step of its group."""
         return max(1, self.groups) / self.steps_per_epoch
 
+    def to_dict(self) -> dict[str, Any]:
+        """The name and the fields; without ``groups`` where there is one."""
+        return {name: value for name, value in super().to_dict().items() if name != "groups" or value > 1}
+
     def fitted(self, mechanism: Mechanism) -> Self:
         bands, b = mechanism.strategy_bands(self.steps), self.steps_per_epoch
         if bands > b:
@@ -397,7 +401,7 @@ class Poisson(Sampling):
                 f"as many as an epoch has steps, {b}. Use balls-in-bins or cyclic, or a mechanism with a banded C: "
                 "bandmf, bsr or dp-sgd",
             )
-        return self._bound_to(groups=bands)
+        return self if bands == max(1, self.groups) else self._bound_to(groups=bands)
 
     def members(self, key: SecretKey, step: int, *, run: str = DEFAULT_RUN) -> Indices:
         """Draw the batch of one step: a pure function of key, run and step, in time proportional to its size.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from scipy.signal import fftconvolve
+from scipy.signal import lfilter
 
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
@@ -21,14 +21,20 @@ def squared_row_norms(
     mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
 ) -> Array:
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
-    if restart_every is None:
-        return _without_restarts(mechanism, n, workload)
-    b = _stretch(n, restart_every)
-    within = _without_restarts(mechanism, b, workload)
-    # One block's share of ‖row t‖² is g(t): its own rows while it lasts, what it left behind afterwards. A later block
-    # does the same b steps later, and different blocks have different z, so the squares add.
-    share = np.concatenate([within, _left_behind(mechanism, b, n - b, float(within[-1]), workload)])
-    return np.cumsum(share.reshape(-1, b), axis=0).reshape(-1)
+    b = n if restart_every is None else _stretch(n, restart_every)
+    rates, blocks = workload.rates(n), n // b
+    rows, left = [], np.zeros((2, 2))  # what completed blocks left in model and velocity: a covariance
+    for block in range(blocks):
+        here = None if rates is None else rates[b * block : b * (block + 1)]
+        if block == 0 or here is not None:
+            own, end = _block(mechanism, b, workload, here, last=blocks == 1)
+        if left.any():
+            onward, left = _onward(left, workload, np.ones(b) if here is None else here)
+            rows.append(own + onward)
+        else:
+            rows.append(own)
+        left = left + end
+    return np.concatenate(rows)
 
 
 def _stretch(n: int, restart_every: int) -> int:
@@ -38,49 +44,52 @@ def _stretch(n: int, restart_every: int) -> int:
     return b
 
 
-def _left_behind(mechanism: Mechanism, b: int, later: int, last: float, workload: Workload) -> Array:
-    """The squared norm of a block's noise in the models 1, 2, …, ``later`` steps after its end; ``last`` at its end."""
-    if workload == PREFIX_SUM:
-        return np.full(later, last)
-    # A's column obeys w_{m+j} = w_m w_j − αβ w_{m−1} w_{j−1} with w_{−1} = 0, so the block's share of a later model is
-    # a combination of its last two rows.
-    final, before = (_row(mechanism, b, row, workload) for row in (b, b - 1))
-    w = workload.column(later + 1)
-    first, second = w[1:], -workload.decay * workload.momentum * w[:-1]
-    return first**2 * last + 2 * first * second * float(final @ before) + second**2 * float(before @ before)
+def _block(
+    mechanism: Mechanism, n: int, workload: Workload, rates: Array | None, *, last: bool
+) -> tuple[Array, Array]:
+    """The squared row norms of n steps of correlated noise, and the covariance it leaves in model and velocity.
 
-
-def _row(mechanism: Mechanism, n: int, t: int, workload: Workload) -> Array:
-    """Row t (1 … n, or the empty sum 0) of A·C⁻¹ over n steps."""
+    The latter is for those that come after: without momentum its second row and column do not matter and are zero, and
+    where none come (``last``) all of it may be.
+    """
     noising, scales = mechanism.noising(n), mechanism.column_scales(n)
-    uses = np.zeros(n)
-    uses[:t] = workload.column(n)[:t][::-1]  # A[t, i] for i = 1 … n
-    if scales is not None:
-        uses *= scales
-    # Σ_i A[t, i] d_i a_{i−s} for each s: a correlation with the noising coefficients.
-    return multiply(noising, uses[::-1], n)[::-1]
-
-
-def _without_restarts(mechanism: Mechanism, n: int, workload: Workload) -> Array:
-    noising = mechanism.noising(n)
-    uses = workload.column(n)
-    scales = mechanism.column_scales(n)
-    if scales is None:
-        left = (
-            np.cumsum(np.pad(noising, (0, n - len(noising)))) if workload == PREFIX_SUM else multiply(noising, uses, n)
+    if rates is None and scales is None and (last or not workload.momentum):
+        # A and C⁻¹ are Toeplitz, and so is their product.
+        prefix = workload == PREFIX_SUM
+        column = (
+            np.cumsum(np.pad(noising, (0, n - len(noising)))) if prefix else multiply(noising, workload.column(n), n)
         )
-        return np.cumsum(left**2)
-    # B[t, s] = Σ_j A[t−s−j] d[s+j] a_j. Squaring gives, for each pair (i, j) of bands, a convolution in s.
-    total = np.zeros(n)
-    p = len(noising)
-    for i in range(p):
-        for j in range(i, p):
-            weight = np.zeros(n)
-            weight[: n - j] = noising[i] * noising[j] * scales[i : n - j + i] * scales[j:]
-            kernel = np.zeros(n)
-            kernel[j:] = uses[j - i : n - i] * uses[: n - j]
-            total += (1 if i == j else 2) * fftconvolve(weight, kernel)[:n]
-    return total
+        rows = np.cumsum(column**2)
+        return rows, np.array([[rows[-1], 0.0], [0.0, 0.0]])
+    scales = np.ones(n) if scales is None else scales
+    rates = np.ones(n) if rates is None else rates
+    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
+    rows, ends = np.zeros(n), np.zeros((2, n))
+    model, velocity = np.zeros(n), np.zeros(n)  # of each z_s, as of step s + lag
+    for lag in range(n if beta else bands):
+        velocity = beta * velocity[: n - lag]
+        if lag < bands:
+            velocity = velocity + noising[lag] * scales[lag:]
+        model = alpha * model[: n - lag] + rates[lag:] * velocity
+        rows[lag:] += model**2
+        ends[:, n - lag - 1] = model[-1], velocity[-1]
+    if not beta:  # beyond the bands nothing is added, and the model forgets
+        settled = model[:-1]
+        rows[bands:] += lfilter([alpha**2], [1.0, -(alpha**2)], settled**2)
+        ends[0, : len(settled)] = settled * alpha ** np.arange(len(settled), 0, -1)
+        ends[1] = 0.0
+    return rows, ends @ ends.T
+
+
+def _onward(left: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
+    """The variance that what is ``left`` in model and velocity has in the models of further steps, and what is left
+    then."""
+    steps = np.arange(1, len(rates) + 1)
+    alphas, betas = workload.decay**steps, workload.momentum**steps
+    moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1
+    rows = alphas**2 * left[0, 0] + 2 * alphas * moved * left[0, 1] + moved**2 * left[1, 1]
+    onward = np.array([[alphas[-1], moved[-1]], [0.0, betas[-1]]])
+    return rows, onward @ left @ onward.T
 
 
 def error_norms(
@@ -115,7 +124,7 @@ def error_norms(
         mean, largest = (norm**2 for norm in closed_form_errors(mechanism.resolved_lam, b))
         left = largest
     else:
-        within = _without_restarts(mechanism, b, workload)
+        within = squared_row_norms(mechanism, b)
         mean, largest, left = float(within.mean()), float(within.max()), float(within[-1])
     return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
 

@@ -435,3 +435,34 @@ def test_the_answer_is_told_before_it_is_certified() -> None:
     assert told[0].sigma == pytest.approx(plan.sigma, rel=0.01)
     assert told[0].rmse == pytest.approx(plan.rmse, rel=0.01)
     assert told[0].seconds > 0
+
+
+def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda():
+    linear = lc.Workload(schedule="linear")
+    strong = lc.LambdaCGD(0.95)
+    plain, scheduled = (cyclic(mechanism=strong, workload=workload) for workload in (lc.Workload(), linear))
+    assert scheduled.sigma == plain.sigma
+    horizon = scheduled.horizon
+    at_unit_noise = scheduled.sensitivity * scheduled.rmse / scheduled.sigma
+    assert at_unit_noise == pytest.approx(lc.rmse(scheduled.mechanism, horizon, workload=linear), rel=1e-9)
+    again = lc.Plan.from_json(scheduled.to_json())
+    assert again == scheduled
+    again.check()
+    assert "workload" not in plain.to_dict()
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        replace(scheduled, workload=lc.Workload()).check()
+    chosen = [cyclic(mechanism=lc.LambdaCGD("auto"), workload=workload) for workload in (lc.Workload(), linear)]
+    assert chosen[0].mechanism.lam != chosen[1].mechanism.lam
+    assert chosen[1].rmse < cyclic(mechanism=chosen[0].mechanism, workload=linear).rmse
+    with pytest.raises(lc.InvalidInput, match=r"^workload"):
+        cyclic(workload="linear")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"schedule": "step"}, {"warmup": 1.0}, {"final_rate": 0.5}, {"schedule": "linear", "final_rate": 1.5}],
+    ids=str,
+)
+def test_schedules_that_cannot_be_used(given):
+    with pytest.raises(lc.InvalidInput):
+        lc.Workload(**given)

@@ -92,9 +92,9 @@ def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSample
         raise InvalidInput(
             "sampling",
             sampling.kind,
-            f"C of {mechanism.name} has {bands} bands, and Poisson sampling with {groups} groups is accounted for where "
-            f"it has at most {groups}: an example's columns would overlap. Use balls-in-bins or cyclic, or a mechanism "
-            "with a banded C (bandmf, bsr, dp-sgd) and as many groups",
+            f"C of {mechanism.name} has {bands} bands, and Poisson sampling with {groups} groups is accounted for up to "
+            f"{groups}: an example's columns would overlap. Use balls-in-bins or cyclic, or a mechanism with a banded C "
+            "(bandmf, bsr, dp-sgd) and as many groups",
         )
     norm = largest_column_norm(mechanism, n)
     if groups == 1 and norm == 1.0:

@@ -53,7 +53,7 @@ def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
 
 def plan_flags() -> dict[str, Any]:
     """The flags that describe a mechanism and a sampling, as annotations by parameter: read off the dataclasses."""
-    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD, Workload
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
     named = {
@@ -63,12 +63,12 @@ def plan_flags() -> dict[str, Any]:
     options: dict[str, Any] = {
         name: Annotated[str | None, typer.Option(flag_of(name), help=help)] for name, help in named.items()
     }
-    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()]).items():
+    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values(), Workload]).items():
         help = field.metadata["help"]
         if isinstance(field.default, bool):
             options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
         else:
-            kind = int if field.type in ("int", int) else str
+            kind = {"int": int, "float": float}.get(str(field.type), str)
             options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
     return options
 
@@ -104,10 +104,12 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInput: a name is not known, or a parameter does not apply to what is named.
     """
-    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD, Workload
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
     given = {name: value for name, value in request.items() if value is not None}
+    if used := {name: given.pop(name) for name in parameters_of([Workload]) if name in given}:
+        given["workload"] = Workload(**used)
     default = not {"mechanism", *parameters_of(MECHANISMS.values())} & set(given)
     mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
     if default:  # as ``lc.plan`` has it

@@ -123,6 +123,7 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
+    add("of", str(plan.workload))
     past = plan.mechanism.past_vectors(plan.block.steps)
     verb = "stores" if _stored(plan) else "regenerates"
     add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")

@@ -63,8 +63,8 @@ class Workload:
     """What the noisy gradients are used for: A maps the sequence of gradients to the sequence of models.
 
     SGD with momentum β, weight decay and the learning rates η·χ_1, …, η·χ_n keeps a velocity v_t = βv_{t−1} + g_t and a
-    model θ_t = αθ_{t−1} − ηχ_t·v_t. The default is plain SGD, whose A is the prefix-sum matrix of ones. A schedule of the
-    rates (arXiv 2511.17994) weighs column t of that matrix by χ_t. It must be fixed before training, as it is public.
+    model θ_t = αθ_{t−1} − ηχ_t·v_t. The default is plain SGD, whose A is the prefix-sum matrix of ones. A schedule of
+    the rates (arXiv 2511.17994) weighs column t of that matrix by χ_t. It is public: fix it before training.
 
     Args:
         momentum: β in [0, 1).
@@ -102,6 +102,11 @@ class Workload:
             raise InvalidInput("schedule", self.schedule, f"it must be one of {', '.join(get_args(Schedule))}")
         if self.schedule == "constant" and self.final_rate:
             raise InvalidInput("final_rate", self.final_rate, "a constant rate stays: use a linear or cosine schedule")
+
+    def __str__(self) -> str:
+        """What differs from plain SGD, in a few words."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items()) or "plain SGD"
 
     def column(self, n: int) -> Array:
         """First column of A (length n) at a constant rate, the coefficients of 1 / ((1 − αx)(1 − βx))."""

@@ -44,9 +44,7 @@ def _stretch(n: int, restart_every: int) -> int:
     return b
 
 
-def _block(
-    mechanism: Mechanism, n: int, workload: Workload, rates: Array | None, *, last: bool
-) -> tuple[Array, Array]:
+def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None, *, last: bool) -> tuple[Array, Array]:
     """The squared row norms of n steps of correlated noise, and the covariance it leaves in model and velocity.
 
     The latter is for those that come after: without momentum its second row and column do not matter and are zero, and

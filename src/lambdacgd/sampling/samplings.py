@@ -319,7 +319,7 @@ class BallsInBins(Sampling):
         for _, bins in parts():
             sizes += np.bincount(bins.view(np.int64), minlength=count)
         edges = np.concatenate([[0], np.cumsum(sizes)])
-        order = np.empty(examples, dtype=np.uint32 if examples <= 1 << 32 else np.int64)
+        order: NDArray[np.integer] = np.empty(examples, dtype=np.uint32 if examples <= 1 << 32 else np.int64)
         ends = edges[:-1].copy()  # of what is laid out so far
         for start, bins in parts():
             here = np.bincount(bins.view(np.int64), minlength=count)
@@ -380,6 +380,7 @@ class Poisson(Sampling):
 
     @property
     def question(self) -> dict[str, int]:
+        """What a σ depends on: the groups too, if there are several."""
         return super().question | ({"groups": self.groups} if self.groups > 1 else {})
 
     @property
@@ -459,7 +460,7 @@ def _survival(groups: int, steps: int) -> NDArray[np.uint64]:
     of them together stay within 1 ± 2⁻²¹: less than what q̃ lacks of q, and the odds remain below q/(1 − q).
     """
     falling, of = groups * ((1 << 20) - 1), steps << 20
-    survives, thresholds = 1 << 64, []
+    survives, thresholds = 1 << 64, list[int]()
     while survives >= 1 << 62 and len(thresholds) < 1 << 16:
         survives -= survives * falling // of
         thresholds.append(survives)

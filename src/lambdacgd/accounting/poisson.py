@@ -11,7 +11,7 @@ from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import Mechanism
-from lambdacgd.mechanisms.sensitivity import largest_column_norm
+from lambdacgd.mechanisms.error import largest_column_norm
 from lambdacgd.sampling import Poisson
 
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
@@ -92,9 +92,9 @@ def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSample
         raise InvalidInput(
             "sampling",
             sampling.kind,
-            f"C of {mechanism.name} has {bands} bands, and Poisson sampling with {groups} groups is accounted for up to "
-            f"{groups}: an example's columns would overlap. Use balls-in-bins or cyclic, or a mechanism with a banded C "
-            "(bandmf, bsr, dp-sgd) and as many groups",
+            f"C of {mechanism.name} has {bands} bands, and Poisson sampling with {groups} groups is accounted for up "
+            f"to {groups}: an example's columns would overlap. Use balls-in-bins or cyclic, or a mechanism with a "
+            "banded C (bandmf, bsr, dp-sgd) and as many groups",
         )
     norm = largest_column_norm(mechanism, n)
     if groups == 1 and norm == 1.0:

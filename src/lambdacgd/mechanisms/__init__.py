@@ -16,10 +16,9 @@ from lambdacgd.mechanisms.base import (
     Objective,
     Workload,
 )
-from lambdacgd.mechanisms.error import error_norms, maxse, rmse
+from lambdacgd.mechanisms.error import Sensitivity, error_norms, maxse, rmse, sensitivity
 from lambdacgd.mechanisms.families import BISR, BSR, Diagonal, GammaBIFR, Identity, LambdaCGD
 from lambdacgd.mechanisms.optimised import BLT, BandInvMF, BandMF
-from lambdacgd.mechanisms.sensitivity import Sensitivity, sensitivity
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     cls.name: cls for cls in (Identity, LambdaCGD, BISR, BandInvMF, GammaBIFR, BLT, BSR, BandMF, Diagonal)

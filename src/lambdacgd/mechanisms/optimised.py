@@ -32,8 +32,8 @@ from lambdacgd.mechanisms.base import (
     not_chosen,
     series_inverse,
 )
+from lambdacgd.mechanisms.error import participation_sum
 from lambdacgd.mechanisms.families import BISR, BSR, Banded
-from lambdacgd.mechanisms.sensitivity import participation_sum
 
 
 def log_squared_rmse(strategy: Array, noising: Array, horizon: Horizon) -> tuple[float, Array, Array]:

@@ -353,23 +353,6 @@ class Mechanism:
             digest.update(b"none" if values is None else np.asarray(values, dtype=np.float64).tobytes())
         return {"mechanism": self.to_dict(), "computes": digest.hexdigest()}
 
-    @classmethod
-    def from_fields(cls, data: dict[str, Any]) -> Self:
-        """Make a mechanism of this class.
-
-        Args:
-            data: the parameters of ``to_dict``, without the name.
-
-        Raises:
-            ValueError: a parameter is not known, or its value cannot be used.
-        """
-        known = {f.name for f in fields(cls)}
-        if unknown := set(data) - known:
-            raise ValueError(
-                f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
-            )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
-
 
 def _short(value: float) -> str:
     """Four digits, or all of them where four would round something below 1 to 1."""

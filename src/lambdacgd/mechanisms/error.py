@@ -247,8 +247,7 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
 
 
 def _onward(left: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
-    """The variance that what is ``left`` in model and velocity has in the models of further steps, and what is left
-    then."""
+    """What is ``left`` in model and velocity: its variance in the models of further steps, and what is left of it then."""
     steps = np.arange(1, len(rates) + 1)
     alphas, betas = workload.decay**steps, workload.momentum**steps
     moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1
@@ -286,18 +285,12 @@ def error_norms(
     b = n if restart_every is None else _stretch(n, restart_every)
     earlier = n // b - 1
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.resolved_lam, b))
-        left = largest
+        growth = (1 - mechanism.resolved_lam) ** 2 * (b - 1)
+        mean, largest, left = 1 + growth / 2, 1 + growth, 1 + growth
     else:
         within = squared_row_norms(mechanism, b)
         mean, largest, left = float(within.mean()), float(within.max()), float(within[-1])
     return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
-
-
-def closed_form_errors(lam: float, n: int) -> tuple[float, float]:
-    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}) of plain λCGD for prefix sums."""
-    growth = (1 - lam) ** 2 * (n - 1)
-    return math.sqrt(1 + growth / 2), math.sqrt(1 + growth)
 
 
 def rmse(

@@ -116,9 +116,9 @@ class Sampling:
         return self.name
 
     @property
-    def question(self) -> dict[str, int]:
-        """What a σ depends on besides the kind: the number of examples is not part of it."""
-        return {"b": self.steps_per_epoch, "k": self.epochs}
+    def question(self) -> dict[str, Any]:
+        """What a σ depends on, for the cache: the number of examples is not part of it."""
+        return {"sampling": self.kind, "b": self.steps_per_epoch, "k": self.epochs}
 
     @property
     def restart_every(self) -> int | None:
@@ -164,23 +164,6 @@ class Sampling:
     def to_dict(self) -> dict[str, Any]:
         """The name and the fields: public numbers, as plan files hold them."""
         return {"name": self.name} | asdict(self)
-
-    @classmethod
-    def from_fields(cls, data: dict[str, Any]) -> Self:
-        """Make a bound sampling of this class.
-
-        Args:
-            data: the fields of ``to_dict``, without the name.
-
-        Raises:
-            InvalidInput: a field is unknown, or the numbers that bind the sampling are missing.
-        """
-        known = {f.name for f in fields(cls)}
-        if unknown := set(data) - known:
-            raise InvalidInput("sampling", ", ".join(sorted(unknown)), f"{cls.name} takes {sorted(known)}")
-        sampling = cls(**data)
-        sampling._check_bound()
-        return sampling
 
 
 @dataclass(frozen=True)
@@ -379,11 +362,6 @@ class Poisson(Sampling):
         return self.name if self.groups <= 1 else f"cyclic poisson, {self.groups} groups"
 
     @property
-    def question(self) -> dict[str, int]:
-        """What a σ depends on: the groups too, if there are several."""
-        return super().question | ({"groups": self.groups} if self.groups > 1 else {})
-
-    @property
     def rate(self) -> float:
         """q = p/b, the chance of an example at a step of its group."""
         return max(1, self.groups) / self.steps_per_epoch
@@ -525,3 +503,29 @@ class Cyclic(Sampling):
         for step in range(start_step, self.steps + 1):
             place = (step - 1) % self.steps_per_epoch
             yield order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, Poisson, Cyclic)}
+
+
+def sampling_from_dict(data: dict[str, Any]) -> Sampling:
+    """Make the bound sampling that ``to_dict`` described.
+
+    Args:
+        data: the name and the fields. Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
+
+    Raises:
+        InvalidInput: the name or a field is not known, a number cannot be used, or those that bind it are missing.
+    """
+    given = dict(data)
+    name = given.pop("name", None)
+    if name not in SAMPLINGS:
+        raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
+    if name == BallsInBins.name:
+        given.setdefault("bins", "fixed")
+    known = {f.name for f in fields(SAMPLINGS[name])}
+    if unknown := set(given) - known:
+        raise InvalidInput("sampling", ", ".join(sorted(unknown)), f"{name} takes {sorted(known)}")
+    sampling = SAMPLINGS[name](**given)
+    sampling._check_bound()
+    return sampling

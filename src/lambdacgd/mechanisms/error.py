@@ -247,7 +247,7 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
 
 
 def _onward(left: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
-    """What is ``left`` in model and velocity: its variance in the models of further steps, and what is left of it then."""
+    """The variance of what is ``left`` in the models of further steps, and what is left of it behind them."""
     steps = np.arange(1, len(rates) + 1)
     alphas, betas = workload.decay**steps, workload.momentum**steps
     moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1

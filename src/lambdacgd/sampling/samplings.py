@@ -264,7 +264,11 @@ class BallsInBins(Sampling):
             )
         if asked.size == 0:
             return np.zeros(asked.shape, dtype=np.int64)
-        words = prf64(self._subkey(key, run, epoch), asked)
+        # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
+        path: tuple[str | int, ...] = ("run", run, "bins")
+        if self.bins == "fresh" and epoch is not None:
+            path = (*path, epoch)
+        words = prf64(key.derive(*path), asked)
         words %= np.uint64(self.steps_per_epoch)
         return words.astype(np.int64)
 
@@ -274,49 +278,40 @@ class BallsInBins(Sampling):
             epoch, place = divmod(step - 1, self.steps_per_epoch)
             if drawn == 0 or (self.bins == "fresh" and drawn != epoch + 1):
                 drawn = epoch + 1
-                order, edges = self._laid_out(self._subkey(key, run, drawn))
+                order, edges = self._laid_out(key, run, drawn)
             yield order[edges[place] : edges[place + 1]].astype(np.int64)
 
-    def _subkey(self, key: SecretKey, run: str, epoch: int | None) -> bytes:
-        # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
-        path: tuple[str | int, ...] = ("run", run, "bins")
-        if self.bins == "fresh" and epoch is not None:
-            path = (*path, epoch)
-        return key.derive(*path)
-
-    def _laid_out(self, subkey: bytes) -> tuple[NDArray[np.integer], Indices]:
+    def _laid_out(self, key: SecretKey, run: str, epoch: int) -> tuple[NDArray[np.integer], Indices]:
         """All examples sorted by bin, and where each bin begins.
 
         A counting sort, part by part: beyond the answer (4 bytes an example) memory is bounded by b and a constant.
         """
         count, examples = self.steps_per_epoch, self.examples
-        part = max(1 << 20, count + -count % 8)
+        part = max(1 << 20, count)
 
-        def parts() -> Iterator[tuple[int, NDArray[np.uint64]]]:
+        def parts() -> Iterator[tuple[int, Indices]]:
             for start in range(0, examples, part):
-                words = prf64_range(subkey, min(part, examples - start), first=start)
-                words %= np.uint64(count)
-                yield start, words
+                yield start, self.bin_of(key, np.arange(start, min(start + part, examples)), run=run, epoch=epoch)
 
         sizes = np.zeros(count, dtype=np.int64)
         for _, bins in parts():
-            sizes += np.bincount(bins.view(np.int64), minlength=count)
+            sizes += np.bincount(bins, minlength=count)
         edges = np.concatenate([[0], np.cumsum(sizes)])
         order: NDArray[np.integer] = np.empty(examples, dtype=np.uint32 if examples <= 1 << 32 else np.int64)
         ends = edges[:-1].copy()  # of what is laid out so far
         for start, bins in parts():
-            here = np.bincount(bins.view(np.int64), minlength=count)
+            here = np.bincount(bins, minlength=count)
             places = np.repeat(ends - (np.cumsum(here) - here), here) + np.arange(len(bins))
             order[places] = start + _sorted_by(bins, count)
             ends += here
         return order, edges
 
 
-def _sorted_by(bins: NDArray[np.integer], count: int) -> Indices:
+def _sorted_by(bins: Indices, count: int) -> Indices:
     """``argsort(bins, kind="stable")``, 16 bits at a time: NumPy's stable sort of 16-bit integers is a radix sort."""
     order = np.argsort(bins.astype(np.uint16), kind="stable")
     for shift in range(16, int(count - 1).bit_length(), 16):
-        order = order[np.argsort((bins[order] >> bins.dtype.type(shift)).astype(np.uint16), kind="stable")]
+        order = order[np.argsort((bins[order] >> shift).astype(np.uint16), kind="stable")]
     return order
 
 

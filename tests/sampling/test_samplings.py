@@ -1,10 +1,10 @@
 """What every sampling promises, and what each one adds to it."""
 
+import itertools
 import json
 import math
 from collections import Counter
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -262,9 +262,29 @@ def test_coins_are_those_of_a_walk_from_gap_to_gap(size: int, steps: int, data: 
 def test_a_coin_never_falls_too_often_and_hardly_too_seldom(groups: int, steps: int) -> None:
     thresholds = [1 << 64, *map(int, _survival(groups, steps)[::-1])]
     wanted = Fraction(groups, steps) * (1 - Fraction(1, 1 << 20))
-    for above, below in pairwise(thresholds):
+    for above, below in itertools.pairwise(thresholds):
         assert wanted - Fraction(1, 1 << 62) < Fraction(above - below, above) <= wanted
     assert len(thresholds) == 2 or 1 - wanted > Fraction(1, 5)  # what the proof in _survival takes for granted
+
+
+@pytest.mark.parametrize(("groups", "steps"), [(1, 2), (1, 3), (2, 3), (5, 6), (1, 50)])
+def test_given_all_other_coins_one_falls_with_at_most_its_chance(groups: int, steps: int) -> None:
+    """The Guarantee, in exact arithmetic over all sets of seven examples."""
+    thresholds = [1 << 64, *map(int, _survival(groups, steps)[::-1])]
+    falls = [Fraction(above - below, above) for above, below in itertools.pairwise(thresholds)]
+    chances = {}
+    for drawn in itertools.product((0, 1), repeat=7):
+        chance, gap = Fraction(1), 0
+        for coin in drawn:
+            chance *= falls[gap] if coin else 1 - falls[gap]
+            gap = 0 if coin else (gap + 1) % len(falls)
+        chances[drawn] = chance
+    rate = Fraction(groups, steps)
+    assert sum(chances.values()) == 1
+    for drawn, chance in chances.items():
+        for i in (i for i in range(7) if drawn[i]):
+            without = chances[(*drawn[:i], 0, *drawn[i + 1 :])]
+            assert rate * (1 - Fraction(1, 1 << 19)) <= chance / (chance + without) <= rate
 
 
 def test_groups_that_cannot_be_used_are_refused() -> None:

@@ -349,7 +349,8 @@ class Poisson(Sampling):
         object.__setattr__(self, "groups", integer("groups", self.groups, minimum=0))
         if self.bound:
             integer("groups", self.groups, minimum=0, maximum=self.steps_per_epoch, why=" (the steps of an epoch)")
-            integer("examples", self.examples, maximum=1 << 38, why=": beyond it the coins' proof ends")
+            for name in ("examples", "steps_per_epoch"):
+                integer(name, getattr(self, name), maximum=1 << 38, why=": the proof of fair coins ends there")
 
     @property
     def kind(self) -> str:
@@ -429,7 +430,7 @@ def _survival(groups: int, steps: int) -> NDArray[np.uint64]:
 
     Given all other coins, whether one falls shows only in the thresholds of those up to the next that falls. If there
     is a single threshold, it shows in nothing. Otherwise 1 − q̃ > 1/5: each coin up to then changes the odds by a factor
-    within 1 ± 5·2⁻⁶², and the one that falls by a factor within 1 ± 2⁻⁶¹/q. With at most 2³⁸ examples, so q ≥ 2⁻³⁸, all
+    within 1 ± 5·2⁻⁶², and the one that falls by a factor within 1 ± 2⁻⁶¹/q. With at most 2³⁸ examples and q ≥ 2⁻³⁸, all
     of them together stay within 1 ± 2⁻²¹: less than what q̃ lacks of q, and the odds remain below q/(1 − q).
     """
     falling, of = groups * ((1 << 20) - 1), steps << 20

@@ -76,6 +76,7 @@ PLANS = {
     "cyclic": oracle.plan(),
     "fresh": oracle.binned_plan(48, 12, 2, bins="fresh"),
     "fresh, buffered": oracle.binned_plan(48, 12, 2, mechanism=lc.BSR(3), bins="fresh"),
+    "cyclic Poisson": lc.plan(48, 12, epochs=2, epsilon=4.0, delta=1e-5, mechanism=lc.BandMF(3), sampling=lc.Poisson()),
 }
 
 

@@ -56,26 +56,27 @@ def test_cpu_equals_the_reference_for_every_tensor() -> None:
 def test_a_block_run_across_the_32_bit_counter() -> None:
     entry = Entry("far", (4096,), (1 << 32) - 64)
     ours = cpu.combined(SUBKEY, entry.first_block // 32, 4, [(5, 1.0)], 1.0)
-    assert np.abs(ours.numpy() - normals(SUBKEY, entry, 5, np.arange(1280))).max() < 1e-13
+    assert np.abs(ours.numpy() - normals(SUBKEY, entry, 5, np.arange(1792))).max() < 1e-13
 
 
 def test_large_steps_and_blocks_do_not_repeat() -> None:
-    index = np.arange(320)
+    index = np.arange(448)
     seen = [
-        normals(SUBKEY, Entry("a", (320,), block), step, index)
+        normals(SUBKEY, Entry("a", (448,), block), step, index)
         for block in (0, 32, 1 << 32, 1 << 40)
         for step in (1, 2, 1 << 32, (1 << 32) + 1)
     ]
     assert len({row.tobytes() for row in seen}) == 16
-    assert len(np.unique(np.concatenate(seen))) == 16 * 320
+    assert len(np.unique(np.concatenate(seen))) == 16 * 448
 
 
-def test_the_tail_reaches_beyond_thirteen_sigma() -> None:
-    """The least u is half of 2⁻¹³⁶; the largest leaves a radius of 2⁻⁶⁸."""
+def test_the_tail_reaches_beyond_fourteen_sigma() -> None:
+    """The least u is half of 2⁻¹⁶⁰; the largest leaves a radius of 2⁻⁸⁰."""
     low, high = np.zeros((1, 16), np.uint32), np.full((1, 16), 0xFFFFFFFF, np.uint32)
-    assert radii(low, low)[0] == pytest.approx(np.full(5, math.sqrt(2 * 137 * math.log(2))))
-    assert radii(high, low)[0] == pytest.approx(np.full(5, 2.0**-68), rel=1e-12)
-    assert math.sqrt(2 * 137 * math.log(2)) > 13.7
+    more = np.zeros((1, 7, 4), np.uint32)
+    assert radii(low, more)[0] == pytest.approx(np.full(7, math.sqrt(2 * 161 * math.log(2))))
+    assert radii(high, more)[0] == pytest.approx(np.full(7, 2.0**-80), rel=1e-12)
+    assert math.sqrt(2 * 161 * math.log(2)) > 14.9
 
 
 def test_no_lattice_near_zero_in_float32() -> None:
@@ -177,7 +178,7 @@ def test_tail_counts(sample: np.ndarray) -> None:
 def test_no_correlation_at_any_lag_the_construction_could_have(sample: np.ndarray) -> None:
     bound = 5.6 / math.sqrt(sample.shape[1] - 4096)  # about 40 correlations: 4.9 sd each, widened for their number
     for row in sample:
-        for lag in (1, 2, 10, 31, 32, 33, 64, 160, 320, 2048):
+        for lag in (1, 2, 10, 31, 32, 33, 64, 224, 448, 2048):
             assert abs(np.mean(row[:-lag] * row[lag:])) < bound, lag
             squares = (row[:-lag] ** 2 - 1) * (row[lag:] ** 2 - 1) / 2
             assert abs(np.mean(squares)) < bound, lag
@@ -186,8 +187,8 @@ def test_no_correlation_at_any_lag_the_construction_could_have(sample: np.ndarra
 
 
 def test_pairs_are_isotropic(sample: np.ndarray) -> None:
-    """x and y of one Box–Muller pair lie 160 elements apart: their angle is uniform and independent of the radius."""
-    groups = sample[0, : 2_500_000 // 320 * 320].reshape(-1, 2, 160)
+    """x and y of one Box–Muller pair lie 224 elements apart: their angle is uniform and independent of the radius."""
+    groups = sample[0, : 2_500_000 // 448 * 448].reshape(-1, 2, 224)
     x, y = groups[:, 0].ravel(), groups[:, 1].ravel()
     angle = np.arctan2(y, x) / (2 * np.pi) + 0.5
     assert stats.kstest(angle, "uniform").pvalue > 1e-6

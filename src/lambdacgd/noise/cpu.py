@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import torch
 
 from lambdacgd.keys import keystream_into
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS, RARE, SECOND, Job
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Job
 
-_GROUPS = 192  # groups of a piece: 61 440 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
+_GROUPS = 136  # groups of a piece: 60 928 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
 _SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
 _ZEROS = bytes(64 * GROUP_BLOCKS * _GROUPS)
 _TURN = 2.0 * math.pi
@@ -65,18 +65,22 @@ class _Views:
 
     def __init__(self, scratch: _Scratch, groups: int) -> None:
         words = scratch.words[: groups * 16 * GROUP_BLOCKS].view(groups, GROUP_BLOCKS, 16).permute(2, 0, 1)
-        self.sources = words[:PAIRS], words[PAIRS : 2 * PAIRS], words[2 * PAIRS : 15], words[15]
-        self.blocks = words.permute(1, 2, 0)
-        count = PAIRS * groups * GROUP_BLOCKS
-        shape = (PAIRS, groups, GROUP_BLOCKS)
-        self.low, self.turn_low, self.shared, self.bits = (array[:count].view(shape) for array in scratch.integers)
-        self.last = scratch.last[: groups * GROUP_BLOCKS].view(shape[1:])
-        self.near = scratch.near[:count].view(shape)
-        self.radius, self.angle, self.high, self.cosine = (array[:count].view(shape) for array in scratch.arrays)
-        self.x, self.y = (scratch.total[j * count : (j + 1) * count].view(shape) for j in (0, 1))
-        self.ordered = scratch.ordered[: 2 * count]
-        numbers = self.ordered.view(groups, 2, PAIRS, GROUP_BLOCKS)
-        self.places = numbers[:, 0].transpose(0, 1), numbers[:, 1].transpose(0, 1)
+        both, shape = (2, PAIRS, groups, GROUP_BLOCKS), (2, 1, groups, GROUP_BLOCKS)  # radii and angles
+        count = 2 * PAIRS * groups * GROUP_BLOCKS
+        few = 2 * groups * GROUP_BLOCKS
+        self.own_words, self.shared_words = words[: 2 * PAIRS].view(both), words[2 * PAIRS :].view(shape)
+        self.own, self.bits = (array[:count].view(both) for array in scratch.integers)
+        self.shared, self.seed, self.windows, self.start = (array[:few].view(shape) for array in scratch.shared)
+        self.first, self.others = self.bits[:, 0], self.bits[:, 1:]
+        self.near_bits = self.bits[0]
+        self.near = scratch.near[: count // 2].view(both[1:])
+        self.uniform, self.low = (array[:count].view(both) for array in scratch.arrays)
+        self.radius, self.angle = self.uniform
+        self.cosine = self.low[0]
+        self.total = scratch.total[:count].view(both)
+        self.x, self.y = self.total
+        self.ordered = scratch.ordered[:count]
+        self.places = self.ordered.view(groups, 2, PAIRS, GROUP_BLOCKS).permute(1, 2, 0, 3)
 
 
 class _Scratch(threading.local):
@@ -85,21 +89,27 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.bytes = bytearray(len(_ZEROS))
         self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
-        pairs = _GROUPS * PAIRS * GROUP_BLOCKS
-        self.integers = [torch.empty(pairs, dtype=torch.int32) for _ in range(4)]
-        self.last = torch.empty(_GROUPS * GROUP_BLOCKS, dtype=torch.int32)
-        self.near = torch.empty(pairs, dtype=torch.bool)
-        self.arrays = [torch.empty(pairs, dtype=torch.float64) for _ in range(4)]
-        self.total = torch.empty(2 * pairs, dtype=torch.float64)
-        self.ordered = torch.empty(2 * pairs, dtype=torch.float64)
+        blocks = _GROUPS * GROUP_BLOCKS
+        numbers = 2 * PAIRS * blocks
+        self.integers = [torch.empty(numbers, dtype=torch.int32) for _ in range(2)]
+        kinds = (torch.int32, torch.int32, torch.int32, torch.float64)
+        self.shared = [torch.empty(2 * blocks, dtype=kind) for kind in kinds]
+        self.near = torch.empty(numbers // 2, dtype=torch.bool)
+        self.arrays = [torch.empty(numbers, dtype=torch.float64) for _ in range(2)]
+        self.total = torch.empty(numbers, dtype=torch.float64)
+        self.ordered = torch.empty(numbers, dtype=torch.float64)
         self.views: dict[int, _Views] = {}
 
 
 _scratch = _Scratch()
 _TOP = -(1 << 31)  # as an int32: the highest bit
-_SHIFTS = torch.arange(0, 6 * PAIRS, 6, dtype=torch.int32).view(PAIRS, 1, 1)
-_RADIUS_START = torch.tensor(2.0**-21 + 2.0**-53, dtype=torch.float64)  # undoes the flipped bit, and half a cell
-_TURN_START = torch.tensor(2.0**-19 + 2.0**-51 - 0.5, dtype=torch.float64)  # and from the middle of the turn
+_SHIFTS = torch.arange(0, 4 * (PAIRS - 1), 4, dtype=torch.int32).view(1, PAIRS - 1, 1, 1)  # of the windows of pairs 1 to 6
+# Below the twelve bits that differ from pair to pair, a uniform of a radius has 8 bits and one of an angle has 6.
+_COMMON = torch.tensor([0xFF, 0x3F], dtype=torch.int32).view(2, 1, 1, 1)
+_COMMON_BITS = torch.tensor([8, 6], dtype=torch.int32).view(2, 1, 1, 1)
+_UNITS = torch.tensor([2.0**-52, 2.0**-50], dtype=torch.float64).view(2, 1, 1, 1)
+# Half a unit; and half for u, which is counted from the middle of its range like v, because words are signed here.
+_STARTS = torch.tensor([0.5 + 2.0**-53, 2.0**-51], dtype=torch.float64).view(2, 1, 1, 1)
 
 
 def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: float) -> torch.Tensor:
@@ -111,52 +121,61 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
     v.y.zero_()
     for step, coefficient in bands:
         _fill_words(subkey, first_group * GROUP_BLOCKS, groups * GROUP_BLOCKS, step)
-        for part, source in zip((v.low, v.turn_low, v.shared, v.last), v.sources, strict=True):
-            part.copy_(source)
-        # int32 is signed: with the highest bit flipped, a word is its value minus 2³¹, which the constants add again.
-        v.radius.copy_(v.low.bitwise_xor_(_TOP))
-        v.angle.copy_(v.turn_low.bitwise_xor_(_TOP))
-        torch.bitwise_right_shift(v.shared, 12, out=v.low)
-        torch.add(v.low, RARE, out=v.bits).bitwise_and_(-2 * RARE)  # 0 for −32 … 31: u near 0 or, signed, near 1
-        rare = torch.nonzero(torch.eq(v.bits, 0, out=v.near).view(-1)).view(-1)
-        v.high.copy_(v.low.bitwise_and_(0xFFFFF))
-        # u = ((X >> 12)·2³² + R + ½)/2⁵², exactly
-        torch.add(_RADIUS_START, v.radius, alpha=2.0**-52, out=v.radius).add_(v.high, alpha=2.0**-20)
+        v.own.copy_(v.own_words)
+        v.shared.copy_(v.shared_words)
+        torch.add(v.own[0], RARE, out=v.near_bits).bitwise_and_(-2 * RARE)  # 0 for −RARE … RARE − 1: u near 0 or 1
+        rare = torch.nonzero(torch.eq(v.near_bits, 0, out=v.near).view(-1)).view(-1)
+        # int32 is signed: with the highest bit flipped, a word is its value minus 2³¹.
+        v.uniform.copy_(v.own.bitwise_xor_(_TOP))
+        _fill_windows(v)
+        # The twelve bits below a pair's own word: those of the block, changed by the pair's window.
+        torch.bitwise_right_shift(v.windows, _SHIFTS, out=v.others)
+        v.first.zero_()
+        v.low.copy_(v.bits.bitwise_xor_(v.shared).bitwise_and_(0xFFF))
+        # u, and v − ½, exactly. Half a turn changes the sign of cosine and sine.
+        torch.add(v.start, v.uniform, alpha=2.0**-32, out=v.uniform).add_(v.low, alpha=2.0**-44)
         v.radius.log_().mul_(-2.0).sqrt_()
         for index in rare.tolist():
             _refine(subkey, first_group, groups, step, v, index)
-        # v − ½ with v = (2⁴⁴e + 2³²(X mod 2¹²) + A + ½)/2⁵⁰, exactly. Half a turn changes the sign of cosine and sine.
-        torch.bitwise_right_shift(v.last, _SHIFTS, out=v.bits)
-        v.bits.bitwise_and_(63).bitwise_left_shift_(12).bitwise_or_(v.shared.bitwise_and_(0xFFF))
-        v.high.copy_(v.bits)
-        torch.add(_TURN_START, v.angle, alpha=2.0**-50, out=v.angle).add_(v.high, alpha=2.0**-18).mul_(_TURN)
+        v.angle.mul_(_TURN)
         torch.cos(v.angle, out=v.cosine)
         v.angle.sin_()
         v.radius.mul_(-coefficient)
         v.x.addcmul_(v.cosine, v.radius)
         v.y.addcmul_(v.angle, v.radius)
-    for place, part in zip(v.places, (v.x, v.y), strict=True):
-        torch.mul(part, scale, out=place)
+    torch.mul(v.total, scale, out=v.places)
     return v.ordered
 
 
+def _fill_windows(v: _Views) -> None:
+    """What the pairs of a block share: ``start``, the lowest bits of u and v, the twelve above, and their windows."""
+    # Eight groups of four bits, each the exclusive or of the second and the third before it, from the top three.
+    torch.bitwise_right_shift(v.shared, 20, out=v.seed).bitwise_and_(0xFFF)
+    torch.bitwise_right_shift(v.seed, 4, out=v.windows).bitwise_xor_(v.seed)
+    v.windows.bitwise_and_(0xFF).bitwise_left_shift_(12).bitwise_or_(v.seed)
+    more = (v.windows >> 8).bitwise_xor_(v.windows >> 12).bitwise_and_(0xFF).bitwise_left_shift_(20)
+    v.windows.bitwise_or_(more).bitwise_or_(v.seed.bitwise_left_shift_(28))
+    torch.bitwise_and(v.shared, _COMMON, out=v.seed)
+    torch.addcmul(_STARTS, v.seed.double(), _UNITS, out=v.start)
+    v.shared.bitwise_right_shift_(_COMMON_BITS)
+
+
 def _refine(subkey: bytes, first_group: int, groups: int, step: int, v: _Views, index: int) -> None:
-    """The radius of one pair whose uniform is near 0 or 1: 84 more bits, from the second block."""
+    """The radius of one pair whose uniform is near 0 or 1: 128 more bits, from a block of its own."""
     pair, block = divmod(index, groups * GROUP_BLOCKS)
     group, lane = divmod(block, GROUP_BLOCKS)
-    words = [int(word) & 0xFFFFFFFF for word in v.blocks[group, lane].tolist()]
+    own = int(v.own_words[0, pair, group, lane]) & 0xFFFFFFFF
     at = first_group * GROUP_BLOCKS + block
     out = bytearray(64)
-    tail = (at & 0xFFFFFFFF, (at >> 32) | SECOND, step & 0xFFFFFFFF, step >> 32)
+    tail = (at & 0xFFFFFFFF, (at >> 32) | MORE | pair << 28, step & 0xFFFFFFFF, step >> 32)
     keystream_into(subkey, tail, _ZEROS[:64], out)
-    second = struct.unpack("<16I", out)
-    m = (words[2 * PAIRS + pair] >> 12) << 32 | words[pair]
-    more = (second[2 * PAIRS + pair] >> 12) << 32 | second[pair]
-    further = (more + (second[PAIRS + pair] + 0.5) * 2.0**-32) * 2.0**-52
-    if m < 1 << 51:
-        logarithm = math.log((m + further) * 2.0**-52)
+    further = 0.5
+    for word in reversed(struct.unpack("<4I", out[:16])):
+        further = (word + further) * 2.0**-32
+    if own < RARE:
+        logarithm = math.log((own + further) * 2.0**-32)
     else:
-        logarithm = math.log1p(-((1 << 52) - 1 - m + further) * 2.0**-52)
+        logarithm = math.log1p(-((1 << 32) - 1 - own + further) * 2.0**-32)
     v.radius[pair, group, lane] = math.sqrt(-2.0 * logarithm)
 
 

@@ -9,36 +9,54 @@ from numpy.typing import NDArray
 
 from lambdacgd.keys import scattered_blocks
 from lambdacgd.mechanisms.base import Recurrence
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS, RARE, SECOND, Entry
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Entry
 
 Array = NDArray[np.float64]
 Words = NDArray[np.uint32]
 
 
-def uniforms(words: Words) -> tuple[Array, NDArray[np.int64], Array]:
-    """Of each row of 16 words and each of its five pairs: u, the integer m with u = (m + ½)/2⁵², and the turn v."""
-    r, a, x = (words[:, j * PAIRS : (j + 1) * PAIRS].astype(np.int64) for j in range(3))
-    e = (words[:, 15:].astype(np.int64) >> (6 * np.arange(PAIRS))) & 63
-    m = (x >> 12) << 32 | r
-    k = e << 44 | (x & 0xFFF) << 32 | a
-    return np.multiply(2 * m + 1, 2.0**-53), m, np.multiply(2 * k + 1, 2.0**-51)
+def shared_bits(words: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The lowest 20 bits of the seven radii's uniforms and the lowest 18 of the angles', from words 14 and 15.
+
+    The upper twelve of these bits are pairwise independent: those of pairs i ≠ j are jointly uniform. They are one
+    random polynomial over GF(2) plus xⁱ times another in GF(8)⁴, x³ = x + 1 (nothing, for pair 0).
+    """
+    low = []
+    for word, bits in ((words[:, 14], 20), (words[:, 15], 18)):
+        nibbles = [(word.astype(np.int64) >> at) & 15 for at in (20, 24, 28)]
+        while len(nibbles) < PAIRS + 1:
+            nibbles.append(nibbles[-3] ^ nibbles[-2])
+        windows = [nibbles[p - 1] | nibbles[p] << 4 | nibbles[p + 1] << 8 for p in range(1, PAIRS)]
+        turned = np.stack([np.zeros_like(windows[0]), *windows], axis=1)
+        low.append((word[:, None].astype(np.int64) & ((1 << bits) - 1)) ^ turned << (bits - 12))
+    return low[0], low[1]
 
 
-def radii(words: Words, second: Words) -> Array:
-    """√(−2 ln u). Within 2⁻¹⁵ of 0 or 1, where 52 bits are coarse, the second block adds 84 bits to u's distance."""
-    u, m, _ = uniforms(words)
-    _, more, _ = uniforms(second)
-    further = (more + (second[:, PAIRS : 2 * PAIRS] + 0.5) * 2.0**-32) * 2.0**-52
-    low, high = m < RARE << 32, m >= (1 << 52) - (RARE << 32)
-    near = (np.where(low, m, (1 << 52) - 1 - m) + further) * 2.0**-52  # the distance of u from 0 or from 1
+def uniforms(words: Words) -> tuple[Array, Array]:
+    """Of each row of 16 words and each of its seven pairs: u, with 52 bits, and the turn v, with 50."""
+    low, turn_low = shared_bits(words)
+    m = words[:, :PAIRS].astype(np.int64) << 20 | low
+    k = words[:, PAIRS : 2 * PAIRS].astype(np.int64) << 18 | turn_low
+    return np.multiply(2 * m + 1, 2.0**-53), np.multiply(2 * k + 1, 2.0**-51)
+
+
+def radii(words: Words, more: NDArray[np.uint32]) -> Array:
+    """√(−2 ln u). Within 2⁻¹⁵ of 0 or 1 the distance of u is the pair's own word and the four words of ``more``."""
+    own = words[:, :PAIRS].astype(np.float64)
+    low, high = own < RARE, own >= 2.0**32 - RARE
+    further = np.full(own.shape, 0.5)
+    for j in (3, 2, 1, 0):
+        further = (more[:, :, j] + further) * 2.0**-32
+    near = (np.where(low, own, 2.0**32 - 1 - own) + further) * 2.0**-32
+    u, _ = uniforms(words)
     with np.errstate(invalid="ignore", divide="ignore"):
         logarithm = np.where(low, np.log(near), np.where(high, np.log1p(-near), np.log(u)))
     return np.sqrt(-2.0 * logarithm)
 
 
-def gaussian_pairs(words: Words, second: Words) -> tuple[Array, Array]:
-    """Five pairs of standard normals from each row of 16 words (Box–Muller): a radius of 52 bits, an angle of 50."""
-    radius, (_, _, v) = radii(words, second), uniforms(words)
+def gaussian_pairs(words: Words, more: NDArray[np.uint32]) -> tuple[Array, Array]:
+    """Seven pairs of standard normals from each row of 16 words (Box–Muller)."""
+    radius, (_, v) = radii(words, more), uniforms(words)
     return radius * np.cos(2 * np.pi * v), radius * np.sin(2 * np.pi * v)
 
 
@@ -51,9 +69,13 @@ def normals(subkey: bytes, entry: Entry, step: int, index: NDArray[np.integer]) 
         [block & 0xFFFFFFFF, block >> 32, np.full_like(block, step & 0xFFFFFFFF), np.full_like(block, step >> 32)]
     )
     words = scattered_blocks(subkey, tails.T.astype(np.uint32))
-    tails[1] |= SECOND
-    second = scattered_blocks(subkey, tails.T.astype(np.uint32))
-    x, y = gaussian_pairs(words, second)
+    more = np.zeros((block.size, PAIRS, 4), dtype=np.uint32)
+    rare = (words[:, :PAIRS] + np.uint32(RARE)) < 2 * RARE
+    for p in range(PAIRS):
+        tail = tails[:, rare[:, p]].copy()
+        tail[1] |= MORE | p << 28
+        more[rare[:, p], p] = scattered_blocks(subkey, tail.T.astype(np.uint32))[:, :4]
+    x, y = gaussian_pairs(words, more)
     row, pair = np.arange(block.size), number % PAIRS
     return np.where(number < PAIRS, x[row, pair], y[row, pair])
 

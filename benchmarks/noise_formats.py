@@ -151,7 +151,7 @@ def main() -> None:
             print(at, {k: round(v, 4) for k, v in times.items()}, result["ratio"].get(at), flush=True)
         if options.variants and model in options.variants.split(","):
             tree = trees["this tree"]
-            found = variants(tree, lambda: tree.step(sums, coefficients(2)))  # noqa: B023
+            found = variants(tree, functools.partial(tree.step, sums, coefficients(2)))
             result["variants"][model] = times = milliseconds(found, cuda, options.rounds)
             print(model, "2 bands", {k: round(v, 4) for k, v in times.items()}, flush=True)
         del sums

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-PROGRAM = '''
+PROGRAM = """
 import numpy as np
 import torch
 from lambdacgd.noise import cuda
@@ -61,19 +61,19 @@ assert noise([Job(entry, sums, out, 333)], combination, 12) == 1
 assert noise([Job(entry, sums[:4], out[:4], 333)], combination, 101) == 2 and out[:4].isnan().all()
 
 # Radii that take more bits: elements that the reference says have one, near 0 and far out.
-index = np.arange(448 * 40)
+index = np.arange(384 * 40)
 one = Layout.of({"w": (len(index),)})
 found = normals(SUBKEY, one.by_name["w"], 3, index)
-pairs = found.reshape(-1, 2, 224)
+pairs = found.reshape(-1, 2, 192)
 radius = np.sqrt((pairs**2).sum(axis=1))
 rare = (radius < 0.0078) | (radius > 4.56)
 assert rare.any()
 group = int(np.nonzero(rare.any(axis=1))[0][0])
-z = torch.empty(448, dtype=torch.float64)
-noise([Job(one.by_name["w"], z, z, 448 * group)], UNIT, 3, read=False)
+z = torch.empty(384, dtype=torch.float64)
+noise([Job(one.by_name["w"], z, z, 384 * group)], UNIT, 3, read=False)
 assert np.abs(z.numpy() - pairs[group].ravel()).max() < 1e-13
 print("passed")
-'''
+"""
 
 
 def test_the_kernel_equals_the_reference() -> None:

@@ -18,7 +18,7 @@ import torch
 from lambdacgd.keys import keystream_into
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Job
 
-_GROUPS = 136  # groups of a piece: 60 928 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
+_GROUPS = 160  # groups of a piece: 61 440 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
 _SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
 _ZEROS = bytes(64 * GROUP_BLOCKS * _GROUPS)
 _TURN = 2.0 * math.pi
@@ -65,18 +65,19 @@ class _Views:
 
     def __init__(self, scratch: _Scratch, groups: int) -> None:
         words = scratch.words[: groups * 16 * GROUP_BLOCKS].view(groups, GROUP_BLOCKS, 16).permute(2, 0, 1)
-        both, shape = (2, PAIRS, groups, GROUP_BLOCKS), (2, 1, groups, GROUP_BLOCKS)  # radii and angles
-        count = 2 * PAIRS * groups * GROUP_BLOCKS
-        few = 2 * groups * GROUP_BLOCKS
-        self.own_words, self.shared_words = words[: 2 * PAIRS].view(both), words[2 * PAIRS :].view(shape)
-        self.own, self.bits = (array[:count].view(both) for array in scratch.integers)
-        self.shared, self.seed, self.windows, self.start = (array[:few].view(shape) for array in scratch.shared)
-        self.first, self.others = self.bits[:, 0], self.bits[:, 1:]
-        self.near_bits = self.bits[0]
+        both, count = (2, PAIRS, groups, GROUP_BLOCKS), 2 * PAIRS * groups * GROUP_BLOCKS  # radii and angles
+        self.own_words, self.half_words, self.last_word = words[: 2 * PAIRS].view(both), words[12:15], words[15]
+        few = groups * GROUP_BLOCKS
+        self.halves = scratch.halves[: 3 * few].view(3, groups, GROUP_BLOCKS)
+        self.last = scratch.last[:few].view(groups, GROUP_BLOCKS)
+        self.shared = scratch.shared[: 2 * few].view(2, 1, groups, GROUP_BLOCKS)
+        self.start = scratch.start[: 2 * few].view(2, 1, groups, GROUP_BLOCKS)
+        self.bits = scratch.integers[:count].view(2, 2, 3, groups, GROUP_BLOCKS)
+        self.bits_of_pairs = self.bits.view(both)
         self.near = scratch.near[: count // 2].view(both[1:])
         self.uniform, self.low = (array[:count].view(both) for array in scratch.arrays)
         self.radius, self.angle = self.uniform
-        self.cosine = self.low[0]
+        self.size, self.cosine = self.low
         self.total = scratch.total[:count].view(both)
         self.x, self.y = self.total
         self.ordered = scratch.ordered[:count]
@@ -91,9 +92,11 @@ class _Scratch(threading.local):
         self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
         blocks = _GROUPS * GROUP_BLOCKS
         numbers = 2 * PAIRS * blocks
-        self.integers = [torch.empty(numbers, dtype=torch.int32) for _ in range(2)]
-        kinds = (torch.int32, torch.int32, torch.int32, torch.float64)
-        self.shared = [torch.empty(2 * blocks, dtype=kind) for kind in kinds]
+        self.integers = torch.empty(numbers, dtype=torch.int32)
+        self.halves = torch.empty(3 * blocks, dtype=torch.int32)
+        self.last = torch.empty(blocks, dtype=torch.int32)
+        self.shared = torch.empty(2 * blocks, dtype=torch.int32)
+        self.start = torch.empty(2 * blocks, dtype=torch.float64)
         self.near = torch.empty(numbers // 2, dtype=torch.bool)
         self.arrays = [torch.empty(numbers, dtype=torch.float64) for _ in range(2)]
         self.total = torch.empty(numbers, dtype=torch.float64)
@@ -102,14 +105,20 @@ class _Scratch(threading.local):
 
 
 _scratch = _Scratch()
-_TOP = -(1 << 31)  # as an int32: the highest bit
-_SHIFTS = torch.arange(0, 4 * (PAIRS - 1), 4, dtype=torch.int32).view(1, PAIRS - 1, 1, 1)  # of the windows of pairs 1 to 6
-# Below the twelve bits that differ from pair to pair, a uniform of a radius has 8 bits and one of an angle has 6.
-_COMMON = torch.tensor([0xFF, 0x3F], dtype=torch.int32).view(2, 1, 1, 1)
-_COMMON_BITS = torch.tensor([8, 6], dtype=torch.int32).view(2, 1, 1, 1)
-_UNITS = torch.tensor([2.0**-52, 2.0**-50], dtype=torch.float64).view(2, 1, 1, 1)
-# Half a unit; and half for u, which is counted from the middle of its range like v, because words are signed here.
-_STARTS = torch.tensor([0.5 + 2.0**-53, 2.0**-51], dtype=torch.float64).view(2, 1, 1, 1)
+
+
+def _constant(*values: float, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """As a tensor: torch would make a Python number into one at every call. The first index: for radii, for angles."""
+    return torch.tensor(values, dtype=dtype).view(shape)
+
+
+# Of each half of a word, the lowest ten bits are u's and the upper six are v's. Here their unit is 2⁻⁴² in both.
+_HALVES, _OWN = _constant(0, 16, 6, 22, shape=(2, 2, 1, 1, 1)), _constant(0x3FF, 0x3F0, shape=(2, 1, 1, 1, 1))
+# Of the last word, ten bits are every u's and the twelve above are every v's.
+_SHARED, _COMMON = _constant(0, 10, shape=(2, 1, 1, 1)), _constant(0x3FF, 0xFFF, shape=(2, 1, 1, 1))
+_UNITS = _constant(2.0**-52, 2.0**-50, shape=(2, 1, 1, 1), dtype=torch.float64)
+_STARTS = _constant(0.5 + 2.0**-53, 2.0**-51, shape=(2, 1, 1, 1), dtype=torch.float64)
+_RARE_SIZE = _constant(2.0**31 - RARE, shape=(), dtype=torch.float64)
 
 
 def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: float) -> torch.Tensor:
@@ -117,54 +126,41 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
     v = _scratch.views.get(groups)
     if v is None:
         v = _scratch.views[groups] = _Views(_scratch, groups)
-    v.x.zero_()
-    v.y.zero_()
-    for step, coefficient in bands:
+    for number, (step, coefficient) in enumerate(bands):
         _fill_words(subkey, first_group * GROUP_BLOCKS, groups * GROUP_BLOCKS, step)
-        v.own.copy_(v.own_words)
-        v.shared.copy_(v.shared_words)
-        torch.add(v.own[0], RARE, out=v.near_bits).bitwise_and_(-2 * RARE)  # 0 for −RARE … RARE − 1: u near 0 or 1
-        rare = torch.nonzero(torch.eq(v.near_bits, 0, out=v.near).view(-1)).view(-1)
-        # int32 is signed: with the highest bit flipped, a word is its value minus 2³¹.
-        v.uniform.copy_(v.own.bitwise_xor_(_TOP))
-        _fill_windows(v)
-        # The twelve bits below a pair's own word: those of the block, changed by the pair's window.
-        torch.bitwise_right_shift(v.windows, _SHIFTS, out=v.others)
-        v.first.zero_()
-        v.low.copy_(v.bits.bitwise_xor_(v.shared).bitwise_and_(0xFFF))
-        # u, and v − ½, exactly. Half a turn changes the sign of cosine and sine.
-        torch.add(v.start, v.uniform, alpha=2.0**-32, out=v.uniform).add_(v.low, alpha=2.0**-44)
+        v.uniform.copy_(v.own_words)  # signed
+        # u is near 0 or 1 where the word, as a signed number, is near either end.
+        rare = torch.nonzero(torch.ge(torch.abs(v.radius, out=v.size), _RARE_SIZE, out=v.near).view(-1)).view(-1)
+        torch.bitwise_right_shift(v.halves.copy_(v.half_words), _HALVES, out=v.bits).bitwise_and_(_OWN)
+        v.low.copy_(v.bits_of_pairs)
+        torch.bitwise_right_shift(v.last.copy_(v.last_word), _SHARED, out=v.shared).bitwise_and_(_COMMON)
+        torch.addcmul(_STARTS, v.start.copy_(v.shared), _UNITS, out=v.start)
+        # u, and v (less 1 from ½ on), exactly
+        torch.add(v.start, v.uniform, alpha=2.0**-32, out=v.uniform).add_(v.low, alpha=2.0**-42)
         v.radius.log_().mul_(-2.0).sqrt_()
         for index in rare.tolist():
             _refine(subkey, first_group, groups, step, v, index)
         v.angle.mul_(_TURN)
         torch.cos(v.angle, out=v.cosine)
         v.angle.sin_()
-        v.radius.mul_(-coefficient)
-        v.x.addcmul_(v.cosine, v.radius)
-        v.y.addcmul_(v.angle, v.radius)
+        v.radius.mul_(coefficient)
+        if number == 0:
+            torch.mul(v.cosine, v.radius, out=v.x)
+            torch.mul(v.angle, v.radius, out=v.y)
+        else:
+            v.x.addcmul_(v.cosine, v.radius)
+            v.y.addcmul_(v.angle, v.radius)
     torch.mul(v.total, scale, out=v.places)
     return v.ordered
-
-
-def _fill_windows(v: _Views) -> None:
-    """What the pairs of a block share: ``start``, the lowest bits of u and v, the twelve above, and their windows."""
-    # Eight groups of four bits, each the exclusive or of the second and the third before it, from the top three.
-    torch.bitwise_right_shift(v.shared, 20, out=v.seed).bitwise_and_(0xFFF)
-    torch.bitwise_right_shift(v.seed, 4, out=v.windows).bitwise_xor_(v.seed)
-    v.windows.bitwise_and_(0xFF).bitwise_left_shift_(12).bitwise_or_(v.seed)
-    more = (v.windows >> 8).bitwise_xor_(v.windows >> 12).bitwise_and_(0xFF).bitwise_left_shift_(20)
-    v.windows.bitwise_or_(more).bitwise_or_(v.seed.bitwise_left_shift_(28))
-    torch.bitwise_and(v.shared, _COMMON, out=v.seed)
-    torch.addcmul(_STARTS, v.seed.double(), _UNITS, out=v.start)
-    v.shared.bitwise_right_shift_(_COMMON_BITS)
 
 
 def _refine(subkey: bytes, first_group: int, groups: int, step: int, v: _Views, index: int) -> None:
     """The radius of one pair whose uniform is near 0 or 1: 128 more bits, from a block of its own."""
     pair, block = divmod(index, groups * GROUP_BLOCKS)
     group, lane = divmod(block, GROUP_BLOCKS)
-    own = int(v.own_words[0, pair, group, lane]) & 0xFFFFFFFF
+    own = int(v.own_words[0, pair, group, lane]) + (1 << 31)
+    if own == RARE:  # as a signed number as large as the least rare one of the other sign
+        return
     at = first_group * GROUP_BLOCKS + block
     out = bytearray(64)
     tail = (at & 0xFFFFFFFF, (at >> 32) | MORE | pair << 28, step & 0xFFFFFFFF, step >> 32)

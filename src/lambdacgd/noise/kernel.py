@@ -1,6 +1,6 @@
 """The CUDA kernel (Triton): ChaCha20, the Gaussian transform and the sum over bands in registers, one pass over memory.
 
-One thread computes one ChaCha20 block: 16 words, hence 14 normals. Number k of the 32 blocks of a group belongs to 32
+One thread computes one ChaCha20 block: 16 words, hence 12 normals. Number k of the 32 blocks of a group belongs to 32
 consecutive elements, so that a warp's loads and stores are whole cache lines without any exchange between threads.
 
 Words become normals in float64, by polynomials, as accurately as lemma 2 of `docs/noise-proof.md` asks. Data-centre
@@ -28,6 +28,7 @@ _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton
 _GROUP = tl.constexpr(GROUP_ELEMENTS)
 _COLUMNS = tl.constexpr(META_COLUMNS)
 _RARE = tl.constexpr(RARE)
+_EDGE = tl.constexpr((1 << 31) + RARE)  # added to a word, it moves the rare ones to 0 … 2·RARE − 1
 _MORE = tl.constexpr(MORE)
 
 
@@ -145,6 +146,7 @@ def _root(x):
 @triton.jit
 def _refined(r, w0, w1, w2, w3):
     """The radius where u is within 2⁻¹⁵ of 0 or 1: the pair's word r and 128 more bits, see ``reference.radii``."""
+    r = r ^ 0x80000000
     further = (w3.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     further = (w2.to(tl.float64) + further) * 2.3283064365386963e-10
     further = (w1.to(tl.float64) + further) * 2.3283064365386963e-10
@@ -156,34 +158,19 @@ def _refined(r, w0, w1, w2, w3):
 
 
 @triton.jit
-def _windows(word):
-    """Eight groups of four bits, each the exclusive or of the second and the third before it, from the top three."""
-    seed = word >> 20
-    s = seed | (((seed ^ (seed >> 4)) & 0xFF) << 12)
-    return s | ((((s >> 8) ^ (s >> 12)) & 0xFF) << 20) | (seed << 28)
+def _radius(r, half, low, UPPER: tl.constexpr):
+    """√(−2 ln u), u = ½ + (2²⁰r + 2¹⁰(the lowest ten bits of a half of ``half``) + low + ½)/2⁵² with r signed."""
+    own = (half >> 6) if UPPER else (half << 10)
+    bits = (r * 1048576 + low) | (own & 0xFFC00)
+    return _root(_minus_two_log(_double((r >> 12) ^ 0x3FF80000, bits) - 0.9999999999999999))
 
 
 @triton.jit
-def _radius(r, low, windows, pair: tl.constexpr):
-    """√(−2 ln u), u = (2²⁰r + (low xor 2⁸ window) + ½)/2⁵²."""
-    bits = r * 1048576 + low
-    if pair > 3:
-        bits = bits ^ ((windows >> (4 * pair - 12)) & 0xFFF00)
-    elif pair > 0:
-        bits = bits ^ ((windows << (12 - 4 * pair)) & 0xFFF00)
-    return _root(_minus_two_log(_double((r >> 12) | 0x3FF00000, bits) - 0.9999999999999999))
-
-
-@triton.jit
-def _pair(first, second, coefficient, radius, a, low, windows, pair: tl.constexpr):
-    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2¹⁸a + (low xor 2⁶ window) + ½)/2⁵⁰."""
+def _pair(first, second, coefficient, radius, a, half, low, UPPER: tl.constexpr):
+    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2¹⁸a + 2¹²(six bits of ``half``) + ``low``/8)/2⁵⁰."""
     # v = half a turn (the highest bit, a sign) + a quarter + f quarters, f in [−1, 1): the 49 lower bits, as 2·1.f − 3.
-    # ``low`` is eight times those bits, and 4 for the half.
-    bits = a * 2097152 + low
-    if pair > 3:
-        bits = bits ^ ((windows >> (4 * pair - 13)) & 0x1FFE00)
-    elif pair > 0:
-        bits = bits ^ ((windows << (13 - 4 * pair)) & 0x1FFE00)
+    own = (half >> 11) if UPPER else (half << 5)
+    bits = (a * 2097152 + low) | (own & 0x1F8000)
     f = _double(((a >> 11) & 0xFFFFF) | 0x40000000, bits) - 3.0
     q = f * f
     s = q * 5.87297574479995e-12 - 6.684416831856085e-10
@@ -292,7 +279,7 @@ def noise_kernel(
         sums = ()
         if READ:
             early = tl.where(direct, size, 0)
-            for k in tl.static_range(14):
+            for k in tl.static_range(12):
                 inside = above + k * 32 < early
                 sums = sums + (tl.load(source + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
 
@@ -308,32 +295,27 @@ def noise_kernel(
         z9 = z0
         z10 = z0
         z11 = z0
-        z12 = z0
-        z13 = z0
         for j in range(0, last_band):
             coefficient = tl.load(coefficients + j)
             past = t - j
             w14 = w12 * 0 + past.to(tl.uint32)
             w15 = w12 * 0 + (past >> 32).to(tl.uint32)
-            r0, r1, r2, r3, r4, r5, r6, a0, a1, a2, a3, a4, a5, a6, s, e = _chacha20(key, w12, w13, w14, w15)
-            # What the seven pairs share: 20 bits of the radii and 18 of the angles, and a window each to make them differ.
-            windows = _windows(s)
-            s = s & 0xFFFFF
-            radius0 = _radius(r0, s, windows, 0)
-            radius1 = _radius(r1, s, windows, 1)
-            radius2 = _radius(r2, s, windows, 2)
-            radius3 = _radius(r3, s, windows, 3)
-            radius4 = _radius(r4, s, windows, 4)
-            radius5 = _radius(r5, s, windows, 5)
-            radius6 = _radius(r6, s, windows, 6)
-            # 1.4 % of the groups have a radius that takes more bits.
-            least = tl.minimum(tl.minimum(r0 + _RARE, r1 + _RARE), tl.minimum(r2 + _RARE, r3 + _RARE))
-            least = tl.minimum(least, tl.minimum(tl.minimum(r4 + _RARE, r5 + _RARE), r6 + _RARE))
+            r0, r1, r2, r3, r4, r5, a0, a1, a2, a3, a4, a5, h0, h1, h2, e = _chacha20(key, w12, w13, w14, w15)
+            common = e & 0x3FF  # what the six pairs share: 10 bits of the radii and 12 of the angles
+            radius0 = _radius(r0, h0, common, False)
+            radius1 = _radius(r1, h1, common, False)
+            radius2 = _radius(r2, h2, common, False)
+            radius3 = _radius(r3, h0, common, True)
+            radius4 = _radius(r4, h1, common, True)
+            radius5 = _radius(r5, h2, common, True)
+            # 1.2 % of the groups have a radius that takes more bits.
+            least = tl.minimum(tl.minimum(r0 + _EDGE, r1 + _EDGE), tl.minimum(r2 + _EDGE, r3 + _EDGE))
+            least = tl.minimum(least, tl.minimum(r4 + _EDGE, r5 + _EDGE))
             if tl.max((least < 2 * _RARE).to(tl.int32), axis=0) != 0:
-                for pair in range(0, 7):
+                for pair in range(0, 6):
                     r = tl.where(pair == 0, r0, tl.where(pair == 1, r1, tl.where(pair == 2, r2, r3)))
-                    r = tl.where(pair == 4, r4, tl.where(pair == 5, r5, tl.where(pair == 6, r6, r)))
-                    rare = r + _RARE < 2 * _RARE
+                    r = tl.where(pair == 4, r4, tl.where(pair == 5, r5, r))
+                    rare = r + _EDGE < 2 * _RARE
                     if tl.max(rare.to(tl.int32), axis=0) != 0:
                         v0, v1, v2, v3, _, _, _, _, _, _, _, _, _, _, _, _ = _chacha20(
                             key, w12, w13 | ((w12 * 0 + pair) * 268435456 + _MORE), w14, w15
@@ -345,27 +327,24 @@ def noise_kernel(
                         radius3 = tl.where(rare & (pair == 3), refined, radius3)
                         radius4 = tl.where(rare & (pair == 4), refined, radius4)
                         radius5 = tl.where(rare & (pair == 5), refined, radius5)
-                        radius6 = tl.where(rare & (pair == 6), refined, radius6)
-            windows = _windows(e)
-            e = ((e & 0x3FFFF) << 3) | 4
-            z0, z7 = _pair(z0, z7, coefficient, radius0, a0, e, windows, 0)
-            z1, z8 = _pair(z1, z8, coefficient, radius1, a1, e, windows, 1)
-            z2, z9 = _pair(z2, z9, coefficient, radius2, a2, e, windows, 2)
-            z3, z10 = _pair(z3, z10, coefficient, radius3, a3, e, windows, 3)
-            z4, z11 = _pair(z4, z11, coefficient, radius4, a4, e, windows, 4)
-            z5, z12 = _pair(z5, z12, coefficient, radius5, a5, e, windows, 5)
-            z6, z13 = _pair(z6, z13, coefficient, radius6, a6, e, windows, 6)
+            common = ((e >> 7) & 0x7FF8) | 4  # eight times the twelve bits, and 4 for the half
+            z0, z6 = _pair(z0, z6, coefficient, radius0, a0, h0, common, False)
+            z1, z7 = _pair(z1, z7, coefficient, radius1, a1, h1, common, False)
+            z2, z8 = _pair(z2, z8, coefficient, radius2, a2, h2, common, False)
+            z3, z9 = _pair(z3, z9, coefficient, radius3, a3, h0, common, True)
+            z4, z10 = _pair(z4, z10, coefficient, radius4, a4, h1, common, True)
+            z5, z11 = _pair(z5, z11, coefficient, radius5, a5, h2, common, True)
 
-        noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11, z12, z13)
+        noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11)
         if direct:
-            for k in tl.static_range(14):
+            for k in tl.static_range(12):
                 result = noises[k] * scale
                 if READ:
                     spoiled = sums[k] * 0.0 + spoiled  # stays 0 unless a sum is infinite or NaN
                     result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
                 _store(target + place + k * 32, result, above + k * 32 < size, WIDE_OUT)
         else:
-            for k in tl.static_range(14):
+            for k in tl.static_range(12):
                 inside = above + k * 32 < size
                 result = noises[k] * scale
                 if READ:

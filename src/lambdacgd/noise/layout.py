@@ -23,10 +23,12 @@ WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoin
 FORMAT = 2  #: of the noise: which number a key gives to which element, and what is released of sum and noise
 FINENESS = 10  #: sum plus noise is released in multiples of Δ, at least 2⁻¹⁰ of the noise's standard deviation
 GROUP_BLOCKS = 32  #: ChaCha20 blocks whose words are interleaved, one for each lane of a GPU's warp
-PAIRS = 7  #: of normals from one block: two words are a pair's own, and the last two words are shared by all seven
+PAIRS = 6  #: of normals from one block: 80 bits are a pair's own, and the last word is shared by all six
 GROUP_ELEMENTS = 2 * PAIRS * GROUP_BLOCKS  #: elements of one group
-RARE = 1 << 17  #: a radius whose own word lies within 2¹⁷ of 0 or of 2³² takes more bits, from a block of its own …
-MORE = 1 << 31  #: … whose index has this bit of state word 13 set, and the pair's number in the three bits below
+RARE = (
+    1 << 17
+)  #: a radius whose own word is within 2¹⁷ of 2³¹, so u near 0 or 1, takes more bits, from a block …
+MORE = 1 << 31  #: … of its own: its index has this bit of state word 13 set, and the pair's number in the three below
 
 
 class LayoutError(ValueError):

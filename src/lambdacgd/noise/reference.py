@@ -15,34 +15,22 @@ Array = NDArray[np.float64]
 Words = NDArray[np.uint32]
 
 
-def shared_bits(words: Words) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The lowest 20 bits of the seven radii's uniforms and the lowest 18 of the angles', from words 14 and 15.
-
-    The upper twelve of these bits are pairwise independent: those of pairs i ≠ j are jointly uniform. They are one
-    random polynomial over GF(2) plus xⁱ times another in GF(8)⁴, x³ = x + 1 (nothing, for pair 0).
-    """
-    low = []
-    for word, bits in ((words[:, 14], 20), (words[:, 15], 18)):
-        nibbles = [(word.astype(np.int64) >> at) & 15 for at in (20, 24, 28)]
-        while len(nibbles) < PAIRS + 1:
-            nibbles.append(nibbles[-3] ^ nibbles[-2])
-        windows = [nibbles[p - 1] | nibbles[p] << 4 | nibbles[p + 1] << 8 for p in range(1, PAIRS)]
-        turned = np.stack([np.zeros_like(windows[0]), *windows], axis=1)
-        low.append((word[:, None].astype(np.int64) & ((1 << bits) - 1)) ^ turned << (bits - 12))
-    return low[0], low[1]
-
-
 def uniforms(words: Words) -> tuple[Array, Array]:
-    """Of each row of 16 words and each of its seven pairs: u, with 52 bits, and the turn v, with 50."""
-    low, turn_low = shared_bits(words)
-    m = words[:, :PAIRS].astype(np.int64) << 20 | low
-    k = words[:, PAIRS : 2 * PAIRS].astype(np.int64) << 18 | turn_low
+    """Of each row of 16 words and each of its six pairs: u, with 52 bits, and the turn v, with 50.
+
+    80 of these bits are the pair's own: words p and 6 + p and half of word 12 + p mod 3. The lowest 10 bits of u and 12
+    of v are the last word's, so all six pairs have the same.
+    """
+    w = words.astype(np.int64)
+    half = np.concatenate([w[:, 12:15] & 0xFFFF, w[:, 12:15] >> 16], axis=1)
+    m = (w[:, :PAIRS] ^ 1 << 31) << 20 | (half & 0x3FF) << 10 | w[:, 15:] & 0x3FF
+    k = w[:, PAIRS : 2 * PAIRS] << 18 | half >> 10 << 12 | w[:, 15:] >> 10 & 0xFFF
     return np.multiply(2 * m + 1, 2.0**-53), np.multiply(2 * k + 1, 2.0**-51)
 
 
 def radii(words: Words, more: NDArray[np.uint32]) -> Array:
     """√(−2 ln u). Within 2⁻¹⁵ of 0 or 1 the distance of u is the pair's own word and the four words of ``more``."""
-    own = words[:, :PAIRS].astype(np.float64)
+    own = (words[:, :PAIRS] ^ np.uint32(1 << 31)).astype(np.float64)
     low, high = own < RARE, own >= 2.0**32 - RARE
     further = np.full(own.shape, 0.5)
     for j in (3, 2, 1, 0):
@@ -55,7 +43,7 @@ def radii(words: Words, more: NDArray[np.uint32]) -> Array:
 
 
 def gaussian_pairs(words: Words, more: NDArray[np.uint32]) -> tuple[Array, Array]:
-    """Seven pairs of standard normals from each row of 16 words (Box–Muller)."""
+    """Six pairs of standard normals from each row of 16 words (Box–Muller)."""
     radius, (_, v) = radii(words, more), uniforms(words)
     return radius * np.cos(2 * np.pi * v), radius * np.sin(2 * np.pi * v)
 
@@ -70,7 +58,7 @@ def normals(subkey: bytes, entry: Entry, step: int, index: NDArray[np.integer]) 
     )
     words = scattered_blocks(subkey, tails.T.astype(np.uint32))
     more = np.zeros((block.size, PAIRS, 4), dtype=np.uint32)
-    rare = (words[:, :PAIRS] + np.uint32(RARE)) < 2 * RARE
+    rare = words[:, :PAIRS] + np.uint32((1 << 31) + RARE) < 2 * RARE
     for p in range(PAIRS):
         tail = tails[:, rare[:, p]].copy()
         tail[1] |= MORE | p << 28

@@ -157,7 +157,7 @@ def floating_point_cost(
         more = (1 + 1.2 * relative) ** 2 - 1 + math.expm1(PAIRS * given.max()) * ((1 + 1.2 * relative) ** PAIRS - 1)
         joint, sizes = (shared[:, None] * share).ravel(), (size[:, None] * more).ravel()
         epsilon += period * _composed(numbers / PAIRS, joint, sizes, sizes, delta / 5 / period)
-    outside = steps * parameters * 2.0**-98
+    outside = steps * parameters * 2.0**-100  # for each pair one event of u and one of N₁, N₂
     return FloatingPointCost(epsilon, math.exp(min(epsilon, 1.0)) * delta + outside, fineness)
 
 

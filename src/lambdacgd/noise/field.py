@@ -36,9 +36,10 @@ class NoiseField:
     ---------
     Without the key, the field is computationally indistinguishable from independent standard normals (as far as
     ChaCha20 and BLAKE2b are secure), rounded: a pair of values with radius r lies within about 2⁻⁴⁷ of the real-valued
-    one, has 102 random bits (186 where r is above 4.5 or below 0.01) and reaches 13 σ. Runs with different run ids have
-    independent fields. The CPU and CUDA agree to 2⁻⁴⁸r + 2⁻⁴⁹/r; one backend gives the same bits every time. What is
-    released is sum plus noise on a public lattice, which hides the rest: `docs/noise-proof.md` says what that costs.
+    one, has 102 random bits, 22 of them shared by the six pairs of a ChaCha20 block, and reaches 14 σ. Runs with
+    different run ids have independent fields. The CPU and CUDA agree to 2⁻⁴⁸r + 2⁻⁴⁹/r; one backend gives the same bits
+    every time. What is released is sum plus noise on a public lattice, which hides the rest: `docs/noise-proof.md` says
+    what that costs.
     """
 
     def __init__(self, key: SecretKey, layout: Layout, *, run_id: str) -> None:

@@ -167,7 +167,7 @@ def _radius(r, half, low, UPPER: tl.constexpr):
 
 @triton.jit
 def _pair(first, second, coefficient, radius, a, half, low, UPPER: tl.constexpr):
-    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2¹⁸a + 2¹²(six bits of ``half``) + ``low``/8)/2⁵⁰."""
+    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2¹⁸a + 2¹²(six bits of half) + low/8)/2⁵⁰."""
     # v = half a turn (the highest bit, a sign) + a quarter + f quarters, f in [−1, 1): the 49 lower bits, as 2·1.f − 3.
     own = (half >> 11) if UPPER else (half << 5)
     bits = (a * 2097152 + low) | (own & 0x1F8000)

@@ -25,9 +25,7 @@ FINENESS = 10  #: sum plus noise is released in multiples of Δ, at least 2⁻¹
 GROUP_BLOCKS = 32  #: ChaCha20 blocks whose words are interleaved, one for each lane of a GPU's warp
 PAIRS = 6  #: of normals from one block: 80 bits are a pair's own, and the last word is shared by all six
 GROUP_ELEMENTS = 2 * PAIRS * GROUP_BLOCKS  #: elements of one group
-RARE = (
-    1 << 17
-)  #: a radius whose own word is within 2¹⁷ of 2³¹, so u near 0 or 1, takes more bits, from a block …
+RARE = 1 << 17  #: a radius whose own word is within 2¹⁷ of 2³¹, so u near 0 or 1, takes more bits, from a block …
 MORE = 1 << 31  #: … of its own: its index has this bit of state word 13 set, and the pair's number in the three below
 
 

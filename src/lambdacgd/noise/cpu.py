@@ -5,6 +5,7 @@ The transform runs in double precision and is rounded once, so this backend is a
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -92,15 +93,11 @@ class _Scratch(threading.local):
         self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
         blocks = _GROUPS * GROUP_BLOCKS
         numbers = 2 * PAIRS * blocks
-        self.integers = torch.empty(numbers, dtype=torch.int32)
-        self.halves = torch.empty(3 * blocks, dtype=torch.int32)
-        self.last = torch.empty(blocks, dtype=torch.int32)
-        self.shared = torch.empty(2 * blocks, dtype=torch.int32)
-        self.start = torch.empty(2 * blocks, dtype=torch.float64)
         self.near = torch.empty(numbers // 2, dtype=torch.bool)
-        self.arrays = [torch.empty(numbers, dtype=torch.float64) for _ in range(2)]
-        self.total = torch.empty(numbers, dtype=torch.float64)
-        self.ordered = torch.empty(numbers, dtype=torch.float64)
+        sizes = numbers, 3 * blocks, blocks, 2 * blocks
+        self.integers, self.halves, self.last, self.shared = (torch.empty(size, dtype=torch.int32) for size in sizes)
+        *self.arrays, self.total, self.ordered = (torch.empty(numbers, dtype=torch.float64) for _ in range(4))
+        self.start = torch.empty(2 * blocks, dtype=torch.float64)
         self.views: dict[int, _Views] = {}
 
 
@@ -202,7 +199,7 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattic
     threads = torch.get_num_threads()
     if threads == 1 or len(cut) == 1:
         return all([work(piece) for piece in cut])
-    return all(list(_pool(threads).map(work, cut)))
+    return all(list(_pool(os.getpid(), threads).map(work, cut)))
 
 
 def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, lattice: float, read: bool) -> bool:
@@ -249,11 +246,7 @@ def _views(
     return views
 
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # by process and size: a forked child has none of these threads
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    which = os.getpid(), threads
-    if which not in _pools:
-        _pools[which] = ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")
-    return _pools[which]
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """One for each process: a forked child has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.keys import scattered_blocks
-from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Entry
 
 Array = NDArray[np.float64]
@@ -66,25 +63,3 @@ def normals(subkey: bytes, entry: Entry, step: int, index: NDArray[np.integer]) 
     x, y = gaussian_pairs(words, more)
     row, pair = np.arange(block.size), number % PAIRS
     return np.where(number < PAIRS, x[row, pair], y[row, pair])
-
-
-def correlated(
-    subkey: bytes, entry: Entry, recurrence: Recurrence, steps: int, *, restart_every: int | None = None
-) -> Array:
-    """Rows 1 … steps of C⁻¹Z (without column scales, σ and ζ) for one tensor, by the whole noising column."""
-    index = np.arange(entry.elements)
-    z = np.stack([normals(subkey, entry, t, index) for t in range(1, steps + 1)])
-    period = restart_every or steps
-    column = recurrence.noising(period)
-    rows = []
-    for t in range(steps):
-        since = t - t % period
-        past = range(since, t + 1)
-        rows.append(sum(column[t - s] * z[s] for s in past if t - s < len(column)) + np.zeros(entry.elements))
-    return np.stack(rows)
-
-
-def released(sums: Array, noise: Array, scale: float, fineness: int) -> Array:
-    """What leaves: sum plus noise on the lattice of the public power of two Δ, as ``Combination.quantum`` gives it."""
-    quantum = math.ldexp(1.0, math.frexp(scale)[1] - fineness)
-    return np.rint((sums + scale * noise) / quantum) * quantum

@@ -92,9 +92,7 @@ def _noise(model: nn.Module, kind: str) -> Callable[[dict[str, Tensor], int], No
         return lambda sums, step: None
     from lambdacgd.keys import SecretKey
     from lambdacgd.mechanisms import Identity, LambdaCGD
-    from lambdacgd.noise.field import NoiseField
-    from lambdacgd.noise.layout import Layout
-    from lambdacgd.noise.regenerated import RegeneratedNoise
+    from lambdacgd.noise import Layout, NoiseField, RegeneratedNoise
 
     layout = Layout.of({name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad})
     field = NoiseField(SecretKey.generate(), layout, run_id="benchmark")

@@ -45,8 +45,8 @@ class Private:
     Under the plan's conditions the weights after any number of steps are (ε, δ)-DP for zero-out of one example: every
     ``optimizer.step()`` that acts uses Σ_i clip(g_i, ζ) of the plan's own batch plus the plan's noise at ζσ, divided
     by ``plan.batch_size``, added exactly once; clipping leaves room for its own rounding, so no contribution exceeds
-    ζ. The optimizer only post-processes. This holds for real numbers: what the floating-point form of sums, noise and
-    weights reveals is not covered. Losses, norms and batch sizes seen on the way are not private.
+    ζ. The optimizer only post-processes. This holds for the floating-point numbers that the weights are
+    (`docs/noise-proof.md`). Losses, norms and batch sizes seen on the way are not private.
     """
 
     def __init__(

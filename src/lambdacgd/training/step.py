@@ -42,9 +42,9 @@ class PrivateStep:
     ---------
     If a batch is that of ``batches`` and its sums hold each of its examples at most once with norm at most ζ over all
     tensors together, and no other data, then what ``add_noise_`` makes of them over the run is (ε, δ)-DP as the plan
-    says, for real numbers: what their floating-point form reveals is not covered. Everything after it only
-    post-processes. The noise of a step is a function of the key, the run, the step and the element, so the same on any
-    number of processes.
+    says, as the floating-point numbers that they are (`docs/noise-proof.md`). Everything after it only post-processes.
+    The noise of a step is a function of the key, the run, the step and the element, so the same on any number of
+    processes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PrivateStep:
     def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:
         """Add the plan's noise of this step, ζσ · (C⁻¹z)_t, to the sums in place."""
         if self.plan.sigma:
-            self.noise.add_(sums, step, offsets=self._offsets, check=check)  # type: ignore[arg-type]  # see `captured`
+            self.noise.add_(sums, step, offsets=self._offsets, check=check)
         elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
             raise NonFiniteSum(
                 "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the loss or "

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.clipping import records
+from lambdacgd.clipping import backward as records
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import _check
 from tests.training import oracle

@@ -189,12 +189,13 @@ class Clipper:
     @property
     def norms(self) -> Tensor:
         """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
-        return torch.cat(self._backward_pass.norms) if self._backward_pass.norms else torch.zeros(0)
+        norms = [norms for norms, _ in self._backward_pass.norms]
+        return torch.cat(norms) if norms else torch.zeros(0)
 
     @property
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
-        return 0 if self._backward_pass.dropped is None else int(self._backward_pass.dropped)
+        return self._backward_pass.dropped()
 
     @property
     def max_grad_norm(self) -> float:

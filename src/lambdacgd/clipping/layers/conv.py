@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks, same_type
+from lambdacgd.clipping.backward import Outer, Record, Stored, direct, in_chunks, same_type
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.torch_private import quick_apply, repeated_padding
 
@@ -53,7 +53,8 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
     sizes = (examples, positions, inner, outer)
     one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
-    if groups == 1 and not one_by_one and direct(sizes, patches=True):
+    on_gpu = image.device.type == gpu.DEVICE
+    if on_gpu and groups == 1 and not one_by_one and direct(sizes, patches=True):
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])

@@ -29,7 +29,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lambdacgd.clipping.bounds import accumulator, uncast
 from lambdacgd.clipping.layers.linear import apply_linear
-from lambdacgd.clipping.records import Record, Stored, outer
+from lambdacgd.clipping.backward import Record, Stored, outer
 from lambdacgd.clipping.rules import Call, Layer, Recorder, apply_tap, register
 from lambdacgd.torch_private import (
     functorch_is_active,

@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
 
 
-def check_output(output: Any, batch: int) -> None:
+def refuse_stand_ins(output: Any, batch: int) -> None:
     """Refuse a model's output that is a stand-in still.
 
     Raises:

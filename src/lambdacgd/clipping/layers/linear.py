@@ -117,18 +117,18 @@ def conv1d_of_hugging_face(layer: Layer, x: Tensor) -> Tensor:
     return tapped_linear(layer, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]
 
 
-def cast_weights(linears: list[Layer], device: torch.device) -> dict[Layer, tuple[Tensor, Tensor | None]]:
-    """Weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
+def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | None]]:
+    """On CUDA, weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
 
     Made anew in every forward pass, as autocast does, since the backward pass needs the values of its own forward pass.
     """
-    if device.type != "cuda" or not torch.is_autocast_enabled(device.type) or not linears:
+    if not torch.is_autocast_enabled("cuda") or not linears:
         return {}
-    low = torch.get_autocast_dtype(device.type)
+    low = torch.get_autocast_dtype("cuda")
     modules: list[nn.Linear] = [layer.module for layer in linears]  # type: ignore[misc]
     whole: list[Tensor] = [p for m in modules for p in (m.weight, m.bias) if p is not None]
     whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
-    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=device)
+    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=whole[0].device)
     parts = [part.view(p.shape) for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True)]
     with torch.no_grad():
         foreach_copy_(parts, whole)

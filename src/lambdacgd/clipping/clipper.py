@@ -515,9 +515,9 @@ class Watch:
 
     def begin_quietly(self, sharded: bool) -> None:
         """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
-        for path, norm in self._norms:
-            if norm.training and norm.running_mean is not None:
-                raise _quiet(f"would write the statistics of '{path}' ({type(norm).__name__})")
+        for path, m in self._norms:
+            if m.training and m.running_mean is not None:
+                raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
         self.begin(sharded)
 
     def end_quietly(self) -> None:

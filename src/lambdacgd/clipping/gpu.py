@@ -1,5 +1,4 @@
-"""Launches of the Triton kernels, for tensors on CUDA alone: callers ask for the device. Every function has a slow twin,
-which its caller uses where it does not fit.
+"""Launches of the Triton kernels on CUDA. Every function has a slow twin, which its caller uses where it does not fit.
 
 Two families. *Tables*: norms and sums of many layers in one launch, their tensors in a table of addresses, because in
 bfloat16 a transformer's step is bound by launches, not arithmetic; eight launches a layer for its norm would double it.

@@ -8,8 +8,9 @@ Passes over two numbers of examples come first. They show which dimensions hold 
 rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
 module (`Layer.elsewhere`).
 
-Random numbers are the same in all passes (`SameNoise`): dropout is no difference. Rounding is one: `tolerance_of` says
-what passes for it. When a probe is due is the clipper's question (`clipper.Watch`).
+Random numbers are the same in all passes (`SameNoise`): dropout is no difference. Rounding is hardly one, since all
+shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's question
+(`clipper.Watch`).
 """
 
 from __future__ import annotations
@@ -83,11 +84,16 @@ class Probe:
         Raises:
             ClippingError: The model mixes examples, or a forward pass writes what must not leave the model.
         """
-        try:
-            self._look(arguments, batch, self.suspects.setdefault(mode, {}))
-        except _Failed as failed:
-            if not self._looked:  # it has worked before: if this batch is at fault, the pass itself will say so
-                raise failed.explained() from failed.error
+        kind, suspects = self._anchor.device.type, self.suspects.setdefault(mode, {})
+        # What mixes does so in any precision: without autocast rounding hides less.
+        for low in (False, True) if torch.is_autocast_enabled(kind) else (False,):
+            try:
+                with torch.autocast(kind, enabled=low):
+                    return self._look(arguments, batch, suspects)
+            except _Failed as failed:  # some kernels are for 16 bits alone
+                error = failed
+        if not self._looked:  # it has worked before: if this batch is at fault, the pass itself will say so
+            raise error.explained() from error.error
 
     def _look(self, arguments: Arguments, batch: int, suspects: dict[int, str]) -> None:
         sets = self._chosen(arguments, batch)
@@ -114,7 +120,7 @@ class Probe:
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
                 chosen = sorted(set(self._learn_sizes(run, state, sets)))
                 count = len(chosen)
-                for turn in range(1 if sharded else _TURNS):
+                for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
                     whole = run(chosen, "keep")
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
                     for j in (0, count - 1) if sharded else range(count):
@@ -384,8 +390,9 @@ def check_loss(
         norms(items, "")
         probed()
         whole = norms(items, "keep")
-        # A norm is a sum over many numbers, whose rounding cancels: a quarter of what a row may differ by.
-        tolerance = 0.25 * (0.08 if noise.low else tolerance_of(next(p for p in model.parameters() if p.requires_grad)))
+        # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
+        one = next(p for p in model.parameters() if p.requires_grad)
+        tolerance = 0.02 if noise.low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
         for j in range(count):
             others = [i for i in range(count) if i != j]
             changed = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)], "repeat")
@@ -503,11 +510,17 @@ def sample(x: Tensor) -> Tensor:
 
 
 def tolerance_of(x: Tensor) -> float:
-    """How far two results for one example may lie apart, relative to the example's row, and be rounding."""
+    """How far two results for one example may lie apart, relative to the example's row, and be rounding.
+
+    Measured over 91 models of the zoo in train mode on a CPU (docs/clipping.md): none at all, in float32 and bfloat16.
+    Shapes that change with the longest example, kernels of CUDA that add up in any order, and models that compute in
+    another type without padding round differently: a thousand units of float32 are left for that, ten of TF32 and of
+    bfloat16. The mildest of the tests that mix differ by 1.4%, most by 10% or more.
+    """
     if x.dtype in (torch.bfloat16, torch.float16):
-        return 0.08
+        return 0.04
     if x.dtype == torch.float32:
-        return 0.02 if x.is_cuda else 2e-3  # TF32, also where cuDNN alone uses it
+        return 5e-3 if x.is_cuda else 1e-4  # TF32, also where cuDNN alone uses it
     return 1e-7
 
 

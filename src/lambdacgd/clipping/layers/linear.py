@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, outer
+from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, register
 from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply
 

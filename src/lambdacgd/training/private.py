@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,22 +16,22 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, History, Spent, card, epsilon_after_epochs
+from lambdacgd.training.data import Sample
 from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.guards import Cycle, Phase
 from lambdacgd.training.loader import Epoch, Loader
-from lambdacgd.training.loop import Loop
+from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.run import Run
-from lambdacgd.training.sample import Sample
 from lambdacgd.training.step import PrivateStep, floating_point_of
 
 
-class Private:
+class Private(Loop):
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
 
     Attributes:
+        model: The user's model, as it is: the run's weights are in no other.
         optimizer: The user's optimizer.
         dataset: The examples, by index.
         loader: Iterates the remaining batches of the run.
@@ -45,8 +44,8 @@ class Private:
     Under the plan's conditions the weights after any number of steps are (ε, δ)-DP for zero-out of one example: every
     ``optimizer.step()`` that acts uses Σ_i clip(g_i, ζ) of the plan's own batch plus the plan's noise at ζσ, divided
     by ``plan.batch_size``, added exactly once; clipping leaves room for its own rounding, so no contribution exceeds
-    ζ. The optimizer only post-processes. This holds for real numbers: what the floating-point form of sums, noise and
-    weights reveals is not covered. Losses, norms and batch sizes seen on the way are not private.
+    ζ. It holds of the floating-point numbers that leave, whose cost is part of ε and δ (docs/noise-proof.md). The
+    optimizer only post-processes. Losses, norms and batch sizes seen on the way are not private.
     """
 
     def __init__(
@@ -68,52 +67,45 @@ class Private:
         world: World,
         reduce_every_batch: bool = False,
     ) -> None:
-        self.optimizer, self.dataset = optimizer, dataset
-        self.clipper, self.run, self.world = clipper, run, world
+        layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
+        shards: ShardedTotals | None = None
+        if any(is_sharded(p) for p in clipper.parameters.values()):
+            shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
+            clipper.keep_sums_in(shards)
+            clipper.allow_probe(False)  # until a batch of which every rank has two examples
+        step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
+        super().__init__(model, optimizer, clipper, step, world=world, shards=shards, history=history)
+        self.dataset, self.run, self.layout = dataset, run, layout
         self.augmentations, self.data_fingerprint = views, data_fingerprint
         self.loss_checked = False  # whether anybody has seen that the loss adds examples up
         # With several ranks this process has read a few already, to compare them.
         readable = data_fingerprint is None and (world.many or not loader_options.get("num_workers"))
         self.sample = Sample(dataset, plan.examples, readable=readable)
-        self.layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
-        self.shards: ShardedTotals | None = None
-        if any(is_sharded(p) for p in clipper.parameters.values()):
-            self.shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
-            clipper.keep_sums_in(self.shards)
-            clipper.allow_probe(False)  # until a batch of which every rank has two examples
-        self._step = PrivateStep(plan, run, self.layout, max_grad_norm=max_grad_norm, world=world, shards=self.shards)
-        self._loop = Loop(model, optimizer, clipper, self._step, world=world, shards=self.shards, history=history)
         self.loader = Loader(
-            self._loop,
+            self,
             dataset,
             max_physical_batch_size=max_physical_batch_size,
             views=views,
             options=loader_options,
         )
-        self.after_step = self._loop.after_step
         self._undo = [*undo, run.close]
 
     # --- where the run stands ----------------------------------------------------------------------------------------
 
     @property
-    def model(self) -> nn.Module:
-        """The user's model, as it is: the run's weights are in no other."""
-        return self._loop.model
-
-    @property
     def plan(self) -> Plan:
         """What is trained by: fixed for a run."""
-        return self._step.plan
+        return self.private_step.plan
 
     @property
     def max_grad_norm(self) -> float:
         """ζ, fixed for a run."""
-        return self._step.max_grad_norm
+        return self.private_step.max_grad_norm
 
     @property
     def steps_taken(self) -> int:
         """Logical steps done, of ``plan.steps``."""
-        return self._loop.cycle.done
+        return self.cycle.done
 
     @property
     def finished(self) -> bool:
@@ -127,7 +119,7 @@ class Private:
         Then, and only then, a checkpoint can be saved. Schedulers that count logical steps act then, too:
         ``if private.between_steps: scheduler.step()``.
         """
-        return self._loop.cycle.phase is Phase.IDLE
+        return self.cycle.phase is Phase.IDLE
 
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``.
@@ -211,9 +203,9 @@ class Private:
         Returns:
             The average. ``with average.applied():`` puts it into the model.
         """
-        average = EMA(self.model, decay, exchanged=self._loop.weights.exchanged, before_update=self._loop.note_changes)
-        self._loop.averages.append(average)
-        self._loop.after_step.append(average.update)
+        average = EMA(self.model, decay, exchanged=self.weights.exchanged, before_update=self.note_changes)
+        self.averages.append(average)
+        self.after_step.append(average.update)
         return average
 
     def captured_step(
@@ -236,7 +228,7 @@ class Private:
         """
         if self.world.many or self.shards is not None:
             raise TrainingError("a captured step is for one process; with several, loop over private.loader")
-        return CapturedStep(self._loop, self.loader, loss, data, padded)
+        return CapturedStep(self, self.loader, loss, data, padded)
 
     # --- saving, going on, and the way back --------------------------------------------------------------------------
 
@@ -277,9 +269,9 @@ class Private:
 
     def detach(self) -> None:
         """Give back a plain model and optimizer. A logical batch under way is dropped."""
-        if not self._loop.attached:
+        if not self.attached:
             return
-        self._loop.detach()
+        self.remove_hooks()
         try:
             half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
             self.run.hand_over(self.steps_taken + half_done)
@@ -289,56 +281,3 @@ class Private:
 
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
-
-    # --- for checkpoints and integrations ----------------------------------------------------------------------------
-
-    @property
-    def cycle(self) -> Cycle:
-        """The position, and what may happen next."""
-        return self._loop.cycle
-
-    @property
-    def averages(self) -> list[EMA]:
-        """All running averages of the weights, in the order in which they were made."""
-        return self._loop.averages
-
-    @property
-    def history(self) -> History:
-        """What the weights went through besides this run's steps."""
-        return self._loop.history
-
-    def adopt(self, saved: dict[str, Any]) -> None:
-        """The weights are a checkpoint's now: what they went through besides is what it says (``history.to_dict()``).
-
-        Raises:
-            CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
-        """
-        self._loop.history = self.history.resumed(History.from_dict(saved))
-
-    def note_changes(self) -> None:
-        """Have ``history`` say it if something else has changed the weights since the run's last step."""
-        self._loop.note_changes()
-
-    def check_usable(self) -> None:
-        """Raise where this run has ended in this process: detached, or weights that are not those of a step."""
-        self._loop.check_usable()
-
-    def check_whole(self) -> None:
-        """Refuse weights that are not those of a step, on this rank or on others."""
-        self._loop.check_whole()
-
-    def check_weights(self) -> None:
-        """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
-        self._loop.check_weights()
-
-    def loading(self) -> AbstractContextManager[None]:
-        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
-        return self._loop.loading()
-
-    def going_on_from(self, step: int) -> AbstractContextManager[None]:
-        """Restore weights and the rest in this block, once the run is that of the checkpoint."""
-        return self._loop.going_on_from(step)
-
-    def stand_at(self, step: int) -> None:
-        """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
-        self._loop.stand_at(step)

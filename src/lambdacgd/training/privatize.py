@@ -7,24 +7,30 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import default_collate
 
 from lambdacgd import clipping
 from lambdacgd.clipping import LossReduction, Mode, Replaced
-from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
+from lambdacgd.errors import InvalidInput, NotPrivateWarning, TrainingError, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import GivenCard, History
-from lambdacgd.training.distributed.agreement import start_together
-from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
+from lambdacgd.training.data import KeepsApart, check_dataset, sample_of
+from lambdacgd.training.distributed.models import (
+    broadcast_,
+    compare_weights,
+    follow,
+    fsdp_modules,
+    is_sharded,
+    optimizer_settings,
+    unwrap,
+)
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loader import Collate, examples_in, random_numbers_of, run_by_view
 from lambdacgd.training.private import Private
 from lambdacgd.training.run import Run, SharedRun
-from lambdacgd.training.sample import sample_of
 from lambdacgd.training.step import check_plan, floating_point_of
 from lambdacgd.version import __version__
 
@@ -120,7 +126,7 @@ def privatize(
             given, model = model, unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
-            _check_dataset(dataset, plan)
+            check_dataset(dataset, plan)
             number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
             if max_physical_batch_size is not None:
                 integer("max_physical_batch_size", max_physical_batch_size)
@@ -157,12 +163,17 @@ def privatize(
                     clipper.expect_views(views)
                 options = {
                     "num_workers": num_workers,
-                    "collate_fn": collate_fn,
+                    "collate_fn": None if collate_fn is None else KeepsApart(collate_fn),
                     "pin_memory": pin_memory,
                     "prefetch_factor": prefetch_factor,
                     "worker_init_fn": worker_init_fn,
                     "multiprocessing_context": multiprocessing_context,
                 }
+                run = (
+                    SharedRun(world, key, prepared=run_id, plan=plan.digest)
+                    if world.many
+                    else Run(key, prepared=run_id, plan=plan.digest)
+                )
                 private = Private(
                     model,
                     optimizer,
@@ -170,7 +181,7 @@ def privatize(
                     plan,
                     max_grad_norm=max_grad_norm,
                     clipper=clipper,
-                    run=_run(world, key, run_id, plan),
+                    run=run,
                     views=views,
                     max_physical_batch_size=max_physical_batch_size,
                     data_fingerprint=data_fingerprint,
@@ -185,18 +196,7 @@ def privatize(
                     step()
                 raise
         if isinstance(private.run, SharedRun):
-            with world.together("privatize"):
-                facts = _facts(private, max_physical_batch_size, reduce_every_batch)
-            with private.loading():  # all ranks begin with rank 0's weights
-                start_together(
-                    private.run,
-                    facts,
-                    model=model,
-                    parameters=clipper.parameters,
-                    optimizer=optimizer,
-                    world=world,
-                    device=clipper.anchor.device,
-                )
+            _start_together(private, private.run, max_physical_batch_size, reduce_every_batch)
         if loss is not None and views == 1 and private.shards is None:
             with world.together("looking at the loss"):
                 private.check_loss(loss, _few(dataset), collate_fn or default_collate)
@@ -213,12 +213,6 @@ def _few(dataset: Any) -> list[Any]:
     places = [k * (len(dataset) - 1) // max(1, count - 1) for k in range(count)]
     with random_numbers_of("looking at the loss", put_back=True):
         return [dataset[place] for place in places]
-
-
-def _run(world: World, key: SecretKey | None, prepared: str | None, plan: Plan) -> Run:
-    if world.many:
-        return SharedRun(world, key, prepared=prepared, plan=plan.digest)
-    return Run(key, prepared=prepared, plan=plan.digest)
 
 
 def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
@@ -244,6 +238,53 @@ def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_b
         "reduce_every_batch": private.shards is not None and reduce_every_batch,
         "version": __version__,
     }
+
+
+_ADVICE = {
+    "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
+    "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
+    "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
+    "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
+    "examples": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
+    "order (no shuffling, no part for each rank). If reading is random in a way of its own, name the data with "
+    "data_fingerprint on every rank",
+    "device": "Noise of different kinds of device agrees only to rounding: use one kind",
+    "physical batch size": "Ranks go through physical batches together",
+    "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
+    "reduce_every_batch": "Ranks reduce sums together",
+}
+
+
+def _start_together(
+    private: Private, run: SharedRun, max_physical_batch_size: int | None, reduce_every_batch: bool
+) -> None:
+    """Compare what the ranks brought, then take rank 0's key and weights. All must call it; a difference is an error
+    on each.
+
+    Shards are nobody's copy but where a mesh replicates them: these are not sent, so they are compared.
+    """
+    world, parameters, optimizer = private.world, private.clipper.parameters, private.optimizer
+    with world.together("privatize"):
+        facts = _facts(private, max_physical_batch_size, reduce_every_batch)
+    world.agree("privatize", {**facts, **optimizer_settings(parameters, optimizer)}, _ADVICE)
+    keys = [None if given is None else f"{given[:8]}…" for given in world.gather(run.given_fingerprint)]
+    why = "their noise and batches would not be one run's. Give the key on rank 0 alone (others receive it), or the "
+    _check_first_counts(keys, "the key", why + "same file on all")
+    why = "data sorted by the bins of one run would be read as another's. Give the run_id on rank 0 alone, or the same "
+    _check_first_counts(world.gather(run.given_id), "the run_id", why + "one on all")
+    with private.loading():  # all ranks begin with rank 0's weights
+        run.share(private.clipper.anchor.device)
+        broadcast_(private.model, world)
+        compare_weights(parameters, optimizer, 0, world)
+
+
+def _check_first_counts(given: list[str | None], what: str, why: str) -> None:
+    """What rank 0 was given counts; others bring the same or nothing."""
+    for rank, value in enumerate(given):
+        if value is not None and value != given[0]:
+            raise TrainingError(
+                f"privatize: rank 0 was given {what} {given[0] or '(none)'} and rank {rank} {what} {value}: {why}"
+            )
 
 
 def _bare(optimizer: Any) -> Any:
@@ -278,27 +319,6 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         )
 
 
-def _check_dataset(dataset: Any, plan: Plan) -> None:
-    if isinstance(dataset, DataLoader):
-        raise InvalidInput(
-            "dataset",
-            "This is a DataLoader. The plan decides which examples form a batch, so pass its dataset.",
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidInput(
-            "dataset",
-            f"dataset must be map-style, with __len__ and __getitem__, because the plan decides which examples come "
-            f"when; {type(dataset).__name__} is not.",
-        )
-    if len(dataset) != plan.examples:
-        raise InvalidInput(
-            "dataset",
-            f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}. Make a plan for this "
-            "dataset: lc.plan(dataset, …).",
-        )
-    check_no_repeats(dataset)
-
-
 def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
     names = {id(p): name for name, p in clipped.items()}
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -324,63 +344,3 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
             f"The optimizer lacks {name!r} ({len(missing)} trainable parameter(s) in all). What it does not train "
             "would still use up the clipping norm: add it, or freeze it with requires_grad_(False).",
         )
-
-
-# --- does the dataset hold an example twice? -------------------------------------------------------------------------
-
-Places = tuple[np.ndarray, np.ndarray]  # for each item, which dataset it is of, and its index there
-
-
-def check_no_repeats(dataset: Any) -> None:
-    """Refuse a dataset that names one example of another dataset more than once.
-
-    A plan protects one item; what is in two is protected half as well. Oversampling a rare class repeats its examples:
-    `Subset` with an index twice, `ConcatDataset` of one dataset with itself, ``select`` of Hugging Face datasets. What
-    a dataset of one's own does inside is not seen.
-    """
-    owners: dict[int, int] = {}
-    places = _places(dataset, owners)
-    if places is None:
-        return
-    order = np.lexsort(places)
-    whose, index = places[0][order], places[1][order]
-    again = np.flatnonzero((whose[1:] == whose[:-1]) & (index[1:] == index[:-1]))
-    if len(again):
-        first = again[0]
-        times = int(((places[0] == whose[first]) & (places[1] == index[first])).sum())
-        raise InvalidInput(
-            "dataset",
-            f"The {type(dataset).__name__} holds example {index[first]} {times} times ({len(again)} repetitions). "
-            "Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
-            "plan accounts for. Give each example once; to make a class count for more, multiply its examples' losses.",
-        )
-
-
-def _places(dataset: Any, owners: dict[int, int]) -> Places | None:
-    """Where the items of a dataset come from; None if they are its own."""
-    if isinstance(dataset, Subset):
-        inner, chosen = _of(dataset.dataset, owners), np.asarray(dataset.indices, dtype=np.int64)
-        return inner[0][chosen], inner[1][chosen]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_of(part, owners) for part in dataset.datasets]
-        return np.concatenate([whose for whose, _ in parts]), np.concatenate([index for _, index in parts])
-    selected = _selected(dataset)
-    return None if selected is None else (np.zeros(len(selected), dtype=np.int64), selected)
-
-
-def _of(dataset: Any, owners: dict[int, int]) -> Places:
-    places = _places(dataset, owners)
-    size, owner = len(dataset), owners.setdefault(id(dataset), len(owners) + 1)
-    if places is None:
-        return np.full(size, owner), np.arange(size)
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        return places
-    return np.full(size, owner), places[1]
-
-
-def _selected(dataset: Any) -> np.ndarray | None:
-    """The rows that a ``datasets.Dataset`` has selected of its table, if it has."""
-    chosen = getattr(dataset, "_indices", None)
-    if chosen is None or not hasattr(dataset, "select") or not hasattr(chosen, "column"):
-        return None
-    return np.asarray(chosen.column(0).to_numpy(), dtype=np.int64)

@@ -196,7 +196,7 @@ class Loop:
         shards: ShardedTotals | None,
         history: History,
     ) -> None:
-        self.model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
+        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
         self.world, self.shards, self.history = world, shards, history
         self.cycle = Cycle(private_step.plan.steps)
         self.gradients = Gradients(clipper.parameters, optimizer)
@@ -207,6 +207,7 @@ class Loop:
         self.resting = False
         self.attached = True
         self.broken: str | None = None
+        self._compares = world.many  # weights, at the end of an epoch
         self._steps_per_epoch = private_step.plan.steps_per_epoch
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
@@ -219,6 +220,11 @@ class Loop:
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, as it is, fixed for a run: its weights are in no other."""
+        return self._model
 
     def remove_hooks(self) -> None:
         """Give the optimizer back. A logical batch under way is dropped."""
@@ -355,7 +361,7 @@ class Loop:
         if self.resting or self.cycle.phase is not Phase.NOISED:
             return
         self.acted()
-        if self.world.many and self.cycle.done % self._steps_per_epoch == 0:
+        if self._compares and self.cycle.done % self._steps_per_epoch == 0:
             compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
         for act in self.after_step:
             act()

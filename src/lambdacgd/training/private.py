@@ -31,7 +31,6 @@ class Private(Loop):
     """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
 
     Attributes:
-        model: The user's model, as it is: the run's weights are in no other.
         optimizer: The user's optimizer.
         dataset: The examples, by index.
         loader: Iterates the remaining batches of the run.

@@ -1,4 +1,4 @@
-"""`privatize`: two lines that make an ordinary PyTorch loop private. What it returns, and what it refuses at the door."""
+"""`privatize`: two lines that make an ordinary PyTorch loop private; what it returns, and what it refuses."""
 
 from __future__ import annotations
 

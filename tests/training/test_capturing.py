@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private._loop, private.loader, loss, data, padded)
+    graphs.step = Captured(private, private.loader, loss, data, padded)
     return private, graphs.step
 
 

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.guards import Phase
 from lambdacgd.training.loader import Loader, cut
-from lambdacgd.training.loop import Loop
+from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
@@ -44,10 +43,11 @@ class CapturedStep:
         self, loop: Loop, loader: Loader, loss: LossFunction, data: Sequence[Tensor], padded: int | None
     ) -> None:
         self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
-        plan = self._plan = loop.step.plan
+        plan = self._plan = loop.private_step.plan
         self._device = _check(loop, plan, self._data)
         # One of its own: graphs hold its noise's memory, and the loop's is made anew when a run is resumed.
-        self._private_step = PrivateStep(plan, loop.step.run, loop.step.layout, max_grad_norm=loop.step.max_grad_norm)
+        of_loop = loop.private_step
+        self._private_step = PrivateStep(plan, of_loop.run, of_loop.layout, max_grad_norm=of_loop.max_grad_norm)
         if padded is None:
             padded = min(plan.examples, _spread(plan.batch_size, 3))
         self.padded = integer("padded", padded)

@@ -43,13 +43,19 @@ from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
-from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
-from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
+from lambdacgd.training.data import Sample
+from lambdacgd.training.distributed.models import (
+    compare_weights,
+    groups_by_name,
+    is_sharded,
+    local,
+    place_of,
+    reshard,
+)
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.guards import Cycle
+from lambdacgd.training.loop import Cycle
 from lambdacgd.training.run import Run
-from lambdacgd.training.sample import Sample
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-checkpoint-2"

@@ -15,7 +15,7 @@ from safetensors.torch import save_file, save_model
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
 from lambdacgd.training.distributed.models import is_sharded, whole_state
-from lambdacgd.training.private import Private
+from lambdacgd.training.privatize import Private
 from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"

@@ -47,10 +47,9 @@ class Noiser:
     Guarantee
     ---------
     If every sum holds each example of ``batch()`` at most once with norm at most ``max_grad_norm`` over all tensors
-    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says, for real numbers. What
-    the floating-point form of the sums reveals is not covered: whoever knows candidates for a sum may tell them apart
-    by the lowest bits of what is released. Clipping is yours, and so is its rounding. With several processes there is
-    one Noiser, on rank 0.
+    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says, as the floating-point
+    numbers it is: it lies on a public lattice, whose cost is part of ε and δ (docs/noise-proof.md). Clipping is yours,
+    and so is its rounding. With several processes there is one Noiser, on rank 0.
     """
 
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:

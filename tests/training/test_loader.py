@@ -181,3 +181,46 @@ def test_cudnns_search_at_every_batch_size_is_warned_of(monkeypatch, sampling, b
     about = [warning for warning in found if "cudnn.benchmark" in str(warning.message)]
     assert len(about) == warned
     assert all(warning.filename == __file__ for warning in about)
+
+
+@pytest.mark.parametrize(("views", "size"), [(1, None), (1, 9), (2, 9)])
+def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
+    """What fills a batch up has weight zero; augmentation does not move by it."""
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, i):
+            x, y = oracle.data()[i]
+            return x + torch.randn(x.shape), y
+
+    runs = []
+    for multiple in (1, 4):
+        module = oracle.model(dtype=torch.float64)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        private = privatize(
+            module,
+            optimizer,
+            Noisy(),
+            oracle.binned_plan(48, 8, 3),
+            max_grad_norm=0.3,
+            key=oracle.key(),
+            augmentations=views,
+            max_physical_batch_size=size,
+            pad_batches=multiple,
+        )
+        private.run._id = "one"
+        sizes = set()
+        for x, y in private.loader:
+            F.cross_entropy(module(x.double()), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.add(len(x) // views)
+        runs.append((sizes, {name: p.detach().clone() for name, p in module.named_parameters()}))
+        private.detach()
+    (few, weights), (padded, others) = runs
+    assert all(n % 4 == 0 or n == size for n in padded)
+    assert len(padded) < len(few)
+    for name, p in weights.items():
+        torch.testing.assert_close(others[name], p, rtol=1e-9, atol=1e-11)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -209,10 +209,19 @@ class Outer(Record):
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        if callable(self.a) or callable(self.b):
+        rows, tokens, inner, out = self.sizes
+        if isinstance(self.a, Tensor) and isinstance(self.b, Tensor):
+            a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
+            return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        if minor:
             return super().folded(examples, minor=minor)
-        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
-        return outer(self.name, a, b, self.shape, transposed=self.transposed).resolve()
+        each = rows // examples
+
+        def more(of: Callable[[slice], Tensor]) -> Callable[[slice], Tensor]:
+            return lambda some: of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
+
+        sizes = (examples, each * tokens, inner, out)
+        return replace(self, a=more(self.left), b=more(self.right), sizes=sizes)
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -340,6 +349,7 @@ class Settings:
     mode: Mode = "flat"
     nonfinite: NonFinite = "zero"
     loss_scale: float | Tensor = 1.0  #: by how much the loss was multiplied (GradScaler; the views of an example)
+    views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
 
     def __post_init__(self) -> None:
         for name, kind in (("loss_reduction", LossReduction), ("mode", Mode), ("nonfinite", NonFinite)):
@@ -440,6 +450,8 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
+        if type(record) is Outer:
+            record = record.resolve()
         if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
             raise refuse(
                 f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "

@@ -265,11 +265,11 @@ class Clipper:
         self._backward_pass.weights = weights
 
     def expect_views(self, views: int) -> None:
-        """Every example comes as this many rows of the model's arguments, one view of all after another.
+        """Every example comes as this many rows of the model's arguments, which are neighbours.
 
-        The gradient of an example is the mean over its views: a loss that adds examples up has ``views`` times as many.
+        The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
         """
-        self._probe.views = views
+        self._settings.views = views
         self._settings.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
 
     def expect_loss_scale(self, scale: float | Tensor) -> None:
@@ -287,12 +287,12 @@ class Clipper:
     @property
     def views(self) -> int:
         """K, the readings of an example that are averaged before clipping."""
-        return self._probe.views
+        return self._settings.views
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of examples in the model's arguments."""
+        """The number of examples in the model's arguments; of rows, where each has several views."""
         return self._batch_of(args, kwargs) if self._batch_of else batch_size(args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -304,6 +304,11 @@ class Clipper:
         batch = self.count(args, kwargs)
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
+        if batch % self.views:
+            raise ClippingError(
+                f"the model was given {batch} rows, which is not a multiple of augmentations={self.views}. Run other "
+                "data through it under torch.no_grad()."
+            )
         if backward_task() != -1:  # a recomputation by checkpointing
             self._forward_pass.batch = batch
             return
@@ -396,7 +401,7 @@ class Clipper:
                 "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
             )
         if layer.forward_pass.sharded:
-            self._watch(layer)
+            self._hook_gathered(layer)
         else:
             for slots, local, parameter in layer.slots:
                 if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
@@ -409,7 +414,7 @@ class Clipper:
                 return _by_rule(layer, rule, *args, **kwargs)
         return _by_rule(layer, rule, *args, **kwargs)
 
-    def _watch(self, layer: Layer) -> None:
+    def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
         for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
             gathered = slots[last]

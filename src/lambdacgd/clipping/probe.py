@@ -48,7 +48,6 @@ class Probe:
     """`look` before a forward pass that is to be probed.
 
     Attributes:
-        views: Rows of every example in the model's arguments, one view of all examples after another.
         layers: The layers that are clipped.
         read_elsewhere: Those whose parameters other modules read, too.
         suspects: By the model's mode, the places of outputs that no gradient may come from, and why.
@@ -64,7 +63,6 @@ class Probe:
         mean: bool,
     ) -> None:
         """``mean``: whether a loss that the model returns is the mean over examples."""
-        self.views = 1
         self.layers: list[Layer] = []
         self.read_elsewhere: list[Layer] = []
         self.suspects: dict[bytes, dict[int, str]] = {}
@@ -97,7 +95,7 @@ class Probe:
 
     def _look(self, arguments: Arguments, batch: int, suspects: dict[int, str]) -> None:
         sets = self._chosen(arguments, batch)
-        if take_examples(arguments, batch, sets[0], self.views, self._count) is None:
+        if take_examples(arguments, batch, sets[0], self._count) is None:
             return  # arguments that cannot be cut: the sizes of later batches have to do
         noise, state, turn = SameNoise(), State(self._model), 0
         devices = [self._anchor.device] if self._anchor.is_cuda else []
@@ -177,7 +175,7 @@ class Probe:
 
     def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, apart: bool) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
-        taken = take_examples(arguments, batch, rows, self.views, self._count)
+        taken = take_examples(arguments, batch, rows, self._count)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
         own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
@@ -286,7 +284,7 @@ class Probe:
         if batch == 2:
             return [[0, 1, 1]]
         dims = {d for p in self._model.parameters() for d in p.shape}
-        dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch * self.views,) else 0 :]}
+        dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch,) else 0 :]}
         sizes = sorted((m for m in _SIZES if m <= batch), key=lambda m: sum(d in (m, m - 1) for d in dims))
         return [list(range(m)) for m in sizes[:_SETS]]
 
@@ -406,7 +404,7 @@ def check_loss(
 
 def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
     """A batch of some rows of another."""
-    taken = take_examples(((batch,), {}), count, rows, 1, lambda args, kwargs: len(rows))
+    taken = take_examples(((batch,), {}), count, rows, lambda args, kwargs: len(rows))
     return batch if taken is None else taken[0][0]
 
 
@@ -616,9 +614,7 @@ def _cotangent(x: Tensor, other: torch.Size, count: int, weights: list[float]) -
 # --- the same passes again --------------------------------------------------------------------------------------------
 
 
-def take_examples(
-    arguments: Arguments, batch: int, rows: Sequence[int], views: int, count: Callable[..., int]
-) -> Arguments | None:
+def take_examples(arguments: Arguments, batch: int, rows: Sequence[int], count: Callable[..., int]) -> Arguments | None:
     """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
     they cannot be cut.
     """
@@ -634,10 +630,9 @@ def take_examples(
                 held = copy.copy(x)
                 vars(held).update({name: tree_map(take, value, is_leaf=_whole) for name, value in vars(x).items()})
                 return held
-            if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == views * batch):
+            if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == batch):
                 return x
-            places = [view * batch + row for view in range(views) for row in rows]
-            return x.index_select(dim, torch.tensor(places, device=x.device))
+            return x.index_select(dim, torch.tensor(list(rows), device=x.device))
 
         args, kwargs = tree_map(take, arguments, is_leaf=_whole)
         first = next(tensors_in((args, kwargs)), None)

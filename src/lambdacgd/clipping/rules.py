@@ -326,19 +326,22 @@ class Call:
         without_autocast(self._deliver, gradient, *saved)
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        backward_pass, batch, refuse = self.layer.backward_pass, self.batch, self.layer.refuse
-        backward_pass.begin(batch, self.generation, refuse)
+        backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
+        examples = self.batch // backward_pass.settings.views
+        backward_pass.begin(examples, self.generation, refuse)
         for record in self.recorder(gradient, *saved):
-            backward_pass.receive(record if record.examples == batch else self._by_example(record), refuse)
+            backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
 
-    def _by_example(self, record: Record) -> Record:
-        """A record with one row per example, of one with several."""
-        if record.examples % self.batch or self.layer.layout is None:
-            raise self.layer.refuse(
-                f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could not "
-                "be seen from the first batches. Keep the batch as the first dimension of its input."
-            )
-        return record.folded(self.batch, minor=self.layer.layout == MINOR)
+    def _by_example(self, record: Record, examples: int) -> Record:
+        """A record with one row per example, of one with several: frames or steps of it, then its views."""
+        if record.examples != self.batch:
+            if record.examples % self.batch or self.layer.layout is None:
+                raise self.layer.refuse(
+                    f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could "
+                    "not be seen from the first batches. Keep the batch as the first dimension of its input."
+                )
+            record = record.folded(self.batch, minor=self.layer.layout == MINOR)
+        return record if self.batch == examples else record.folded(examples, minor=False)
 
 
 class Tap(torch.autograd.Function):

@@ -133,7 +133,7 @@ class CapturedStep:
         for number in range(step, end + 1):
             kinds = []
             for chunk in cut(number, next(batches), self.padded):
-                chosen = [] if chunk.empty else chunk.indices
+                chosen = [] if chunk.padding else chunk.indices
                 rows.append(chosen + [-1] * (self.padded - len(chosen)))
                 width = next(width for width in self.widths if width >= len(chosen))
                 kinds.append((chunk.first == 0, chunk.last, width))

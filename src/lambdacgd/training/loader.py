@@ -2,10 +2,11 @@
 
 Guarantee
 ---------
-The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated,
-padded or rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where
-nobody takes part, one example of weight exactly zero is handed out, so that the step is pure noise. What random
-augmentation does depends on the run, the step and the place in the logical batch only, not on workers or resuming.
+The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated or
+rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where nobody
+takes part, one example of weight exactly zero is handed out, so that the step is pure noise; what fills a batch up
+(``pad_batches``) has weight exactly zero, too. What random augmentation does depends on the run, the step and the place
+in the logical batch only, not on workers, padding or resuming.
 """
 
 from __future__ import annotations
@@ -23,31 +24,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from lambdacgd.clipping import Replaced, batch_size
 from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
-from lambdacgd.torch_private import AnyConvolution, tree_flatten, tree_unflatten
+from lambdacgd.torch_private import AnyConvolution
 from lambdacgd.training.loop import Chunk, Loop, Phase
 
 Collate = Callable[[list[Any]], Any]
 
 
-def cut(step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
+def cut(
+    step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1, multiple: int = 1
+) -> Iterator[Chunk]:
     """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
 
+    A part is filled up at weight zero to a multiple of ``multiple``, though not beyond ``size``, by its first example.
     With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
     have as many parts as the one with the most examples, so that they go through them together.
     """
     own, most = batch[rank::ranks], max(1, -(-len(batch) // ranks))
-    size = size or most
-    for first in range(0, most, size):
-        part = own[first : first + size].tolist()
-        least = min(size, max(0, len(batch) // ranks - first))
-        yield Chunk(step, rank + ranks * first, part or [0], first + size >= most, empty=not part, least=least)
+    step_size = size or most
+    for first in range(0, most, step_size):
+        part = own[first : first + step_size].tolist()
+        least = min(step_size, max(0, len(batch) // ranks - first))
+        width = max(1, -(-len(part) // multiple)) * multiple
+        padding = (width if size is None else min(width, size)) - len(part)
+        indices = part + (part[:1] or [0]) * padding
+        yield Chunk(step, rank + ranks * first, indices, first + step_size >= most, padding, least)
 
 
 class Examples(Dataset[Any]):
-    """The user's dataset, read a chunk at a time with random numbers of the chunk's own (``views`` readings each)."""
+    """The user's dataset, read a chunk at a time with random numbers of the chunk's own (``views`` readings each).
+
+    The readings of an example are neighbours. What fills a chunk up is read last: nobody's random numbers move.
+    """
 
     def __init__(self, dataset: Any, run: str, views: int) -> None:
         self._dataset, self._run, self._views = dataset, run, views
@@ -57,10 +66,15 @@ class Examples(Dataset[Any]):
 
     def __getitems__(self, chunk: Chunk) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)
+        own = len(chunk.indices) - chunk.padding
         items: list[Any] = []
         with random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
-            for _ in range(self._views):
-                items += together(chunk.indices) if callable(together) else [self._dataset[i] for i in chunk.indices]
+            for some in (chunk.indices[:own], chunk.indices[own:]):
+                readings = [
+                    together(some) if callable(together) else [self._dataset[i] for i in some]
+                    for _ in range(self._views if some else 0)
+                ]
+                items += [item for of_example in zip(*readings, strict=True) for item in of_example]
         return items
 
 
@@ -77,7 +91,7 @@ class Rows(Dataset[Any]):
         return len(self._tensors[0])
 
     def __getitems__(self, chunk: Chunk) -> list[Tensor]:
-        rows = torch.tensor(chunk.indices * self._views, device=self._tensors[0].device)
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=self._tensors[0].device)
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
 
     @staticmethod
@@ -128,11 +142,13 @@ class Loader:
         dataset: Any,
         *,
         max_physical_batch_size: int | None,
+        pad_batches: int,
         views: int,
         options: dict[str, Any],
     ) -> None:
         """``options`` go to ``torch.utils.data.DataLoader``; every example is read ``views`` times."""
         self._loop, self._dataset, self._views, self._options = loop, dataset, views, options
+        self._multiple = pad_batches
         self._plan, self._size = loop.private_step.plan, max_physical_batch_size
         self._reading: Iterator[Any] = iter(())
         self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
@@ -220,7 +236,8 @@ class Loader:
 
         def chunks() -> Iterator[Chunk]:
             for number, batch in enumerate(self.batches(step), start=step):
-                for chunk in cut(number, batch, self._size, rank=world.rank, ranks=world.size):
+                parts = cut(number, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple)
+                for chunk in parts:
                     given.append(chunk)
                     yield chunk
 
@@ -288,68 +305,7 @@ def warn_of_search(model: nn.Module, sampling: Sampling) -> None:
     if any(p.is_cuda for module in convolutions for p in module.parameters()):
         warnings.warn(
             "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and "
-            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or use "
-            "private.captured_step, which has three sizes",
+            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or pad_batches, or "
+            "use private.captured_step, which has three sizes",
             stacklevel=4,  # the loop over the loader
         )
-
-
-# --- several views of an example, averaged before clipping ----------------------------------------------------------
-#
-# The loader reads every example ``views`` times and puts the readings of one view side by side: view 1 of all examples,
-# then view 2, and so on. The model runs once a view, on the examples' own rows, so that clipping sees one example used
-# several times and treats its gradients as one (cross terms included); the outputs are put back together for the
-# user's loss.
-
-
-def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
-    """How many examples the model was given, when each has ``views`` rows."""
-
-    def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        rows = batch_size(args, kwargs)
-        if rows % views:
-            raise TrainingError(
-                f"the model was given {rows} rows, which is not a multiple of augmentations={views}. Run other data "
-                "through it under torch.no_grad()"
-            )
-        return rows // views
-
-    return count
-
-
-def run_by_view(model: nn.Module, views: int) -> Callable[[], None]:
-    """Make the model run once a view while gradients are on; returns what undoes it."""
-    original, count = model.forward, examples_in(views)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        examples = count(args, kwargs)
-        flat, tree = tree_flatten((args, kwargs))
-        outputs = []
-        for view in range(views):
-            rows = slice(view * examples, (view + 1) * examples)
-            own = [x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == views * examples else x for x in flat]
-            view_args, view_kwargs = tree_unflatten(own, tree)
-            outputs.append(original(*view_args, **view_kwargs))
-        return _together(outputs, examples)
-
-    replaced = Replaced(model, forward)
-    model.forward = replaced
-    return replaced.undo
-
-
-def _together(outputs: list[Any], examples: int) -> Any:
-    flats, trees = zip(*(tree_flatten(output) for output in outputs), strict=True)
-    joined = []
-    for parts in zip(*flats, strict=True):
-        if isinstance(parts[0], Tensor):
-            if parts[0].dim() == 0 or parts[0].shape[0] != examples:
-                raise TrainingError(
-                    f"with augmentations, every output of the model must have the examples first; one has shape "
-                    f"{tuple(parts[0].shape)} for {examples} examples. Compute the loss outside the model"
-                )
-            joined.append(torch.cat(parts))
-        else:
-            joined.append(parts[0])
-    return tree_unflatten(joined, trees[0])

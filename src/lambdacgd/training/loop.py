@@ -72,7 +72,7 @@ class Chunk(NamedTuple):
     first: int
     indices: list[int]
     last: bool  # whether the logical batch is whole with it
-    empty: bool  # whether nobody takes part, so that its one example has weight zero
+    padding: int  # of its examples, how many at the end have weight zero: all, where nobody takes part
     least: int = 0  # examples that every rank has at least in this physical batch
 
 
@@ -298,7 +298,8 @@ class Loop:
         if self.shards is not None:
             self.shards.expect(chunk.step, last=chunk.last)
             self.clipper.allow_probe(chunk.least > 1)
-        self.clipper.weigh(torch.zeros(1) if chunk.empty else None)
+        rows = torch.arange(len(chunk.indices))
+        self.clipper.weigh((rows < len(rows) - chunk.padding).float() if chunk.padding else None)
 
     def drop_batch(self) -> None:
         """Forget the logical batch under way. Nothing of it was released."""

@@ -34,7 +34,7 @@ from lambdacgd.training.distributed.models import (
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.loader import Collate, Epoch, Loader, examples_in, random_numbers_of, run_by_view
+from lambdacgd.training.loader import Collate, Epoch, Loader, random_numbers_of
 from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
@@ -51,6 +51,7 @@ def privatize(
     *,
     max_grad_norm: float,
     max_physical_batch_size: int | None = None,
+    pad_batches: int = 1,
     key: SecretKey | None = None,
     run_id: str | None = None,
     loss_reduction: LossReduction = "mean",
@@ -92,6 +93,9 @@ def privatize(
         max_physical_batch_size: Splits logical batches to fit memory: until one is whole, ``p.grad`` is None and
             ``step`` and ``zero_grad`` do nothing. Schedulers act between logical batches:
             ``if private.between_steps: scheduler.step()``. With several ranks it is each rank's.
+        pad_batches: Fills physical batches up to a multiple of this with examples of weight exactly zero, so that
+            sampled batches come in few sizes: memory then grows no more with every new one. The loss that you print
+            counts them.
         key: A ``SecretKey``; by default a new one in memory. Give one with a file to be able to save checkpoints. With
             several ranks only rank 0 needs one.
         run_id: Names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins
@@ -137,6 +141,7 @@ def privatize(
             if max_physical_batch_size is not None:
                 integer("max_physical_batch_size", max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
+            integer("pad_batches", pad_batches)
             views = integer("augmentations", augmentations)
             history = History.of(earlier)
             if math.isinf(plan.epsilon):
@@ -156,7 +161,7 @@ def privatize(
                 max_grad_norm,
                 loss_reduction=loss_reduction,
                 mode="flat" if math.isinf(max_grad_norm) else clipping_mode,
-                batch_of=examples_in(views) if views > 1 else batch_of,
+                batch_of=batch_of,
             )
             undo = [clipper.detach]
             try:
@@ -164,9 +169,7 @@ def privatize(
                 _check_same_parameters(clipper.parameters, optimizer)
                 floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
                 clipper.leave_room()  # σ is then the plan's own
-                if views > 1:
-                    undo.append(run_by_view(model, views))
-                    clipper.expect_views(views)
+                clipper.expect_views(views)
                 options = {
                     "num_workers": num_workers,
                     "collate_fn": None if collate_fn is None else KeepsApart(collate_fn),
@@ -190,6 +193,7 @@ def privatize(
                     run=run,
                     views=views,
                     max_physical_batch_size=max_physical_batch_size,
+                    pad_batches=pad_batches,
                     data_fingerprint=data_fingerprint,
                     loader_options=options,
                     undo=undo,
@@ -245,6 +249,7 @@ class Private(Loop):
         run: Run,
         views: int,
         max_physical_batch_size: int | None,
+        pad_batches: int,
         data_fingerprint: str | None,
         loader_options: dict[str, Any],
         undo: list[Callable[[], None]],
@@ -270,6 +275,7 @@ class Private(Loop):
             self,
             dataset,
             max_physical_batch_size=max_physical_batch_size,
+            pad_batches=pad_batches,
             views=views,
             options=loader_options,
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping.backward import ColumnSum, Outer, Record, outer
+from lambdacgd.clipping.backward import ColumnSum, Record, direct, outer
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, register
 from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply
@@ -28,13 +28,14 @@ def linear_records(
 ) -> Iterator[Record]:
     """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
     b = tokens(gradient)
-    kept: Record | None = None
+    keeps_b = False
     if weight is not None:
-        kept = outer(weight, tokens(x), b, shape, transposed=transposed).resolve()
+        kept = outer(weight, tokens(x), b, shape, transposed=transposed)
+        keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
         yield kept
     if bias is not None:
         later = ColumnSum(bias, b)
-        yield later if isinstance(kept, Outer) and b.shape[1] > 1 else later.formed()
+        yield later if keeps_b else later.formed()
 
 
 class LinearTap(torch.autograd.Function):

@@ -305,7 +305,7 @@ def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
                         gradient = _behind_reset(gradient, span.restore(reset, backwards).transpose(0, 1))
                         total = _over_time(gradient)
                 if weight is not None:
-                    yield outer(weight, x, gradient, shapes[f"weight_{part}{suffix}"]).resolve()
+                    yield outer(weight, x, gradient, shapes[f"weight_{part}{suffix}"])
                 if bias is not None:
                     yield Stored(bias, total)
 

@@ -210,6 +210,11 @@ class Clipper:
         return torch.cat(norms) if norms else torch.zeros(0)
 
     @property
+    def examples(self) -> int:
+        """How many examples backward passes have covered since the last `take`."""
+        return sum(len(norms) for norms, _ in self._backward_pass.norms)
+
+    @property
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
         return self._backward_pass.dropped()

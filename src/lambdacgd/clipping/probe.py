@@ -171,7 +171,7 @@ class Probe:
                     rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
         if failed is not None:
             raise failed
-        state.compare(*written, None)
+        state.compare(written[0], written[1], None)
 
     def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, apart: bool) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each apart."""

@@ -282,7 +282,7 @@ class Loop:
         if cycle.phase is Phase.IDLE:
             return
         cycle.refuse_half_done()
-        cycle.check_backward(self.clipper.norms.numel())
+        cycle.check_backward(self.clipper.examples)
         if cycle.phase is Phase.WHOLE:
             raise TrainingError(
                 f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next "
@@ -336,18 +336,18 @@ class Loop:
         if cycle.phase is Phase.NOISED:  # the optimizer failed half-way, and is called again
             return
         cycle.check_taken()
-        norms = self.clipper.norms
+        seen = self.clipper.examples
         try:
-            cycle.check_backward(norms.numel())
+            cycle.check_backward(seen)
         except TrainingError:
-            if norms.numel() > cycle.handed_out:
+            if seen > cycle.handed_out:
                 self.drop_batch()  # too many backward passes: the sums are spoilt, the loader yields the batch again
             raise
         self.gradients.check_clear(cycle.done)
         if cycle.phase is not Phase.WHOLE:
             return
         self.note_changes()
-        self._look_at(norms)
+        self._look_at(self.clipper.norms)
         try:
             self.private_step(self.clipper, cycle.current)
         except BaseException:  # a sum that is not finite, Ctrl-C

@@ -154,13 +154,18 @@ def loop_step(case: Case, device: torch.device, precision: str, batch: int, mode
         drawn = (torch.as_tensor(rows, device=device) for rows in plan.sampling.batches(key, run="1"))
         batches: Iterator[Any] = ((x[rows], y[rows]) for rows in drawn)
     else:
-        options = {"max_grad_norm": _CLIP, "key": key, "pad_batches": max(1, batch // 8) if "padded" in mode else 1}
+        options: dict[str, Any] = {
+            "max_grad_norm": _CLIP,
+            "key": key,
+            "pad_batches": max(1, batch // 8) if "padded" in mode else 1,
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the key is for tests
             batches = iter(lc.privatize(model, optimizer, TensorDataset(x, y), plan, **options).loader)
 
     def step() -> None:
-        loss_of(model, *next(batches), precision).backward()
+        inputs, targets = next(batches)
+        loss_of(model, inputs, targets, precision).backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -148,14 +148,15 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    geometry = _geometry(m)
-    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
+    if layer.recorder is None:
+        layer.recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
+    recorder = layer.recorder
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
     if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
         return tap(layer, layer.hidden(x), recorder, x)
-    return apply_conv(layer.anchor, x, weight, bias, geometry, Call(layer, recorder))
+    return apply_conv(layer.anchor, x, weight, bias, recorder.keywords["geometry"], Call(layer, recorder))
 
 
 def _plain(m: Any) -> bool:

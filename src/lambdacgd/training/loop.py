@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import TrainingError
-from lambdacgd.torch_private import version
+from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, version
 from lambdacgd.training.card import History
 from lambdacgd.training.distributed.models import (
     check_spread_as_before,
@@ -60,9 +60,6 @@ _SCALER = (
     "clipped. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False), and call "
     "loss.backward() and optimizer.step(). The batch was dropped; the loader yields it again"
 )
-# GradScaler asks an optimizer for the first whether it takes care of scales by itself. If so, it leaves the other two
-# on the optimizer and calls step(). Otherwise it looks for gradients, finds none, and fails without saying why.
-_SCALES_BY_ITSELF, _SCALE, _FOUND_INF = "_step_supports_amp_scaling", "grad_scale", "found_inf"
 
 
 class Chunk(NamedTuple):
@@ -212,8 +209,8 @@ class Loop:
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        self._scales_by_itself = vars(optimizer).get(_SCALES_BY_ITSELF)
-        setattr(optimizer, _SCALES_BY_ITSELF, True)  # GradScaler then comes to our hook, which refuses it
+        self._scales_by_itself = vars(optimizer).get(SCALES_BY_ITSELF)
+        setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -233,9 +230,9 @@ class Loop:
         self.moved()
         for hook in self._hooks:
             hook.remove()
-        vars(self.optimizer).pop(_SCALES_BY_ITSELF, None)
+        vars(self.optimizer).pop(SCALES_BY_ITSELF, None)
         if self._scales_by_itself is not None:
-            setattr(self.optimizer, _SCALES_BY_ITSELF, self._scales_by_itself)
+            setattr(self.optimizer, SCALES_BY_ITSELF, self._scales_by_itself)
         self.gradients.clear()
         self.private_step.forget()
 
@@ -325,9 +322,9 @@ class Loop:
         self.check_usable()
         if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
             raise TrainingError(_CLOSURE)
-        if _SCALE in vars(optimizer) or _FOUND_INF in vars(optimizer):
-            vars(optimizer).pop(_SCALE, None)
-            vars(optimizer).pop(_FOUND_INF, None)
+        if not vars(optimizer).keys().isdisjoint(GIVEN_BY_SCALER):
+            for name in GIVEN_BY_SCALER:
+                vars(optimizer).pop(name, None)
             self.drop_batch()  # its losses were scaled, so its sums are not what was meant
             raise TrainingError(_SCALER)
         self.gradients.check_parameters()

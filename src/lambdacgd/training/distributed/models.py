@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lambdacgd.clipping import accumulator
 from lambdacgd.errors import InvalidInput, TrainingError
-from lambdacgd.torch_private import ddp_parameters, local_tensor, not_compiled
+from lambdacgd.torch_private import active_ddp, ddp_parameters, local_tensor, not_compiled
 from lambdacgd.training.distributed.world import World
 
 # --- parameters and their shards -------------------------------------------------------------------------------------
@@ -221,43 +221,34 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
         )
 
 
-def quiet(model: DistributedDataParallel) -> Undo:
+def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
     """Let DistributedDataParallel send nothing: clipped sums are reduced by us, once a logical step.
 
     Its reducer waits for gradients from autograd, which never come here, and its buffers' broadcast would hold up
-    ranks. This is the state that ``no_sync()`` puts it in.
-    """
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = False
-
-    def undo() -> None:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-    return undo
-
-
-def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
-    """Quieten the wrapper ``given``, and any that is put around ``model`` later (as accelerate does).
-
-    A process that trains by itself has no process group, so nothing can be wrapped around its model, and its forward
-    pass gets no hook.
+    ranks. The wrapper ``given``, and any that is put around ``model`` later (as accelerate does), is put into the state
+    that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
     if world.group is None:
         return []
-    known: dict[int, Undo] = {}
-    if isinstance(given, DistributedDataParallel):
-        known[id(given)] = quiet(given)
+    silenced: dict[int, tuple[DistributedDataParallel, bool, bool]] = {}
+
+    def silence(wrapper: DistributedDataParallel) -> None:
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        silenced[id(wrapper)] = (wrapper, *before)
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
 
     def before_forward(module: nn.Module, args: Any) -> None:
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and wrapper.module is model and id(wrapper) not in known:
+        wrapper = active_ddp()
+        if wrapper is not None and wrapper.module is model and id(wrapper) not in silenced:
             _check_ddp(wrapper, world)
-            known[id(wrapper)] = quiet(wrapper)
+            silence(wrapper)
 
     def undo() -> None:
-        for each in known.values():
-            each()
+        for wrapper, backward, forward in silenced.values():
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
 
+    if isinstance(given, DistributedDataParallel):
+        silence(given)
     return [model.register_forward_pre_hook(not_compiled(before_forward)).remove, undo]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from multiprocessing import active_children
 from types import SimpleNamespace
 
 import numpy as np
@@ -109,6 +110,21 @@ def test_a_tensor_dataset_read_by_rows_gives_the_batches_of_its_items(options):
     for one, two in zip(*seen, strict=True):
         assert type(one) is type(two)
         assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("end", ["the last step", "detach"])
+def test_workers_end_with_the_run(end):
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, num_workers=1)
+    before = set(active_children())
+    if end == "detach":
+        next(iter(private.loader))
+        assert set(active_children()) - before
+        private.detach()
+    else:
+        oracle.loop(private, module, optimizer)
+    assert not set(active_children()) - before
 
 
 def test_length():

@@ -12,6 +12,7 @@ import pickle
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -202,17 +203,15 @@ class Sample:
         """``readable``: whether this process may read examples (not where workers do: they inherit open files)."""
         self._dataset, self._examples, self._readable = dataset, examples, readable
         self._salt = secrets.token_hex(16)
-        self._found: str | None = None
-        self._looked = False
 
     def seal(self, key: SecretKey) -> list[str] | None:
         """What a checkpoint keeps; None where reading tells nothing."""
-        digest = self._digest()
+        digest = self._digest
         return None if digest is None else [self._salt, _seal(key, self._salt, digest)]
 
     def check(self, saved: Any, key: SecretKey) -> None:
         """Refuse to go on with a run whose examples were others."""
-        digest = self._digest()
+        digest = self._digest
         if saved is None or digest is None:
             return
         salt, sealed = saved
@@ -224,12 +223,13 @@ class Sample:
                 "(another library, random numbers of its own), say so with data_fingerprint=…"
             )
 
+    @cached_property
     def _digest(self) -> str | None:
-        if not self._looked and self._readable:
-            first, again = (sample_of(self._dataset, self._examples, plain=True) for _ in range(2))
-            self._found = first if first == again else None  # reading is random in a way of its own
-        self._looked = True
-        return self._found
+        """The digest of a few examples; None where they cannot be read, or reading is random in a way of its own."""
+        if not self._readable:
+            return None
+        first, again = (sample_of(self._dataset, self._examples, plain=True) for _ in range(2))
+        return first if first == again else None
 
 
 def _seal(key: SecretKey, salt: str, digest: str) -> str:

@@ -543,19 +543,17 @@ class Weights:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {id(p) for p in model.parameters()}
         self._sharded = any(map(is_sharded, self._trained))
-        self._fingerprint: tuple[int, int] | None = None  # from when the run has ended
+        self._ended = False
         self._changed_before_end = False
-        self._versions = self._read()
+        self._expected = self._read()
 
     def settle(self) -> None:
         """The weights are what a step of the run, or loading its checkpoint, made them."""
-        self._versions = self._read()
+        self._expected = self._read()
 
     def changed(self) -> bool:
         """Whether something wrote to a parameter since ``settle``."""
-        if self._changed_before_end or self._read() != self._versions:
-            return True
-        return self._fingerprint is not None and self._fingerprint != self._computed()
+        return self._changed_before_end or self._read() != self._expected
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[Callable[[], None]]:
@@ -563,27 +561,23 @@ class Weights:
 
         It is given a function to call when the others are in place: they too are watched.
         """
-        trained, frozen = self._versions
-        before = self._fingerprint, self._changed_before_end
-        changed = self._changed_before_end or self._read()[0] != trained
+        (trained, frozen), changed_before_end = self._expected, self._changed_before_end
+        changed = self._read()[0] != trained
 
         def in_place() -> None:
-            self._versions, self._changed_before_end = (self._read()[0], frozen), False
-            if self._fingerprint is not None:
-                self._fingerprint = self._computed()
+            self._expected, self._changed_before_end = (self._read()[0], frozen), False
 
         try:
             yield in_place
-        finally:
-            self._fingerprint, self._changed_before_end = before
-            self._versions = (trained if changed else self._read()[0]), frozen
+        finally:  # counters have moved on; numbers computed from the own weights are what they were
+            own = trained if changed or self._ended else self._read()[0]
+            self._expected, self._changed_before_end = (own, frozen), changed_before_end
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        if self._fingerprint is None:
-            self._changed_before_end = self.changed()
-            self._fingerprint = self._computed()
-            self._versions = self._read()
+        if not self._ended:
+            self._changed_before_end, self._ended = self.changed(), True
+            self.settle()
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""
@@ -595,15 +589,14 @@ class Weights:
                 "the weights yourself and keep the card of that export with them"
             )
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        """The counters of the trained parameters, as long as they tell, and of the frozen ones."""
-        trained = [] if self._fingerprint is not None else self._trained
-        if self._sharded:
-            return [version(local(p)) for p in trained], [version(local(p)) for p in self._frozen]
-        return list(map(version, trained)), list(map(version, self._frozen))
+    def _read(self) -> tuple[Any, list[int]]:
+        """What tells of a change: of the trained parameters, and of the frozen ones."""
+        if self._ended:
+            return fingerprint(map(local, self._trained)), self._counters(self._frozen)
+        return self._counters(self._trained), self._counters(self._frozen)
 
-    def _computed(self) -> tuple[int, int]:
-        return fingerprint(local(p) for p in self._trained)
+    def _counters(self, parameters: list[nn.Parameter]) -> list[int]:
+        return list(map(version, map(local, parameters) if self._sharded else parameters))
 
 
 def _same(a: Any, b: Any) -> bool:

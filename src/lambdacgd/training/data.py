@@ -112,10 +112,10 @@ class KeepsApart:
     Mixup and cutmix put an example into another's row. It then acts by two rows, which are clipped one by one, and
     zeroing it out moves a sum by 2ζ, not ζ.
 
-    Of a few of its examples the last is exchanged for another, under the same random numbers: at most one row of the
-    result may change, rows being read across all its tensors and in any order. Where padding changes shapes, nothing
-    can be said. Agreement is evidence, not proof. Nothing more is read from the dataset, and nobody's random numbers
-    move.
+    A few examples are collated, and again with the last one exchanged for another, under the same random numbers: at
+    most one row of the result may change, where a row is read across all tensors and rows may come in any order. Where
+    padding changes shapes, nothing is concluded. Agreement is evidence, not proof. The dataset is not read again, and
+    the generators of the process stay where they are.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:

@@ -245,7 +245,7 @@ class Loop:
         self.check_whole()
 
     def check_whole(self) -> None:
-        """Refuse weights that are not those of a step, on this rank or on others."""
+        """Raise if the weights, here or on another rank, may not be those of a whole step."""
         if self.shards is not None and self.shards.failed and self.world.many:
             raise TrainingError(_ALONE)
         if self.broken is not None:
@@ -411,13 +411,13 @@ class Loop:
         self.moved()
 
     def moved(self) -> None:
-        """Whoever reads ahead begins anew at the current step."""
+        """The position has changed: the loader, which may have read ahead, begins anew at the current step."""
         for act in self.when_moved:
             act()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
+        """In this block the optimizer's state may be loaded and the position set back: the ledger has allowed it."""
         self._loading = True
         try:
             yield
@@ -429,8 +429,8 @@ class Loop:
     def going_on_from(self, step: int) -> Iterator[None]:
         """Restore weights and the rest in this block, once the run is that of the checkpoint.
 
-        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
-        done again under its noise. And nobody goes on.
+        The position is set first: should the block fail, no step that was released can be done again under its noise.
+        The run then refuses to go on.
         """
         with self.loading():
             self.stand_at(step)

@@ -16,7 +16,7 @@ PACKAGE = Path(torch_private.__file__).parent
 PRIVATE = re.compile(
     r"\btorch\._(?!_)\w+|\btorch\.[a-z_.]+\._(?!_)\w+|nn\.modules\.[a-z]+\._\w+|utils\._pytree|\._(version|local_tensor|spec)\b"
     r"|\._(reversed_padding_repeated_twice|flat_weights_names|weights_have_changed|module_parameters|backward_hooks)\b"
-    r"|\._non_persistent_buffers_set\b"
+    r"|\._non_persistent_buffers_set\b|_active_ddp_module\b|_step_supports_amp_scaling\b"
 )
 
 

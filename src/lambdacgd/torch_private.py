@@ -59,8 +59,11 @@ KNOWN: dict[str, str] = {
     "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
     "torch.nn.modules.dropout._DropoutNd": _SEEN,
     "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": _SEEN,
     "torch.nn.parallel.DistributedDataParallel._module_parameters": _SEEN,
     "torch.nn.MultiheadAttention._qkv_same_embed_dim": _SEEN,
+    # Optimizers
+    "torch.optim.SGD._step_supports_amp_scaling": _SEEN,
     # Recurrent layers
     "torch._VF": _SEEN,
     "torch._cudnn_rnn_flatten_weight": _SEEN,
@@ -187,6 +190,17 @@ def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parame
     """The parameters that DistributedDataParallel reduces by itself."""
     parameters: list[nn.Parameter] = model._module_parameters
     return parameters
+
+
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass is running."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+#: GradScaler asks an optimizer for this attribute: does it take care of scales by itself? If so, it leaves the two of
+#: ``GIVEN_BY_SCALER`` on the optimizer and calls ``step()``. If not, it looks for gradients in ``p.grad``.
+SCALES_BY_ITSELF = "_step_supports_amp_scaling"
+GIVEN_BY_SCALER = ("grad_scale", "found_inf")
 
 
 def projects_together(attention: nn.MultiheadAttention) -> bool:

@@ -22,7 +22,7 @@ from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
-Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads
+Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
 _NOT_PUT_BACK = (
     "preparing a captured step failed, and so did putting the weights back: they may have moved by steps that do not "
@@ -45,7 +45,7 @@ class CapturedStep:
         self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
         plan = self._plan = loop.private_step.plan
         self._device = _check(loop, plan, self._data)
-        # One of its own: graphs hold its noise's memory, and the loop's is made anew when a run is resumed.
+        # Not the loop's own: graphs hold the memory of its noise, and the loop makes its noise anew when it resumes.
         of_loop = loop.private_step
         self._private_step = PrivateStep(plan, of_loop.run, of_loop.layout, max_grad_norm=of_loop.max_grad_norm)
         if padded is None:

@@ -12,6 +12,7 @@ import pickle
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -111,10 +112,10 @@ class KeepsApart:
     Mixup and cutmix put an example into another's row. It then acts by two rows, which are clipped one by one, and
     zeroing it out moves a sum by 2ζ, not ζ.
 
-    Of a few of its examples the last is exchanged for another, under the same random numbers: at most one row of the
-    result may change, rows being read across all its tensors and in any order. Where padding changes shapes, nothing
-    can be said. Agreement is evidence, not proof. Nothing more is read from the dataset, and nobody's random numbers
-    move.
+    A few examples are collated, and again with the last one exchanged for another, under the same random numbers: at
+    most one row of the result may change, where a row is read across all tensors and rows may come in any order. Where
+    padding changes shapes, nothing is concluded. Agreement is evidence, not proof. The dataset is not read again, and
+    the generators of the process stay where they are.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -202,17 +203,15 @@ class Sample:
         """``readable``: whether this process may read examples (not where workers do: they inherit open files)."""
         self._dataset, self._examples, self._readable = dataset, examples, readable
         self._salt = secrets.token_hex(16)
-        self._found: str | None = None
-        self._looked = False
 
     def seal(self, key: SecretKey) -> list[str] | None:
         """What a checkpoint keeps; None where reading tells nothing."""
-        digest = self._digest()
+        digest = self._digest
         return None if digest is None else [self._salt, _seal(key, self._salt, digest)]
 
     def check(self, saved: Any, key: SecretKey) -> None:
         """Refuse to go on with a run whose examples were others."""
-        digest = self._digest()
+        digest = self._digest
         if saved is None or digest is None:
             return
         salt, sealed = saved
@@ -224,12 +223,13 @@ class Sample:
                 "(another library, random numbers of its own), say so with data_fingerprint=…"
             )
 
+    @cached_property
     def _digest(self) -> str | None:
-        if not self._looked and self._readable:
-            first, again = (sample_of(self._dataset, self._examples, plain=True) for _ in range(2))
-            self._found = first if first == again else None  # reading is random in a way of its own
-        self._looked = True
-        return self._found
+        """The digest of a few examples; None where they cannot be read, or reading is random in a way of its own."""
+        if not self._readable:
+            return None
+        first, again = (sample_of(self._dataset, self._examples, plain=True) for _ in range(2))
+        return first if first == again else None
 
 
 def _seal(key: SecretKey, salt: str, digest: str) -> str:

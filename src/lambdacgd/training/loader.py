@@ -168,11 +168,7 @@ class Loader:
         return self.until(self._plan.steps)
 
     def __len__(self) -> int:
-        if self._size is not None:
-            raise TypeError(
-                "how many physical batches are left depends on the bins; the plan's steps are private.plan.steps"
-            )
-        return self._plan.steps - self._loop.cycle.done
+        return self.left_until(self._plan.steps)
 
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch."""
@@ -213,6 +209,8 @@ class Loader:
             loop.before_batch()
             within = cycle.phase is Phase.GATHERING
             if not within and cycle.done >= last_step:
+                if cycle.done >= self._plan.steps:
+                    self._stop_reading()
                 return
             if self._stands_at != (cycle.current, within):  # the first batch, a failed step, a resumed run
                 loop.drop_batch()
@@ -270,14 +268,19 @@ class Loader:
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""
-        self._stands_at = None
+        self._stop_reading()
         self._turn += 1
+
+    def _stop_reading(self) -> None:
+        """End the workers, if there are any. Left to the garbage collector, torch waits five seconds for each."""
+        self._reading, self._stands_at = iter(()), None
 
     def left_until(self, last_step: int) -> int:
         """Logical steps left; physical batches are more where logical ones are split."""
         if self._size is not None:
             raise TypeError(
-                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
+                "how many physical batches are left depends on the bins. The plan has private.plan.steps steps, "
+                "plan.steps_per_epoch of them in an epoch"
             )
         return max(0, last_step - self._loop.cycle.done)
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import TrainingError
-from lambdacgd.torch_private import version
+from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, version
 from lambdacgd.training.card import History
 from lambdacgd.training.distributed.models import (
     check_spread_as_before,
@@ -60,9 +60,6 @@ _SCALER = (
     "clipped. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False), and call "
     "loss.backward() and optimizer.step(). The batch was dropped; the loader yields it again"
 )
-# GradScaler asks an optimizer for the first whether it takes care of scales by itself. If so, it leaves the other two
-# on the optimizer and calls step(). Otherwise it looks for gradients, finds none, and fails without saying why.
-_SCALES_BY_ITSELF, _SCALE, _FOUND_INF = "_step_supports_amp_scaling", "grad_scale", "found_inf"
 
 
 class Chunk(NamedTuple):
@@ -212,8 +209,8 @@ class Loop:
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        self._scales_by_itself = vars(optimizer).get(_SCALES_BY_ITSELF)
-        setattr(optimizer, _SCALES_BY_ITSELF, True)  # GradScaler then comes to our hook, which refuses it
+        self._scales_by_itself = vars(optimizer).get(SCALES_BY_ITSELF)
+        setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -233,9 +230,9 @@ class Loop:
         self.moved()
         for hook in self._hooks:
             hook.remove()
-        vars(self.optimizer).pop(_SCALES_BY_ITSELF, None)
+        vars(self.optimizer).pop(SCALES_BY_ITSELF, None)
         if self._scales_by_itself is not None:
-            setattr(self.optimizer, _SCALES_BY_ITSELF, self._scales_by_itself)
+            setattr(self.optimizer, SCALES_BY_ITSELF, self._scales_by_itself)
         self.gradients.clear()
         self.private_step.forget()
 
@@ -248,7 +245,7 @@ class Loop:
         self.check_whole()
 
     def check_whole(self) -> None:
-        """Refuse weights that are not those of a step, on this rank or on others."""
+        """Raise if the weights, here or on another rank, may not be those of a whole step."""
         if self.shards is not None and self.shards.failed and self.world.many:
             raise TrainingError(_ALONE)
         if self.broken is not None:
@@ -326,9 +323,9 @@ class Loop:
         self.check_usable()
         if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
             raise TrainingError(_CLOSURE)
-        if _SCALE in vars(optimizer) or _FOUND_INF in vars(optimizer):
-            vars(optimizer).pop(_SCALE, None)
-            vars(optimizer).pop(_FOUND_INF, None)
+        if not vars(optimizer).keys().isdisjoint(GIVEN_BY_SCALER):
+            for name in GIVEN_BY_SCALER:
+                vars(optimizer).pop(name, None)
             self.drop_batch()  # its losses were scaled, so its sums are not what was meant
             raise TrainingError(_SCALER)
         self.gradients.check_parameters()
@@ -415,13 +412,13 @@ class Loop:
         self.moved()
 
     def moved(self) -> None:
-        """Whoever reads ahead begins anew at the current step."""
+        """The position has changed: the loader, which may have read ahead, begins anew at the current step."""
         for act in self.when_moved:
             act()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
+        """In this block the optimizer's state may be loaded and the position set back: the ledger has allowed it."""
         self._loading = True
         try:
             yield
@@ -433,8 +430,8 @@ class Loop:
     def going_on_from(self, step: int) -> Iterator[None]:
         """Restore weights and the rest in this block, once the run is that of the checkpoint.
 
-        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
-        done again under its noise. And nobody goes on.
+        The position is set first: should the block fail, no step that was released can be done again under its noise.
+        The run then refuses to go on.
         """
         with self.loading():
             self.stand_at(step)
@@ -547,19 +544,17 @@ class Weights:
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._known = {id(p) for p in model.parameters()}
         self._sharded = any(map(is_sharded, self._trained))
-        self._fingerprint: tuple[int, int] | None = None  # from when the run has ended
+        self._ended = False
         self._changed_before_end = False
-        self._versions = self._read()
+        self._expected = self._read()
 
     def settle(self) -> None:
         """The weights are what a step of the run, or loading its checkpoint, made them."""
-        self._versions = self._read()
+        self._expected = self._read()
 
     def changed(self) -> bool:
         """Whether something wrote to a parameter since ``settle``."""
-        if self._changed_before_end or self._read() != self._versions:
-            return True
-        return self._fingerprint is not None and self._fingerprint != self._computed()
+        return self._changed_before_end or self._read() != self._expected
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[Callable[[], None]]:
@@ -567,27 +562,23 @@ class Weights:
 
         It is given a function to call when the others are in place: they too are watched.
         """
-        trained, frozen = self._versions
-        before = self._fingerprint, self._changed_before_end
-        changed = self._changed_before_end or self._read()[0] != trained
+        (trained, frozen), changed_before_end = self._expected, self._changed_before_end
+        changed = self._read()[0] != trained
 
         def in_place() -> None:
-            self._versions, self._changed_before_end = (self._read()[0], frozen), False
-            if self._fingerprint is not None:
-                self._fingerprint = self._computed()
+            self._expected, self._changed_before_end = (self._read()[0], frozen), False
 
         try:
             yield in_place
-        finally:
-            self._fingerprint, self._changed_before_end = before
-            self._versions = (trained if changed else self._read()[0]), frozen
+        finally:  # counters have moved on; numbers computed from the own weights are what they were
+            own = trained if changed or self._ended else self._read()[0]
+            self._expected, self._changed_before_end = (own, frozen), changed_before_end
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        if self._fingerprint is None:
-            self._changed_before_end = self.changed()
-            self._fingerprint = self._computed()
-            self._versions = self._read()
+        if not self._ended:
+            self._changed_before_end, self._ended = self.changed(), True
+            self.settle()
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""
@@ -599,15 +590,14 @@ class Weights:
                 "the weights yourself and keep the card of that export with them"
             )
 
-    def _read(self) -> tuple[list[int], list[int]]:
-        """The counters of the trained parameters, as long as they tell, and of the frozen ones."""
-        trained = [] if self._fingerprint is not None else self._trained
-        if self._sharded:
-            return [version(local(p)) for p in trained], [version(local(p)) for p in self._frozen]
-        return list(map(version, trained)), list(map(version, self._frozen))
+    def _read(self) -> tuple[Any, list[int]]:
+        """What tells of a change: of the trained parameters, and of the frozen ones."""
+        if self._ended:
+            return fingerprint(map(local, self._trained)), self._counters(self._frozen)
+        return self._counters(self._trained), self._counters(self._frozen)
 
-    def _computed(self) -> tuple[int, int]:
-        return fingerprint(local(p) for p in self._trained)
+    def _counters(self, parameters: list[nn.Parameter]) -> list[int]:
+        return list(map(version, map(local, parameters) if self._sharded else parameters))
 
 
 def _same(a: Any, b: Any) -> bool:

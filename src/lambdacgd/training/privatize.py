@@ -285,7 +285,7 @@ class Private(Loop):
 
     @property
     def plan(self) -> Plan:
-        """What is trained by: fixed for a run."""
+        """The plan that the run follows, fixed for a run."""
         return self.private_step.plan
 
     @property
@@ -491,10 +491,10 @@ def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_b
     return {
         "plan": plan.digest,
         "layout": private.layout.digest,
-        # In their order, in which sums are put into buckets: the layout knows names in alphabetical order only.
+        # In their order, which is that of the sums in buckets: the layout has names in alphabetical order.
         "parameters": [f"{name} {p.dtype}" for name, p in clipper.parameters.items()],
         "dataset length": len(private.dataset),
-        # Whoever names the data vouches for it, also where reading it is random in ways of its own.
+        # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
         "examples": None if private.data_fingerprint else sample_of(private.dataset, plan.examples),
         "max_grad_norm": private.max_grad_norm,
         "clipping mode": clipper.mode,
@@ -531,7 +531,7 @@ def _start_together(
     """Compare what the ranks brought, then take rank 0's key and weights. All must call it; a difference is an error
     on each.
 
-    Shards are nobody's copy but where a mesh replicates them: these are not sent, so they are compared.
+    Shards are not sent. Where a mesh replicates them, the copies are compared.
     """
     world, parameters, optimizer = private.world, private.clipper.parameters, private.optimizer
     with world.together("privatize"):

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from lambdacgd.clipping import accumulator
 from lambdacgd.errors import InvalidInput, TrainingError
-from lambdacgd.torch_private import ddp_parameters, local_tensor, not_compiled
+from lambdacgd.torch_private import active_ddp, ddp_parameters, local_tensor, not_compiled
 from lambdacgd.training.distributed.world import World
 
 # --- parameters and their shards -------------------------------------------------------------------------------------
@@ -154,17 +154,17 @@ def place_of(name: str, p: Any) -> Place:
     if p.device_mesh.ndim > 2 or shards != [last] or not p.placements[last].is_shard(0):
         raise InvalidInput(
             "model",
-            f"parameter {name!r} placed as {', '.join(kinds)}",
-            "fully_shard must shard dimension 0 over one mesh dimension (replicated over another at most). Tensor "
-            "parallelism and shard_placement_fn with other dimensions are not supported: leave them out",
+            f"Parameter {name!r} is placed as {', '.join(kinds)}. fully_shard must shard dimension 0 over one mesh "
+            "dimension (replicated over another at most). Tensor parallelism and shard_placement_fn with other "
+            "dimensions are not supported: leave them out.",
         )
     ranks = p.device_mesh.size(last)
     place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(last), ranks)
     if tuple(local(p).shape) != place.local_shape:
         raise InvalidInput(
             "model",
-            f"parameter {name!r} with a local part of shape {tuple(local(p).shape)} where {place.local_shape} belongs",
-            "shard it with torch.distributed.fsdp.fully_shard",
+            f"The local part of parameter {name!r} has shape {tuple(local(p).shape)}, where {place.local_shape} "
+            "belongs. Shard it with torch.distributed.fsdp.fully_shard.",
         )
     return place
 
@@ -183,13 +183,14 @@ def unwrap(model: Any, world: World) -> Any:
         for path, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise InvalidInput(
-                    "model", f"DistributedDataParallel around its part {path!r}", "wrap the whole model, or nothing"
+                    "model",
+                    f"DistributedDataParallel wraps a part of the model, {path!r}. Wrap the whole model, or nothing.",
                 )
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise InvalidInput(
                     "model",
-                    f"FullyShardedDataParallel (FSDP1) at {path!r}",
-                    "it flattens parameters, so clipping cannot see layers: use torch.distributed.fsdp.fully_shard",
+                    f"FullyShardedDataParallel (FSDP1), at {path!r}, flattens parameters, so that clipping cannot see "
+                    "layers. Use torch.distributed.fsdp.fully_shard.",
                 )
         reshard(model)
     return model
@@ -200,64 +201,54 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
     if ranks != world.size:
         raise InvalidInput(
             "process_group",
-            f"{world.size} process(es), where the model is wrapped over {ranks}",
-            "pass the group that DistributedDataParallel was given",
+            f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}. "
+            "Pass the group that DistributedDataParallel was given.",
         )
     for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
         if asked:
             raise InvalidInput(
                 "model",
-                f"DistributedDataParallel({name}=…)",
-                "it hooks into gradients that private training never makes: leave it out (autocast works)",
+                f"DistributedDataParallel({name}=…) hooks into gradients that private training never makes. Leave it "
+                "out (autocast works).",
             )
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         raise InvalidInput(
             "model",
-            f"{new[0]!r}, which came after wrapping ({len(new)} parameter(s))",
-            "DistributedDataParallel does not know it. Convert and change the model first, then wrap it, make the "
-            "optimizer, and privatize",
+            f"DistributedDataParallel does not know {new[0]!r}: it came after wrapping ({len(new)} parameter(s) did). "
+            "Convert and change the model first, then wrap it, make the optimizer, and privatize.",
         )
 
 
-def quiet(model: DistributedDataParallel) -> Undo:
+def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
     """Let DistributedDataParallel send nothing: clipped sums are reduced by us, once a logical step.
 
     Its reducer waits for gradients from autograd, which never come here, and its buffers' broadcast would hold up
-    ranks. This is the state that ``no_sync()`` puts it in.
-    """
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = False
-
-    def undo() -> None:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-    return undo
-
-
-def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
-    """Quieten the wrapper ``given``, and any that is put around ``model`` later (as accelerate does).
-
-    A process that trains by itself has no process group, so nothing can be wrapped around its model, and its forward
-    pass gets no hook.
+    ranks. The wrapper ``given``, and any that is put around ``model`` later (as accelerate does), is put into the state
+    that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
     if world.group is None:
         return []
-    known: dict[int, Undo] = {}
-    if isinstance(given, DistributedDataParallel):
-        known[id(given)] = quiet(given)
+    silenced: dict[int, tuple[DistributedDataParallel, bool, bool]] = {}
+
+    def silence(wrapper: DistributedDataParallel) -> None:
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        silenced[id(wrapper)] = (wrapper, *before)
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
 
     def before_forward(module: nn.Module, args: Any) -> None:
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is not None and wrapper.module is model and id(wrapper) not in known:
+        wrapper = active_ddp()
+        if wrapper is not None and wrapper.module is model and id(wrapper) not in silenced:
             _check_ddp(wrapper, world)
-            known[id(wrapper)] = quiet(wrapper)
+            silence(wrapper)
 
     def undo() -> None:
-        for each in known.values():
-            each()
+        for wrapper, backward, forward in silenced.values():
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
 
+    if isinstance(given, DistributedDataParallel):
+        silence(given)
     return [model.register_forward_pre_hook(not_compiled(before_forward)).remove, undo]
 
 

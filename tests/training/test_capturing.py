@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.clipping import records
+from lambdacgd.clipping import backward as records
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import _check
 from tests.training import oracle
@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private._loop, private.loader, loss, data, padded)
+    graphs.step = Captured(private, private.loader, loss, data, padded)
     return private, graphs.step
 
 

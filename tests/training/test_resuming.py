@@ -162,7 +162,7 @@ def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):
     private.save(tmp_path / "c")
     x, y = next(iter(private.loader))
     F.cross_entropy(private.model(x), y).backward()
-    private._loop._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
+    private._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
     private.load(tmp_path / "c")
     steps(private, 99)
     assert private.finished

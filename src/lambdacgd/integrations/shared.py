@@ -20,7 +20,7 @@ from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.checkpoint import generators, set_generators
-from lambdacgd.training.guards import Phase
+from lambdacgd.training.loop import Phase
 
 # --- the library beneath an integration ------------------------------------------------------------------------------
 

@@ -38,14 +38,20 @@ from lambdacgd.files import read_json, sync_folder
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.training.card import History
 from lambdacgd.training.codec import MOST_JSON, decode, encode, write_json, write_tensors
-from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
-from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
+from lambdacgd.training.distributed.models import (
+    compare_weights,
+    groups_by_name,
+    is_sharded,
+    local,
+    place_of,
+    reshard,
+)
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
-    from lambdacgd.training.private import Private
+    from lambdacgd.training.privatize import Private
 
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"

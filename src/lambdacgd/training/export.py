@@ -14,7 +14,7 @@ from lambdacgd.files import sync_folder
 from lambdacgd.training.card import PUBLIC, write_card
 from lambdacgd.training.codec import write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
-from lambdacgd.training.private import Private
+from lambdacgd.training.privatize import Private
 from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"

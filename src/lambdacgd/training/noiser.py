@@ -69,7 +69,7 @@ class Noiser:
 
     @property
     def plan(self) -> Plan:
-        """What noise and batches follow: fixed for a run."""
+        """The plan that noise and batches follow, fixed for a run."""
         return self._step.plan
 
     @property

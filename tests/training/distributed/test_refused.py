@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import lambdacgd as lc
@@ -109,6 +110,19 @@ def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
 def test_a_process_group_that_is_none():
     with pytest.raises(InvalidInput, match="init_process_group"):
         World.of(object())
+
+
+def test_a_process_group_that_came_after_privatize(monkeypatch):
+    model = jobs.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = lc.privatize(model, optimizer, jobs.data(), jobs.plan(), max_grad_norm=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(lc.TrainingError, match="initialised over 2 processes after privatize"):
+            iter(private.loader)
+    jobs.loop(private, model, optimizer)
+    assert private.finished
 
 
 def test_fsdp1_is_refused():

@@ -1,6 +1,6 @@
-"""The processes that train one model together, and how they speak: few words, and never some of them alone.
+"""The processes that train one model together, and how they agree: all of them go on, or none.
 
-Everything here is small (errors, digests, the key); sums travel in `reduction` and `sharded`.
+Everything here is small (errors, digests, the key). Sums travel in `reduction`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Loader:
         self._loop, self._dataset, self._views, self._options = loop, dataset, views, options
         self._multiple = pad_batches
         self._plan, self._size = loop.private_step.plan, max_physical_batch_size
-        self._reading: Iterator[Any] = iter(())
+        self._reading: Iterator[Any] | None = None  # None until this loop has read a batch
         self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
         self._stands_at: tuple[int, bool] | None = None  # the step of the next chunk, and whether it has others before
         self._turn = 0
@@ -210,12 +210,12 @@ class Loader:
             loop.before_batch()
             within = cycle.phase is Phase.GATHERING
             if not within and cycle.done >= last_step:
-                if cycle.done >= self._plan.steps:
-                    self._stop_reading()
+                if self._reading is not None and cycle.done >= self._plan.steps:
+                    self._reading = iter(())  # ends workers. Left to the garbage collector, torch waits 5 s for each
                 return
-            if self._stands_at != (cycle.current, within):  # the first batch, a failed step, a resumed run
+            if self._reading is None or self._stands_at != (cycle.current, within):  # a failed step, a resumed run
                 loop.drop_batch()
-                self._start(cycle.current)
+                self._reading = self._start(cycle.current)
             self._stands_at = None  # until the read has succeeded: after a failure nobody goes on from here
             data = next(self._reading)
             chunk = self._given.popleft()
@@ -223,7 +223,7 @@ class Loader:
             loop.hand_out(chunk)
             yield data
 
-    def _start(self, step: int) -> None:
+    def _start(self, step: int) -> Iterator[Any]:
         """Begin to read at a step, ahead of the loop if there are workers."""
         plan, world, dataset = self._plan, self._loop.world, self._dataset
         if len(dataset) != plan.examples:
@@ -251,7 +251,7 @@ class Loader:
             generator=torch.Generator().manual_seed(step),
             **options,
         )
-        self._reading = iter(loader)
+        return iter(loader)
 
     def batches(self, step: int) -> Iterator[np.ndarray]:
         """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
@@ -269,12 +269,8 @@ class Loader:
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""
-        self._stop_reading()
+        self._reading = self._stands_at = None
         self._turn += 1
-
-    def _stop_reading(self) -> None:
-        """End the workers, if there are any. Left to the garbage collector, torch waits five seconds for each."""
-        self._reading, self._stands_at = iter(()), None
 
     def left_until(self, last_step: int) -> int:
         """Logical steps left; physical batches are more where logical ones are split."""

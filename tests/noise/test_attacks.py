@@ -80,7 +80,7 @@ def verdicts(outputs: list[Array], g: Array, lam: float, sigma: float, restart: 
         for h in (0, 1):
             noise = (out - h * g) / sigma + lam * before[h]
             # An adversary who hopes that the noise is exact: an error of a rounding only.
-            angle[h] += angle_score(noise, np.abs(noise) * 2.0**-53, 2.0**50, 160)
+            angle[h] += angle_score(noise, np.abs(noise) * 2.0**-53, 2.0**50, 192)
             before[h] = noise
     return angle[1] > angle[0], sum(grid_score(out, g) for out in outputs) > -math.inf
 

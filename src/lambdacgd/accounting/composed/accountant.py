@@ -2,11 +2,7 @@
 
 **λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
 
-**Any other mechanism with C ≥ 0** goes through a λCGD chain whose Gram matrix lies above the mechanism's
-(``dominating``). δ grows with every entry of the Gram matrix G of one epoch (Kahane's inequality, Lemma 7 of
-docs/exact-accountant.md). If G_ij ≤ α·λ^{|i−j|}, then one epoch at noise σ is dominated by the stationary chain of
-correlation λ at noise σ/√α, which the exact accountant composes: deterministic, but larger than need be by what the two
-matrices differ.
+**Any other mechanism** goes through a chain with a nugget that dominates it (``accounting.dominating``).
 """
 
 from __future__ import annotations
@@ -19,15 +15,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real, tell
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
 from lambdacgd.accounting.composed.composition import Composition
 from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
-from lambdacgd.mechanisms import Horizon, Mechanism
 
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0
@@ -60,7 +55,7 @@ class FreshBins:
         steps_per_epoch: b, the number of bins.
         epochs: k, up to 10 000.
         normalized: whether the columns of C are scaled to norm 1.
-        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
+        columns: account for any matrix whose columns have these inner products over an epoch, or smaller ones, instead.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -77,7 +72,7 @@ class FreshBins:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    stationary: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         single = self.one_epoch  # validates
@@ -92,7 +87,7 @@ class FreshBins:
 
     @property
     def one_epoch(self) -> TransferMatrix:
-        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.stationary)
+        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.columns)
 
     # The four questions
 
@@ -130,7 +125,7 @@ class FreshBins:
         sigma, delta = real("σ", sigma), real("δ", delta)
         k = self._check(sigma=sigma, delta=delta, epochs=epochs)
         if self.steps_per_epoch == 1:
-            alone = gaussian_epsilon(sigma / math.sqrt(k), delta * (1 - 1e-8)) * (1 + 1e-9)
+            alone = gaussian_epsilon(sigma / self._sensitivity(k), delta * (1 - 1e-8)) * (1 + 1e-9)
             return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
         composed = self.composed(sigma, delta, epochs=k)
         epsilon = max(composed.epsilon(delta), SMALLEST_EPSILON)
@@ -175,9 +170,8 @@ class FreshBins:
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
-            return self._one_bin(
-                math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9), epsilon, self.epochs
-            )
+            sigma = self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+            return self._one_bin(sigma, epsilon, self.epochs)
         quick = rtol >= QUICK_RTOL
 
         def evaluate(x: float, fine: bool) -> Bound:
@@ -202,7 +196,7 @@ class FreshBins:
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
-            return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta)
+            return self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta)
         return math.exp(_quick_search(self, epsilon, delta, start).log_sigma)
 
     # How they are answered
@@ -290,7 +284,7 @@ class FreshBins:
         d = np.arange(1, reach)
         pairs = 2 * (b - d) / b**2
         end = chain.tail * float(chain.end_effect(0.0)) ** 2
-        peak, covariances = chain.gain * chain.peak_variance, chain.gain * (chain.covariance(d) - end)
+        peak, covariances = chain.loss_variance, chain.gain * (chain.covariance(d) - end)
 
         def at(log_sigma: float) -> tuple[float, float]:
             scale = math.exp(-2 * log_sigma)
@@ -302,9 +296,13 @@ class FreshBins:
         return at
 
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
-        """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
-        value = gaussian_delta(epsilon, sigma / math.sqrt(epochs)) * (1 + 1e-9)
+        """b = 1: every epoch is a Gaussian mechanism, and k of them are one of √k times the sensitivity."""
+        value = gaussian_delta(epsilon, sigma / self._sensitivity(epochs)) * (1 + 1e-9)
         return Bound(sigma, epsilon, value, value, METHOD, {}, {"one_bin": "gaussian"})
+
+    def _sensitivity(self, epochs: int) -> float:
+        """Of one bin: the norm of its columns, which is 1 unless they are given."""
+        return math.sqrt(epochs) * (math.sqrt(self.one_epoch.chain(1.0).loss_variance) if self.columns else 1.0)
 
     def _check(
         self,
@@ -370,82 +368,3 @@ def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: fl
     best = min(passed, key=lambda bound: bound.sigma, default=None)
     seconds = (time.monotonic() - began) / len(strategy.points)
     return _Near(x - value / strategy.slope, -strategy.slope, best, seconds)
-
-
-# Other mechanisms, through a chain that dominates them
-
-MOST_STEPS = 100_000
-_LAMBDAS = 1.0 - np.geomspace(1.0, 0.003, 60)
-_SAFETY = 1.0 + 1e-9
-"""for the rounding of sums of non-negative terms in G"""
-
-
-@dataclass(frozen=True)
-class Dominating:
-    """The chain ``accountant`` at noise σ/``norm`` dominates the mechanism at noise σ."""
-
-    accountant: FreshBins
-    norm: float
-
-
-def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
-    """The chain that should need the least noise for (ε, δ), judged by E W² after all epochs.
-
-    Args:
-        mechanism: resolved for one epoch, with C ≥ 0.
-        horizon: b and k.
-        epsilon: ε near which the chain is to be good.
-        delta: likewise δ.
-
-    Returns:
-        The chain's accountant and the norm by which σ is divided for it.
-
-    Raises:
-        AccountingError: C has negative entries, an epoch has too many steps, or no chain dominates the mechanism.
-
-    Guarantee
-    ---------
-    Whatever λ is chosen, α is such that α·λ^d is at least every inner product of two columns at distance d.
-    """
-    b = horizon.steps_per_epoch
-    inner = largest_by_distance(mechanism, b) * _SAFETY
-    distance = np.arange(b)
-    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
-    budget = gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs
-    best: tuple[float, float, float] | None = None
-    for lam in _LAMBDAS:
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            powers = np.power(lam, distance)
-            needed = np.where(inner > 0, inner / powers, 0.0)
-        alpha = float(needed.max())
-        if math.isfinite(alpha):
-            sigma = _matching(alpha * powers, pairs, budget)
-            if best is None or sigma < best[0]:
-                best = (sigma, float(lam), alpha)
-    if best is None:
-        raise AccountingError(f"no chain dominates {mechanism.name} over {b} steps an epoch; use bins='fixed'")
-    return Dominating(FreshBins(best[1], b, horizon.epochs, stationary=True), math.sqrt(best[2] * _SAFETY))
-
-
-def largest_by_distance(mechanism: Mechanism, steps: int) -> Array:
-    """max over |i − j| = d of ⟨C[:, i], C[:, j]⟩, for d = 0 … b−1."""
-    column = np.asarray(mechanism.strategy(steps), dtype=np.float64)
-    require_nonnegative(column)
-    scales = mechanism.column_scales(steps)
-    if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
-        raise AccountingError(f"{steps} steps an epoch are too many to certify {mechanism.name} with fresh bins")
-    if scales is None:
-        # For Toeplitz C ≥ 0 the earliest pair of columns at each distance has the largest inner product: none cut off.
-        return np.correlate(column, column, mode="full")[steps - 1 :]
-    gram = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
-    return np.array([np.diagonal(gram, distance).max() for distance in range(steps)])
-
-
-def _matching(gram: Array, pairs: Array, budget: float) -> float:
-    """σ with log E W² = ``budget``."""
-    low, high = math.log(math.sqrt(gram[0] / 600)), math.log(math.sqrt(gram[0] / min(budget, 1.0))) + 1.0
-
-    def enough(log_sigma: float) -> bool:
-        return math.log(float(pairs @ np.exp(gram * math.exp(-2 * log_sigma)))) <= budget
-
-    return math.exp(bisect(enough, low, high, most=50))

@@ -416,9 +416,7 @@ class _FreshBins(BySampling):
         return (
             None
             if single is None
-            else FreshBins(
-                single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns
-            )
+            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns)
         )
 
     def _chain(self, epsilon: float, delta: float) -> tuple[FreshBins, dict[str, Any]]:

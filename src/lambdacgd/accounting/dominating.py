@@ -3,14 +3,16 @@
 δ of Balls-in-Bins depends on the Gram matrix G of the columns of C alone, and grows with it in two orders
 (Lemma 7 of docs/exact-accountant.md): entry by entry (Kahane), and by positive semidefinite matrices (Jensen: more
 independent noise in the losses). So G' dominates G if G' − G is a sum of a matrix without negative entries and a
-positive semidefinite one. Two such G' are searched for, among those that the transfer-matrix accountant computes,
+positive semidefinite one. Three such G' are searched for, among those that the transfer-matrix accountant computes,
 
     G'_st = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t]:
 
 - ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
   (a diagonally dominant matrix is positive semidefinite). Every pair of columns is looked at.
-- ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is at
-  most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
+- ``_by_cosines`` (Toeplitz C, tail = 0): the same with one more positive semidefinite matrix, a taper
+  (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0; a linear program finds the a_q.
+- ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
+  at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
 
 The parameters are chosen by E W² (no privacy rests on the choice), the last number is then computed such that the
 domination holds.
@@ -21,9 +23,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
-from scipy.optimize import minimize
+from scipy.optimize import linprog, minimize
 from scipy.signal import lfilter
 
 from lambdacgd.accounting.certificate import Array
@@ -43,6 +46,7 @@ SAFETY = 1 + 1e-9
 GRID = 64
 """points on the unit circle for each coefficient: the maximum of |r|² exceeds that on the grid by .12% at most"""
 _SAMPLED_ROWS = 64
+_FREQUENCIES = 48
 _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
 
 
@@ -108,7 +112,7 @@ def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta:
     goal = _Goal(inner, gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs)
     choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
     if inner.toeplitz:
-        choices.append(_by_norm(inner, goal))
+        choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
     return min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
 
 
@@ -139,6 +143,12 @@ class _Inner:
             by_distance = np.append(by_distance, 0.0) + last * self.column[self.steps - 1 - i :: -1]
             yield i, by_distance * SAFETY
 
+    @cached_property
+    def by_distance(self) -> Array:
+        """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
+        full = np.correlate(self.column, self.column, mode="full")[self.steps - 1 :]
+        return np.asarray(full * SAFETY)
+
 
 class _Goal:
     """What is minimised: log E W² of one epoch at the σ where the mechanism itself meets ``budget``.
@@ -151,8 +161,7 @@ class _Goal:
         count = min(b, _SAMPLED_ROWS if b <= 2000 else _SAMPLED_ROWS // 4)
         self.rows = np.unique(((np.arange(count) + 0.5) * b / count).astype(np.int64))
         if b > MOST_PAIRWISE:
-            full = np.correlate(inner.column, inner.column, mode="full")[b - 1 :]  # as if no column were cut off
-            self.upper = {i: full[: b - i] for i in self.rows.tolist()}
+            self.upper = {i: inner.by_distance[: b - i] for i in self.rows.tolist()}
         else:
             wanted = set(self.rows.tolist())
             self.upper = {i: row for i, row in inner.from_last() if i in wanted}
@@ -236,6 +245,49 @@ def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
     return Dominating(lam, Columns(chain * SAFETY, max(float(sums.max()), 0.0) * SAFETY, tail))
 
 
+def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
+    """The best λ, with chain, nugget and cosines from a linear program whose costs are E W²'s, linearised twice."""
+    b, needed = inner.steps, inner.by_distance
+    distance = np.arange(float(b))
+    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
+    reach = 4 * int(np.sum(needed > 0.05 * needed[0])) + 4
+    angles = math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES
+    near = distance[:reach]
+    taper = 1 - near / reach
+    cosines = taper[:, None] * np.cos(np.outer(near, angles))
+    looked_at = slice(1, min(len(near), 4 * _FREQUENCIES))
+
+    def columns(lam: float) -> Columns:
+        powers = lam**distance
+        # What the chain has beyond the cosines is at least what is needed, and so on the diagonal.
+        off = np.column_stack([-powers[looked_at], 0 * powers[looked_at], cosines[looked_at]])
+        left = np.vstack([off, np.concatenate([[-1.0, -1.0], np.ones(len(angles))])])
+        right = -np.append(needed[looked_at], needed[0])
+        at, best = needed, Columns(0.0, float(needed[0] + 2 * needed[1:].sum()))
+        for _ in range(2):
+            weights = pairs * np.exp(np.minimum(at * goal.precision, 600.0))
+            costs = np.concatenate([[float(weights @ powers), weights[0]], np.zeros(len(angles))])
+            found = linprog(costs / costs[0], A_ub=left, b_ub=right, bounds=(0, None), method="highs")
+            if not found.success:
+                return best
+            chain, shares = float(found.x[0]), np.maximum(found.x[2:], 0.0)
+            lacking = needed - chain * powers
+            lacking[: len(near)] += cosines @ shares + 1e-12 * shares.sum()
+            nugget = max(float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()), 0.0)
+            best = min(best, Columns(chain, nugget), key=lambda choice: goal.excess(lam, choice))
+            at = chain * powers
+            at[0] += nugget
+        return best
+
+    def score(x: Array) -> float:
+        lam = _lam(x[0])
+        return goal.excess(lam, columns(lam))
+
+    lam = _lam(_improve(score, [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS], 0.1, most=24)[0])
+    best = columns(lam)
+    return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY))
+
+
 def _lam(x: float) -> float:
     """λ from a number that is searched over all reals."""
     return min(-math.expm1(-math.exp(min(float(x), 1.9))), 0.9985)
@@ -270,9 +322,9 @@ def _by_norm(inner: _Inner, goal: _Goal) -> Dominating:
     return Dominating(lam, Columns.of(lam, zero, scale=scale(lam, zero, GRID)))
 
 
-def _improve(score: Callable[[Array], float], starts: list[Array], step: float) -> Array:
+def _improve(score: Callable[[Array], float], starts: list[Array], step: float, *, most: int = 180) -> Array:
     """The best of ``starts``, improved by Nelder and Mead's search: deterministic."""
     best = min(starts, key=score)
     simplex = np.vstack([best] + [best + step * row for row in np.eye(len(best))])
-    options = {"initial_simplex": simplex, "xatol": 1e-3, "fatol": 1e-6, "maxfev": 60 * len(best)}
+    options = {"initial_simplex": simplex, "xatol": 1e-3, "fatol": 1e-6, "maxfev": most}
     return np.asarray(minimize(score, best, method="Nelder-Mead", options=options).x)

@@ -491,9 +491,7 @@ def loss(chain: Chain, exact: Chain, slope: float) -> float:
     group = round(math.log(chain.lam) / math.log(exact.lam))
     amplification = math.log(exact.bins / (chain.bins * group))
     return (
-        (1 + slope) * end * (1 - kept) / STEEPNESS
-        + 0.5 * math.log((chain.gain + chain.nugget) / (exact.gain + exact.nugget))
-        + amplification / STEEPNESS
+        (1 + slope) * end * (1 - kept) / STEEPNESS + 0.5 * math.log(chain.gain / exact.gain) + amplification / STEEPNESS
     )
 
 

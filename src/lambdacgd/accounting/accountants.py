@@ -24,8 +24,8 @@ from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Accountant, Bound
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
-from lambdacgd.accounting.composed.accountant import Dominating, dominating
 from lambdacgd.accounting.composed.simulation import estimate_sigma, simulate
+from lambdacgd.accounting.dominating import dominating, exact_columns
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
@@ -102,6 +102,8 @@ def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix |
         lam, normalized = mechanism.resolved_lam, mechanism.normalized is True  # λ is resolved, so this is too
     elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
         lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
+    elif (same := exact_columns(mechanism, n)) is not None:
+        return TransferMatrix(same.lam, horizon.steps_per_epoch, horizon.epochs, columns=same.columns)
     else:
         return None
     try:
@@ -408,25 +410,30 @@ class _FreshBins(BySampling):
         return (
             None
             if single is None
-            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized)
+            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns)
         )
 
-    def _chain(self, epsilon: float, delta: float) -> Dominating:
-        return dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
+    def _chain(self, epsilon: float, delta: float) -> tuple[FreshBins, dict[str, Any]]:
+        """The accountant of a chain that dominates the mechanism, and what a certificate says about it."""
+        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
+        b, k = self.sampling.steps_per_epoch, self.sampling.epochs
+        return FreshBins(by.lam, b, k, columns=by.columns), {"dominated_by": by.details()}
 
     def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
         if self._exact is not None:
             bound = self._exact.sigma(epsilon, delta)
             return Calibration(bound.sigma, bound.certificate(delta))
-        drawn = self._simulated(epsilon, delta)
-        if estimate:
-            details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
-            claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
-            return Calibration(drawn["sigma"], claim)
-        chain = self._chain(epsilon, delta)
-        bound = chain.accountant.sigma(epsilon, delta)
-        more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
-        return Calibration(bound.sigma * chain.norm, _dominated(bound.certificate(delta), chain, more))
+        more: dict[str, Any] = {}
+        if estimate or bool((self.mechanism.strategy(self.sampling.block.steps) >= 0).all()):
+            drawn = self._simulated(epsilon, delta)
+            if estimate:
+                details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
+                claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
+                return Calibration(drawn["sigma"], claim)
+            more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
+        chain, by = self._chain(epsilon, delta)
+        bound = chain.sigma(epsilon, delta)
+        return Calibration(bound.sigma, _with(bound.certificate(delta), by | more))
 
     def _simulated(self, epsilon: float, delta: float) -> dict[str, Any]:
         question = {"epsilon": epsilon, "delta": delta}
@@ -444,8 +451,8 @@ class _FreshBins(BySampling):
         best: Certificate | None = None
         for _ in range(2):  # the chain that dominates best depends on ε: the first answer says near which
             near = 2.0 if best is None else min(max(best.epsilon, SMALLEST_EPSILON), 20.0)
-            chain = self._chain(near, delta)
-            claim = _dominated(chain.accountant.epsilon(sigma / chain.norm, delta).certificate(delta), chain, {})
+            chain, by = self._chain(near, delta)
+            claim = _with(chain.epsilon(sigma, delta).certificate(delta), by)
             best = claim if best is None or claim.epsilon < best.epsilon else best
         assert best is not None
         return best
@@ -453,8 +460,8 @@ class _FreshBins(BySampling):
     def _delta(self, sigma: float, epsilon: float) -> Certificate:
         if self._exact is not None:
             return self._exact.delta(sigma, epsilon).certificate()
-        chain = self._chain(epsilon, 1e-6)
-        return _dominated(chain.accountant.delta(sigma / chain.norm, epsilon).certificate(), chain, {})
+        chain, by = self._chain(epsilon, 1e-6)
+        return _with(chain.delta(sigma, epsilon).certificate(), by)
 
     def quick(
         self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
@@ -488,13 +495,12 @@ class _FreshBins(BySampling):
         """
         if self._exact is not None:
             return self._exact.epsilons(sigma, delta)
-        chain = self._chain(epsilon, delta)
-        return chain.accountant.epsilons(sigma / chain.norm, delta)
+        chain, _ = self._chain(epsilon, delta)
+        return chain.epsilons(sigma, delta)
 
 
-def _dominated(certificate: Certificate, chain: Dominating, more: dict[str, Any]) -> Certificate:
-    by = {"dominated_by": {"lam": chain.accountant.lam, "norm": chain.norm}}
-    return replace(certificate, details=certificate.details | by | more)
+def _with(certificate: Certificate, more: dict[str, Any]) -> Certificate:
+    return replace(certificate, details=certificate.details | more)
 
 
 def _rounded_up(epsilon: float) -> float:

@@ -2,11 +2,7 @@
 
 **λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
 
-**Any other mechanism with C ≥ 0** goes through a λCGD chain whose Gram matrix lies above the mechanism's
-(``dominating``). δ grows with every entry of the Gram matrix G of one epoch (Kahane's inequality, Lemma 7 of
-docs/exact-accountant.md). If G_ij ≤ α·λ^{|i−j|}, then one epoch at noise σ is dominated by the stationary chain of
-correlation λ at noise σ/√α, which the exact accountant composes: deterministic, but larger than need be by what the two
-matrices differ.
+**Any other mechanism** goes through a chain with a nugget that dominates it (``accounting.dominating``).
 """
 
 from __future__ import annotations
@@ -19,16 +15,15 @@ from functools import lru_cache
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real, tell
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
 from lambdacgd.accounting.composed.composition import Composition
 from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import cost
+from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
-from lambdacgd.mechanisms import Horizon, Mechanism
 
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0
@@ -66,7 +61,7 @@ class FreshBins:
         steps_per_epoch: b, the number of bins.
         epochs: k, up to 10 000.
         normalized: whether the columns of C are scaled to norm 1.
-        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
+        columns: account for any matrix whose columns have these inner products over an epoch, or smaller ones, instead.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -83,7 +78,7 @@ class FreshBins:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    stationary: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         single = self.one_epoch  # validates
@@ -98,7 +93,7 @@ class FreshBins:
 
     @property
     def one_epoch(self) -> TransferMatrix:
-        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.stationary)
+        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.columns)
 
     # The four questions
 
@@ -136,7 +131,7 @@ class FreshBins:
         sigma, delta = real("σ", sigma), real("δ", delta)
         k = self._check(sigma=sigma, delta=delta, epochs=epochs)
         if self.steps_per_epoch == 1:
-            alone = gaussian_epsilon(sigma / math.sqrt(k), delta * (1 - 1e-8)) * (1 + 1e-9)
+            alone = gaussian_epsilon(sigma / self._sensitivity(k), delta * (1 - 1e-8)) * (1 + 1e-9)
             return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
         composed = self.composed(sigma, delta, epochs=k)
         epsilon = max(composed.epsilon(delta), SMALLEST_EPSILON)
@@ -181,7 +176,7 @@ class FreshBins:
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
-            alone = math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+            alone = self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
             return self._one_bin(alone, epsilon, self.epochs)
         near = _estimate(self, epsilon, delta, start)
         tell(near.sigma, near.seconds)
@@ -203,7 +198,7 @@ class FreshBins:
         epsilon, delta = real("ε", epsilon), real("δ", delta)
         self._check(epsilon=epsilon, delta=delta)
         if self.steps_per_epoch == 1:
-            return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta)
+            return self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta)
         return _estimate(self, epsilon, delta, start).sigma
 
     # How they are answered
@@ -289,17 +284,14 @@ class FreshBins:
         reach = b if chain.lam == 0 else min(b, 2 + math.ceil(30 / -math.log(chain.lam)))
         d = np.arange(1, reach)
         pairs = 2 * (b - d) / b**2
-        peak, covariances = chain.gain * chain.peak_variance, chain.gain * chain.covariance(d)
+        peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
+        middle = np.array([peak])
         if chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows: a mean over places on the cycle
-            places = (np.arange(16)[:, None] + 0.5) / 16 * (b - d)
-            covariances = covariances - chain.gain * chain.tail * chain.end_effect(places) * chain.end_effect(
-                places + d
-            )
-            middle = chain.gain * (
-                chain.covariance(0.0) - chain.tail * chain.end_effect((np.arange(16) + 0.5) * b / 16) ** 2
-            )
-        else:
-            middle = np.array([peak])
+            middles = (np.arange(16)[:, None] + 0.5) / 16
+            ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
+            covariances = covariances - chain.gain * chain.tail * ends
+            taken = chain.tail * chain.end_effect(middles[:, 0] * b) ** 2
+            middle = chain.gain * (chain.covariance(0.0) - taken) + chain.nugget
 
         def at(log_sigma: float) -> tuple[float, float]:
             scale = math.exp(-2 * log_sigma)
@@ -311,33 +303,37 @@ class FreshBins:
 
         return at
 
-    def thinned(self, sigma: float) -> tuple[FreshBins, float]:
-        """A shorter chain for estimates: so many bins that its E W² is that of this chain at ``sigma``.
+    def thinned(self, sigma: float) -> FreshBins:
+        """The accountant of a shorter chain, for estimates: as many bins as leave E W² at ``sigma`` what it is.
 
-        Returns:
-            Its accountant, and the factor that turns a σ of this one into its own.
+        Itself where it is short anyway, and where bins have parts of their own, which are not thinned.
         """
         chain = self.one_epoch.chain(1.0)
-        group = round(math.log(THINNED) / math.log(chain.lam)) if chain.lam > THINNED else 1
+        if chain.lam <= THINNED or chain.nugget:
+            return self
+        lam = chain.lam ** round(math.log(THINNED) / math.log(chain.lam))
+        columns = Columns(chain.gain, 0.0, chain.tail)
         moment = self._log_moment()(math.log(sigma))[0]
 
-        def shorter(bins: int) -> tuple[FreshBins, float]:
-            made = FreshBins(chain.lam**group, bins, self.epochs, stationary=not chain.tail)
-            return made, math.sqrt(made.one_epoch.chain(1.0).gain / chain.gain)
+        def shorter(bins: float) -> FreshBins:
+            return FreshBins(lam, round(bins), self.epochs, columns=columns)
 
         def enough(bins: float) -> bool:
-            made, factor = shorter(round(bins))
-            return made._log_moment()(math.log(sigma * factor))[0] <= moment
+            return shorter(bins)._log_moment()(math.log(sigma))[0] <= moment
 
-        if group == 1 or not enough(self.steps_per_epoch):
-            return self, 1.0
-        bins = round(bisect(enough, 1.0, float(self.steps_per_epoch), width=0.5))
-        return shorter(bins) if bins >= FEWEST_BINS else (self, 1.0)
+        if lam == chain.lam or not enough(self.steps_per_epoch):
+            return self
+        bins = bisect(enough, 1.0, float(self.steps_per_epoch), width=0.5)
+        return shorter(bins) if bins >= FEWEST_BINS else self
 
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
-        """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
-        value = gaussian_delta(epsilon, sigma / math.sqrt(epochs)) * (1 + 1e-9)
+        """b = 1: every epoch is a Gaussian mechanism, and k of them are one of √k times the sensitivity."""
+        value = gaussian_delta(epsilon, sigma / self._sensitivity(epochs)) * (1 + 1e-9)
         return Bound(sigma, epsilon, value, value, METHOD, {}, {"one_bin": "gaussian"})
+
+    def _sensitivity(self, epochs: int) -> float:
+        """Of one bin: the norm of its columns, which is 1 unless they are given."""
+        return math.sqrt(epochs) * (math.sqrt(self.one_epoch.chain(1.0).loss_variance) if self.columns else 1.0)
 
     def _check(
         self,
@@ -381,12 +377,12 @@ def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float 
     guess = start or accountant.first_guess(epsilon, delta) * (
         1.01 + 0.1 * min(epsilon / 8, 1.0) / accountant.epochs**0.5
     )
-    short, factor = accountant.thinned(guess)
+    short = accountant.thinned(guess)
     strategy = accountant._strategy(accountant.first_slope(epsilon, delta, guess))
     began = time.monotonic()
 
     def value_at(x: float) -> float:
-        return log_ratio(short._evaluate(math.exp(x) * factor, epsilon, delta, QUICK).delta, delta)
+        return log_ratio(short._evaluate(math.exp(x), epsilon, delta, QUICK).delta, delta)
 
     x, value = find_root(
         value_at,
@@ -400,82 +396,3 @@ def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float 
     chain, _ = accountant.one_epoch.working_chain(math.exp(x), 5.0, coarse=False, affordable=AFFORDABLE)
     dearer = cost(chain, 5.0) / OPERATIONS_A_SECOND if chain.lam else 0.0
     return _Near(math.exp(x), -strategy.slope, 2 * (4 * each + FREQUENCIES * dearer))
-
-
-# Other mechanisms, through a chain that dominates them
-
-MOST_STEPS = 100_000
-_LAMBDAS = 1.0 - np.geomspace(1.0, 0.003, 60)
-_SAFETY = 1.0 + 1e-9
-"""for the rounding of sums of non-negative terms in G"""
-
-
-@dataclass(frozen=True)
-class Dominating:
-    """The chain ``accountant`` at noise σ/``norm`` dominates the mechanism at noise σ."""
-
-    accountant: FreshBins
-    norm: float
-
-
-def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
-    """The chain that should need the least noise for (ε, δ), judged by E W² after all epochs.
-
-    Args:
-        mechanism: resolved for one epoch, with C ≥ 0.
-        horizon: b and k.
-        epsilon: ε near which the chain is to be good.
-        delta: likewise δ.
-
-    Returns:
-        The chain's accountant and the norm by which σ is divided for it.
-
-    Raises:
-        AccountingError: C has negative entries, an epoch has too many steps, or no chain dominates the mechanism.
-
-    Guarantee
-    ---------
-    Whatever λ is chosen, α is such that α·λ^d is at least every inner product of two columns at distance d.
-    """
-    b = horizon.steps_per_epoch
-    inner = largest_by_distance(mechanism, b) * _SAFETY
-    distance = np.arange(b)
-    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
-    budget = gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs
-    best: tuple[float, float, float] | None = None
-    for lam in _LAMBDAS:
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            powers = np.power(lam, distance)
-            needed = np.where(inner > 0, inner / powers, 0.0)
-        alpha = float(needed.max())
-        if math.isfinite(alpha):
-            sigma = _matching(alpha * powers, pairs, budget)
-            if best is None or sigma < best[0]:
-                best = (sigma, float(lam), alpha)
-    if best is None:
-        raise AccountingError(f"no chain dominates {mechanism.name} over {b} steps an epoch; use bins='fixed'")
-    return Dominating(FreshBins(best[1], b, horizon.epochs, stationary=True), math.sqrt(best[2] * _SAFETY))
-
-
-def largest_by_distance(mechanism: Mechanism, steps: int) -> Array:
-    """max over |i − j| = d of ⟨C[:, i], C[:, j]⟩, for d = 0 … b−1."""
-    column = np.asarray(mechanism.strategy(steps), dtype=np.float64)
-    require_nonnegative(column)
-    scales = mechanism.column_scales(steps)
-    if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
-        raise AccountingError(f"{steps} steps an epoch are too many to certify {mechanism.name} with fresh bins")
-    if scales is None:
-        # For Toeplitz C ≥ 0 the earliest pair of columns at each distance has the largest inner product: none cut off.
-        return np.correlate(column, column, mode="full")[steps - 1 :]
-    gram = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
-    return np.array([np.diagonal(gram, distance).max() for distance in range(steps)])
-
-
-def _matching(gram: Array, pairs: Array, budget: float) -> float:
-    """σ with log E W² = ``budget``."""
-    low, high = math.log(math.sqrt(gram[0] / 600)), math.log(math.sqrt(gram[0] / min(budget, 1.0))) + 1.0
-
-    def enough(log_sigma: float) -> bool:
-        return math.log(float(pairs @ np.exp(gram * math.exp(-2 * log_sigma)))) <= budget
-
-    return math.exp(bisect(enough, low, high, most=50))

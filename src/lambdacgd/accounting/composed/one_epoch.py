@@ -138,7 +138,7 @@ def _curve(
     The last few are remembered, for an evaluation that goes deeper on the other side.
     """
     chain = accountant.chain(sigma)
-    alone = math.sqrt(chain.gain * chain.peak_variance)
+    alone = math.sqrt(chain.loss_variance)
 
     def analytic(epsilon: float) -> float:
         gaussian = one_bin_delta(epsilon, alone)

@@ -31,7 +31,7 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
     remove_at,
 )
-from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio, stationary_chain
+from lambdacgd.accounting.exact.lattice import Chain, Columns, normalized_chain, plain_chain, spacing_ratio
 from lambdacgd.accounting.exact.product import power_cost, stretches
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.accounting.root import Secant, log_ratio, smallest, smallest_certified
@@ -61,7 +61,7 @@ class TransferMatrix:
         steps_per_epoch: b, the number of bins.
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
-        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
+        columns: account for any matrix whose columns have these inner products, or smaller ones, instead.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -78,12 +78,14 @@ class TransferMatrix:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    stationary: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", real("λ", self.lam))
         if not 0 <= self.lam <= LARGEST_LAMBDA:
             raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
+        if self.columns and 0 < self.lam < SMALLEST_LAMBDA:
+            raise AccountingError(f"λ is {self.lam!r}; with columns it is 0 or at least {SMALLEST_LAMBDA:g}")
         for name in ("steps_per_epoch", "epochs"):
             value = getattr(self, name)
             if not real(name, value).is_integer() or value < 1:
@@ -136,9 +138,8 @@ class TransferMatrix:
             if value is not None and not (math.isfinite(real(name, value)) and value > 0):
                 raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
         low = math.log(self.smallest_sigma * 1.001)
-        unit = self.chain(1.0)
         # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
-        alone = math.sqrt(unit.gain * unit.peak_variance)
+        alone = math.sqrt(self.chain(1.0).loss_variance)
         most = smallest(lambda sigma: one_bin_delta(epsilon, alone / sigma), delta, start=alone, rtol=1e-3)
         strategy = Secant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
         begin = min(max(start or 0.35 * most, math.exp(low)), most)
@@ -201,23 +202,22 @@ class TransferMatrix:
 
     def chain(self, sigma: float) -> Chain:
         """The exact chain at this σ (for the normalised form, the one that dominates it)."""
-        make = stationary_chain if self.stationary else normalized_chain if self.normalized else plain_chain
+        columns = self.columns or (Columns() if self.lam == 0 else None)
+        make = columns.over if columns else normalized_chain if self.normalized else plain_chain
         # Every entry of G grows with λ, so a tiny λ may be rounded up (Lemma 7).
-        if self.lam == 0:
-            return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
-        return make(max(self.lam, SMALLEST_LAMBDA), self.steps_per_epoch, self.epochs, sigma)
+        lam = max(self.lam, SMALLEST_LAMBDA) if self.lam else 0.0
+        return make(lam, self.steps_per_epoch, self.epochs, sigma)
 
     @property
     def smallest_sigma(self) -> float:
         """Below this e^X comes near overflow."""
-        unit = self.chain(1.0)
-        return math.sqrt(unit.gain * unit.peak_variance / LARGEST_LOSS_VARIANCE)
+        return math.sqrt(self.chain(1.0).loss_variance / LARGEST_LOSS_VARIANCE)
 
     @cached_property
     def normalizing_loss(self) -> float:
         """About how much σ, where it is large, grows because a chain stands in for normalised columns (Lemma 7)."""
         steps = self.steps_per_epoch * self.epochs
-        if not self.normalized or self.stationary or self.lam == 0 or steps > MOST_STEPS:
+        if not self.normalized or self.columns or self.lam == 0 or steps > MOST_STEPS:
             return 0.0
         norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(self.lam)) / (1 - self.lam**2))
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
@@ -243,8 +243,7 @@ class TransferMatrix:
     def evaluate(self, sigma: float, epsilon: float, scale: Scale, precision: Precision) -> Bound:
         """Both directions at one (σ, ε), tuned to ``scale``. Valid whatever the tuning; tight only if it fits."""
         if self.steps_per_epoch == 1:
-            exact = self.chain(sigma)
-            value = one_bin_delta(epsilon, math.sqrt(exact.gain * exact.peak_variance)) * (1 + 1e-9)
+            value = one_bin_delta(epsilon, math.sqrt(self.chain(sigma).loss_variance)) * (1 + 1e-9)
             details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian"}
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
@@ -504,7 +503,8 @@ def loss(chain: Chain, exact: Chain, slope: float) -> float:
     """About how much σ grows (relatively) by computing with ``chain`` instead of ``exact``."""
     end = exact.gain * exact.tail * float(np.mean(exact.end_effect(np.arange(exact.bins)) ** 2)) / 2
     kept = chain.tail / exact.tail if exact.tail else 1.0
-    amplification = math.log(exact.bins / (chain.bins * round(math.log(chain.lam) / math.log(exact.lam))))
+    group = round(math.log(chain.lam) / math.log(exact.lam))
+    amplification = math.log(exact.bins / (chain.bins * group))
     return (
         (1 + slope) * end * (1 - kept) / STEEPNESS + 0.5 * math.log(chain.gain / exact.gain) + amplification / STEEPNESS
     )
@@ -519,6 +519,8 @@ def candidates(exact: Chain) -> list[Chain]:
     """The exact chain, its stationary continuation (Lemma 7), and lumped ones (Lemma 8), shortened if need be (9)."""
     chains = [exact] + ([replace(exact, tail=0.0)] if exact.tail else [])
     longest = min(exact.bins // 2, 1 + int(0.03 / -math.log(exact.lam)))
+    if exact.nugget and exact.epochs > 1:
+        return chains
     divisors = {g for g in range(2, longest + 1) if exact.bins % g == 0} if longest <= 10_000 else set()
     for group in sorted(divisors | {2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256}):
         if 2 <= group <= longest:

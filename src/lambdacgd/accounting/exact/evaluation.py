@@ -152,11 +152,11 @@ class LossLaw:
 def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"]) -> LossLaw:
     """Set up the law of W for strikes near ``scale.strike``, as finely as ``precision`` asks, for one direction."""
     negligible = precision.negligible * scale.delta
-    bins, variance = chain.bins, chain.gain * chain.peak_variance
+    bins, variance = chain.all_bins, chain.loss_variance
     guard_overflow(variance)
     width = scale.width(precision)
     # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
-    spread = math.sqrt(float(np.sum(np.exp(2 * chain.log_scales))))
+    spread = math.sqrt(chain.repeat * float(np.sum(np.exp(2 * chain.log_scales))))
     fine, ratio = 0.8 * width / spread, min(1.2 * width / scale.strike, 0.25)
     log_mean, deviation = -variance / 2 - math.log(bins), math.sqrt(variance)
     top = grid_top(log_mean, deviation, negligible / bins)
@@ -169,7 +169,7 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Lit
     if chain.lam == 0:
         return LossLaw(IndependentProduct(bins, chain.gain, grid), 1.0, 1.0, 0.0, 0.0, cap, 0.0, bins)
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
-    ratio_tau = spacing_ratio(bins, precision.lattice)
+    ratio_tau = spacing_ratio(chain.bins, precision.lattice)
     path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
     plan = stretches(chain.log_scales, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)

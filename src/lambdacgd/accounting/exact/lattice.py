@@ -35,8 +35,9 @@ from lambdacgd.errors import AccountingError
 class Chain:
     """u_0 … u_{b−1} with correlation ``lam`` between neighbours, seen over ``epochs`` repetitions of ``bins`` bins.
 
-    The privacy loss of bin j is X_j = √gain·u_j − gain·Var(u_j)/2. ``tail`` says what follows the last step: 1 nothing
-    (the true Gram matrix), 0 a stationary continuation (G_ext, which dominates it), values between lie between.
+    The privacy loss of bin j is X_j = √gain·u_j + √nugget·z_j − Var(X_j)/2 with independent z_j ~ N(0, 1). ``tail``
+    says what follows the last step: 1 nothing (the true Gram matrix of λCGD), 0 a stationary continuation (G_ext, which
+    dominates it), values between lie between. Each of the ``bins`` sites may hold ``repeat`` bins (Lemma 8b).
     """
 
     lam: float
@@ -44,6 +45,17 @@ class Chain:
     epochs: int
     gain: float
     tail: float
+    nugget: float = 0.0
+    repeat: int = 1
+
+    @property
+    def all_bins(self) -> int:
+        return self.bins * self.repeat
+
+    @property
+    def loss_variance(self) -> float:
+        """The largest Var(X_j)."""
+        return self.gain * self.peak_variance + self.nugget
 
     @cached_property
     def alpha(self) -> float:
@@ -100,13 +112,26 @@ class Chain:
         d = np.arange(1, self.bins)
         total = self.bins * float(self.covariance(0.0)) + 2 * float(np.sum((self.bins - d) * self.covariance(d)))
         spread = (total - self.tail * float(h.sum()) ** 2) / self.bins**2
-        return -self.gain * diagonal / 2, self.gain * max(spread, 0.0)
+        # Bins of one site share all of u but a part of variance τ², at the two ends 1 − λ.
+        own = (self.bins - 2) * (1 - self.lam) / (1 + self.lam) + 2 * (1 - self.lam)
+        spread -= (1 - 1 / self.repeat) * own / self.bins**2
+        return -(self.gain * diagonal + self.nugget) / 2, self.gain * max(spread, 0.0) + self.nugget / self.all_bins
 
     def lumped(self, group: int) -> Chain:
-        """Lemma 8: ``group`` neighbouring bins made equal; dominates this chain. The bins must divide evenly."""
+        """Lemma 8: ``group`` neighbouring bins made equal; dominates this chain. The bins must divide evenly.
+
+        With a nugget their chain variables alone share a site, and what the longer chain adds to the variance is taken
+        out of the nugget as far as it goes (Lemma 8b; one epoch and its stationary continuation).
+        """
         if self.bins % group:
             raise AccountingError(f"{self.bins} bins cannot be lumped in groups of {group}; use a divisor")
         stretch = self.lam ** (group - 1)
+        if self.nugget:
+            if self.epochs > 1 or self.repeat > 1:
+                raise AccountingError("bins with a nugget are lumped once, and for one epoch only")
+            gain = self.gain / stretch
+            nugget = max(self.nugget - (gain - self.gain), 0.0)
+            return Chain(self.lam**group, self.bins // group, 1, gain, 0.0, nugget, group)
         return Chain(self.lam**group, self.bins // group, self.epochs, self.gain / stretch, self.tail * stretch)
 
     def shortened(self, bins: int) -> Chain:
@@ -117,12 +142,43 @@ class Chain:
         """Cov(X) as a dense matrix, for references and tests."""
         j = np.arange(self.bins)
         h = self.end_effect(j)
-        return self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
+        chain = self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
+        return np.asarray(chain + self.nugget * np.eye(self.bins))
 
 
 def plain_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     """The exact chain of C_λ: gain k/((1−λ²)σ²), nothing after the last step."""
     return Chain(lam, bins, epochs, epochs / ((1 - lam) * (1 + lam) * sigma**2), 1.0)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """⟨C_s, C_t⟩ = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] for steps s, t = 0 … n−1.
+
+    ``tail`` = 0 are columns that do not feel the last step. The λ is its accountant's.
+    """
+
+    chain: float = 1.0
+    nugget: float = 0.0
+    tail: float = 0.0
+
+    def __post_init__(self) -> None:
+        positive = self.chain >= 0 and self.nugget >= 0 and 0 < self.chain + self.nugget < math.inf
+        if not (positive and 0 <= self.tail <= 1):
+            raise AccountingError(f"{self!r} are no columns: chain and nugget are not negative, a tail is at most 1")
+
+    @classmethod
+    def of(cls, lam: float, zero: float, *, scale: float = 1.0) -> Columns:
+        """The columns of √scale·(1 − φx)/(1 − λx), 0 ≤ φ = ``zero`` < λ: exactly these (Lemma 1b)."""
+        weight, energy = lam - zero, (1 - lam) * (1 + lam)
+        chain = weight / lam + weight**2 / energy
+        return cls(scale * chain, scale * zero / lam, weight / (lam * energy + lam**2 * weight))
+
+    def over(self, lam: float, bins: int, epochs: int, sigma: float) -> Chain:
+        """Their chain at noise σ."""
+        if lam == 0:
+            return Chain(0.0, bins, epochs, epochs * (self.chain + self.nugget) / sigma**2, 0.0)
+        return Chain(lam, bins, epochs, epochs * self.chain / sigma**2, self.tail, epochs * self.nugget / sigma**2)
 
 
 def stationary_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:

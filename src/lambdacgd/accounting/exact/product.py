@@ -14,6 +14,7 @@ at a time, whose matrices fit into a core's cache, are multiplied five times as 
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,10 +116,10 @@ class TransferProduct:
     """E e^{zW'} on the lattice, W' the sum of the rounded emissions, bins scaled up or down."""
 
     def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch]) -> None:
-        self.lattice, self.plan, self.bins = lattice, plan, chain.bins
+        self.lattice, self.plan, self.bins = lattice, plan, chain.all_bins
         self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
         shift = chain.gain**0.5
-        base = -0.5 * chain.gain * chain.peak_variance - np.log(chain.bins)
+        base = -0.5 * chain.loss_variance - np.log(chain.all_bins)
         longest = max(len(site.means) for site in (lattice.interior, lattice.left, lattice.right))
         if longest * len(grid) > LARGEST_TABLE:
             raise AccountingError(
@@ -126,12 +127,15 @@ class TransferProduct:
                 "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
             )
         sites = (lattice.interior, lattice.left, lattice.right)
-        emissions = [round_lognormal(shift * site.means + base, shift * site.deviation, grid) for site in sites]
+        emissions = [
+            round_lognormal(shift * site.means + base, math.hypot(shift * site.deviation, chain.nugget**0.5), grid)
+            for site in sites
+        ]
         # Where W hardly varies most of the grid is never met.
         met = np.max([table.max(axis=0) for table in emissions], axis=0) > NEVER
         self.grid = grid[met]
         self.interior, self.left, self.right = (
-            _Tables.of(site, table[:, met]) for site, table in zip(sites, emissions, strict=True)
+            _Tables.of(site, table[:, met], chain.repeat) for site, table in zip(sites, emissions, strict=True)
         )
 
     @cached_property
@@ -195,10 +199,12 @@ class _Tables:
     """one row a grid point, one column a lattice neighbourhood"""
     total: Array
     strides: tuple[int, int]
+    repeat: int
+    """how many such bins the site holds, independent given the lattice"""
 
     @classmethod
-    def of(cls, site: Site, emissions: Array) -> _Tables:
-        return cls(site.kernel, np.ascontiguousarray(emissions.T), emissions.sum(axis=1), site.strides)
+    def of(cls, site: Site, emissions: Array, repeat: int) -> _Tables:
+        return cls(site.kernel, np.ascontiguousarray(emissions.T), emissions.sum(axis=1), site.strides, repeat)
 
     def matrices(self, transforms: NDArray[Any]) -> NDArray[Any]:
         """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
@@ -209,7 +215,7 @@ class _Tables:
         return np.asarray(self.kernel * spread)
 
     def transform(self, grid: Array, z: NDArray[Any], log_scale: float) -> NDArray[Any]:
-        """E[e^{zcY}]: one row per frequency z, one column per lattice neighbourhood.
+        """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood.
 
         b bins repeat the rounding of one, so it is kept out where it can be: the part at real z is 1 + Σ p (e^{zy} − 1)
         where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the
@@ -226,14 +232,22 @@ class _Tables:
             real[small] = (damping @ self.table)[small]
         real = real[which]
         if not np.iscomplexobj(z):
-            return np.asarray(real)
+            return power(real, self.repeat)
         half = np.outer(0.5 * z.imag, values)
         sine, damped = np.sin(half), damping[which] if len(reals) > 1 else damping
         turned = np.concatenate([-2 * damped * sine * sine, 2 * damped * sine * np.cos(half)]) @ self.table
         result = np.empty(real.shape, dtype=np.complex128)
         result.real = real + turned[: len(z)]
         result.imag = turned[len(z) :]
-        return result
+        return power(result, self.repeat)
+
+
+def power(base: NDArray[Any], exponent: int) -> NDArray[Any]:
+    """base^exponent, entry by entry, by repeated squaring: fewer roundings than through logarithms."""
+    result = base
+    for bit in bin(exponent)[3:]:
+        result = result * result * base if bit == "1" else result * result
+    return result
 
 
 def apply_power(matrix: Any, count: int, strip: Any, *, symmetric: bool = False) -> Any:
@@ -321,7 +335,7 @@ def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, roun
 
 def _extended_matrix(site: _Tables, grid: NDArray[Any], z: Any, log_scale: float) -> NDArray[Any]:
     scale = np.longdouble(np.exp(log_scale))
-    transform = np.exp(z * (scale * grid)) @ site.table.astype(np.longdouble)
+    transform = power(np.exp(z * (scale * grid)) @ site.table.astype(np.longdouble), site.repeat)
     size = transform.itemsize
     rows, columns = site.kernel.shape
     view = np.lib.stride_tricks.as_strided(transform, (rows, columns), (size * site.strides[0], size * site.strides[1]))

@@ -16,8 +16,7 @@ from functools import lru_cache
 import numpy as np
 
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
-from lambdacgd.accounting.composed.composition import Composition
-from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
+from lambdacgd.accounting.composed.composition import AFFORDABLE, FINAL, QUICK, Composition, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import cost
 from lambdacgd.accounting.exact.lattice import Columns
@@ -28,6 +27,7 @@ from lambdacgd.errors import AccountingError
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0
 SMALLEST_DELTA = 1e-10
+EPSILONS, DELTAS = (SMALLEST_EPSILON, LARGEST_EPSILON), (SMALLEST_DELTA, 1.0)
 MOST_EPOCHS = 10_000
 TAIL_SHARE = 1e-3
 """of δ/k: one epoch's curve is followed down to this value"""
@@ -81,15 +81,10 @@ class FreshBins:
     columns: Columns | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "epochs", int(real("epochs", self.epochs, 1, MOST_EPOCHS, whole=True)))
         single = self.one_epoch  # validates
-        if not 1 <= real("epochs", self.epochs) <= MOST_EPOCHS or self.epochs != int(self.epochs):
-            raise AccountingError(f"{self.epochs!r} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
-        for name, value in (
-            ("lam", single.lam),
-            ("steps_per_epoch", single.steps_per_epoch),
-            ("epochs", int(self.epochs)),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "lam", single.lam)
+        object.__setattr__(self, "steps_per_epoch", single.steps_per_epoch)
 
     @property
     def one_epoch(self) -> TransferMatrix:
@@ -112,8 +107,8 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or the composition certifies nothing.
         """
-        sigma, epsilon, like = real("σ", sigma), real("ε", epsilon), real("like", like)
-        k = self._check(sigma=sigma, epsilon=epsilon, delta=like, epochs=epochs)
+        sigma, epsilon = self._noise(sigma), real("ε", epsilon, *EPSILONS)
+        like, k = real("like", like, *DELTAS, below=True), self._counted(epochs)
         if self.steps_per_epoch == 1:
             return self._one_bin(sigma, epsilon, k)
         bound = self.bound(self.composed(sigma, like, epochs=k), sigma, epsilon)
@@ -128,20 +123,17 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or no ε is certified.
         """
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        k = self._check(sigma=sigma, delta=delta, epochs=epochs)
+        sigma, delta, k = self._noise(sigma), real("δ", delta, *DELTAS, below=True), self._counted(epochs)
         if self.steps_per_epoch == 1:
             alone = gaussian_epsilon(sigma / self._sensitivity(k), delta * (1 - 1e-8)) * (1 + 1e-9)
             return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
         composed = self.composed(sigma, delta, epochs=k)
-        epsilon = max(composed.epsilon(delta), SMALLEST_EPSILON)
-        self._check(epsilon=epsilon)
+        epsilon = real("ε", max(composed.epsilon(delta), SMALLEST_EPSILON), *EPSILONS)
         return self.bound(composed, sigma, epsilon)
 
     def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
         """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        self._check(sigma=sigma, delta=delta)
+        sigma, delta = self._noise(sigma), real("δ", delta, *DELTAS, below=True)
         epochs = range(1, self.epochs + 1)
         if self.steps_per_epoch == 1:
             return tuple(self.epsilon(sigma, delta, epochs=k).epsilon for k in epochs)
@@ -150,9 +142,8 @@ class FreshBins:
 
     def curve(self, sigma: float, epsilons: Sequence[float], *, delta: float = 1e-6) -> list[Bound]:
         """Bounds at many ε from one composition; relative accuracy is kept down to about ``delta``."""
-        sigma, delta, asked = real("σ", sigma), real("δ", delta), [real("ε", epsilon) for epsilon in epsilons]
-        for epsilon in asked:
-            self._check(sigma=sigma, epsilon=epsilon, delta=delta)
+        sigma, delta = self._noise(sigma), real("δ", delta, *DELTAS, below=True)
+        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
         if self.steps_per_epoch == 1 or not asked:
             return [self._one_bin(sigma, epsilon, self.epochs) for epsilon in asked]
         composed = self.composed(sigma, delta)
@@ -173,8 +164,7 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or no σ was certified.
         """
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._check(epsilon=epsilon, delta=delta)
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, *DELTAS, below=True)
         if self.steps_per_epoch == 1:
             alone = self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
             return self._one_bin(alone, epsilon, self.epochs)
@@ -195,8 +185,7 @@ class FreshBins:
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         """About the smallest σ, to about 0.5%, in a fraction of a second: for comparing λ, no claim."""
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._check(epsilon=epsilon, delta=delta)
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, *DELTAS, below=True)
         if self.steps_per_epoch == 1:
             return self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta)
         return _estimate(self, epsilon, delta, start).sigma
@@ -335,28 +324,12 @@ class FreshBins:
         """Of one bin: the norm of its columns, which is 1 unless they are given."""
         return math.sqrt(epochs) * (math.sqrt(self.one_epoch.chain(1.0).loss_variance) if self.columns else 1.0)
 
-    def _check(
-        self,
-        *,
-        sigma: float | None = None,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        epochs: int | None = None,
-    ) -> int:
-        """Refuse what is out of range; the number of epochs that are counted."""
-        if sigma is not None and not (math.isfinite(sigma) and sigma >= self.one_epoch.smallest_sigma):
-            raise AccountingError(f"σ is {sigma!r}; it must be finite and at least {self.one_epoch.smallest_sigma:.3g}")
-        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            raise AccountingError(
-                f"ε is {epsilon!r}; fresh bins are accounted for from {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}"
-            )
-        if delta is not None and not SMALLEST_DELTA <= delta < 1:
-            raise AccountingError(f"δ is {delta!r}; fresh bins are accounted for from {SMALLEST_DELTA:g} to 1")
-        if epochs is None:
-            return self.epochs
-        if not 1 <= real("epochs", epochs) <= self.epochs or epochs != int(epochs):
-            raise AccountingError(f"epochs is {epochs!r}; it must be an integer between 1 and {self.epochs}")
-        return int(epochs)
+    def _noise(self, sigma: float) -> float:
+        return real("σ", sigma, self.one_epoch.smallest_sigma)
+
+    def _counted(self, epochs: int | None) -> int:
+        """How many epochs are counted: all, unless fewer are asked for."""
+        return self.epochs if epochs is None else int(real("epochs", epochs, 1, self.epochs, whole=True))
 
 
 @dataclass(frozen=True)

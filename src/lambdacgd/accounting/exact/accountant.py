@@ -31,8 +31,15 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
     remove_at,
 )
-from lambdacgd.accounting.exact.lattice import Chain, Columns, normalized_chain, plain_chain, spacing_ratio
-from lambdacgd.accounting.exact.product import power_cost, stretches
+from lambdacgd.accounting.exact.lattice import (
+    Chain,
+    Columns,
+    normalized_chain,
+    plain_chain,
+    power_cost,
+    spacing_ratio,
+    stretches,
+)
 from lambdacgd.accounting.gaussian import one_bin_delta
 from lambdacgd.accounting.root import Secant, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
@@ -41,6 +48,7 @@ METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999
 SMALLEST_LAMBDA = 1e-6
 LARGEST_EPSILON = 20.0
+EPSILONS = (SMALLEST_EPSILON, LARGEST_EPSILON)
 MOST_STEPS = 10_000_000
 """steps per epoch, and epochs: a few arrays of this length are made"""
 SMALLEST_DELTA = 1e-12
@@ -81,18 +89,11 @@ class TransferMatrix:
     columns: Columns | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lam", real("λ", self.lam))
-        if not 0 <= self.lam <= LARGEST_LAMBDA:
-            raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
+        object.__setattr__(self, "lam", real("λ", self.lam, 0, LARGEST_LAMBDA))
         if self.columns and 0 < self.lam < SMALLEST_LAMBDA:
             raise AccountingError(f"λ is {self.lam!r}; with columns it is 0 or at least {SMALLEST_LAMBDA:g}")
         for name in ("steps_per_epoch", "epochs"):
-            value = getattr(self, name)
-            if not real(name, value).is_integer() or value < 1:
-                raise AccountingError(f"{name} is {value!r}; it must be an integer of at least 1")
-            if value > MOST_STEPS:
-                raise AccountingError(f"{name} is {value!r}; this accountant takes at most {MOST_STEPS:,}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, int(real(name, getattr(self, name), 1, MOST_STEPS, whole=True)))
 
     # The four questions
 
@@ -102,8 +103,7 @@ class TransferMatrix:
         Raises:
             AccountingError: σ or ε is out of range, or δ is too small to certify.
         """
-        sigma, epsilon = real("σ", sigma), real("ε", epsilon)
-        self._validate(sigma=sigma, epsilon=epsilon)
+        sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
         scale = self.settle(sigma, epsilon)
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
@@ -132,11 +132,10 @@ class TransferMatrix:
         Raises:
             AccountingError: an argument is out of range, or no σ was certified.
         """
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._validate(epsilon=epsilon, delta=delta)
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, SMALLEST_DELTA, 1, below=True)
         for name, value in (("rtol", rtol), ("start", start)):
-            if value is not None and not (math.isfinite(real(name, value)) and value > 0):
-                raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
+            if value is not None:
+                real(name, value, 1e-300)
         low = math.log(self.smallest_sigma * 1.001)
         # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
         alone = math.sqrt(self.chain(1.0).loss_variance)
@@ -152,8 +151,7 @@ class TransferMatrix:
         Raises:
             AccountingError: an argument is out of range, or no ε was certified.
         """
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        self._validate(sigma=sigma, delta=delta)
+        sigma, delta = real("σ", sigma, self.smallest_sigma), real("δ", delta, SMALLEST_DELTA, 1, below=True)
         limits = (math.log(SMALLEST_EPSILON), math.log(LARGEST_EPSILON))
         strategy = Secant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
         scale = Scale(math.e, delta, _first_slope(1.0, delta))
@@ -164,9 +162,8 @@ class TransferMatrix:
 
         Together the two directions give δ_remove at negative ε: δ_remove(−ε) = 1 − e^{−ε} + e^{−ε} δ_add(ε).
         """
-        sigma, asked = real("σ", sigma), [real("ε", epsilon) for epsilon in epsilons]
-        for epsilon in asked:
-            self._validate(sigma=sigma, epsilon=epsilon)
+        sigma = real("σ", sigma, self.smallest_sigma)
+        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
         if self.steps_per_epoch == 1 or not asked:
             return [self.delta(sigma, epsilon) for epsilon in asked]
         ordered = sorted(set(asked))
@@ -335,24 +332,6 @@ class TransferMatrix:
                 f"{rounding:.2g}; the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
             )
         return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
-
-    def _validate(
-        self, *, sigma: float | None = None, epsilon: float | None = None, delta: float | None = None
-    ) -> None:
-        if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
-            raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
-        if sigma is not None and sigma < self.smallest_sigma:
-            raise AccountingError(
-                f"σ = {sigma:g} is too small to compute with; the smallest is {self.smallest_sigma:.3g}"
-            )
-        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            raise AccountingError(
-                f"ε is {epsilon!r}; this accountant takes {SMALLEST_EPSILON:g} ≤ ε ≤ {LARGEST_EPSILON:g}"
-            )
-        if delta is not None and not SMALLEST_DELTA <= delta < 1:
-            raise AccountingError(
-                f"δ is {delta!r}; this accountant takes 1e-12 ≤ δ < 1, nearest {min(max(delta, 1e-12), 0.999)}"
-            )
 
 
 def _first_slope(epsilon: float, delta: float) -> float:

@@ -31,21 +31,19 @@ from scipy.special import ndtri
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.lattice import (
-    Chain,
-    grid_top,
-    lattice,
-    lognormal_excess,
-    spacing_ratio,
-    value_grid,
-)
-from lambdacgd.accounting.exact.product import (
     AVAILABLE,
+    Chain,
     IndependentProduct,
     Rounding,
     TransferProduct,
     extended_transform,
+    grid_top,
+    lattice,
+    lognormal_excess,
     rounding_unit,
+    spacing_ratio,
     stretches,
+    value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add
 from lambdacgd.errors import AccountingError

@@ -263,7 +263,6 @@ def smallest_certified(
         x,
         strategy,
         lambda value: -one_step() <= value <= 0,
-        aim=lambda: 0.1 * one_step(),
         place=place,
         most=most,
     )

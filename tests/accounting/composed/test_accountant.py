@@ -115,7 +115,7 @@ def test_out_of_range_says_what_is_in_it() -> None:
             accountant.delta(wrong, 1.0)  # type: ignore[arg-type]
     with pytest.raises(AccountingError, match="integer between 1 and 6"):
         accountant.delta(3.0, 1.0, epochs=1.5)  # type: ignore[arg-type]
-    with pytest.raises(AccountingError, match="δ is 0"):
+    with pytest.raises(AccountingError, match="like is 0"):
         accountant.delta(3.0, 1.0, like=0.0)
 
 

@@ -22,6 +22,7 @@ PLANS: list[tuple[lc.Mechanism, lc.Sampling]] = [
     (lc.BLT(2), lc.Cyclic()),
     (lc.BandMF(2), lc.BallsInBins("fresh")),
     (lc.Identity(), lc.Poisson()),
+    (lc.BandMF(2), lc.Poisson()),
     (lc.Identity(), lc.BallsInBins("fresh")),
     (lc.BSR(2), lc.Cyclic()),
 ]

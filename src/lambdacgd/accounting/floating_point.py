@@ -91,10 +91,9 @@ def cover(
             return cost
     raise InvalidInput(
         "plan",
-        f"{steps} steps of a model with {parameters} parameters",
-        f"floating-point noise cannot be proven to keep ε = {epsilon:g}, δ = {delta:g} over so many numbers: at "
-        f"best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets {share['epsilon']:.1e} aside. Train fewer "
-        f"parameters or steps, or plan for a larger ε",
+        f"Over {steps} steps of a model with {parameters} parameters, floating-point noise cannot be proven to keep "
+        f"ε = {epsilon:g}, δ = {delta:g}: at best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets "
+        f"{share['epsilon']:.1e} aside. Train fewer parameters or steps, or plan for a larger ε.",
     )
 
 

@@ -69,7 +69,7 @@ class Noiser:
 
     @property
     def plan(self) -> Plan:
-        """What noise and batches follow: fixed for a run."""
+        """The plan that noise and batches follow, fixed for a run."""
         return self._step.plan
 
     @property
@@ -123,10 +123,11 @@ class Noiser:
         self._check_horizon()
         tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
         if not tensors or not sums:
-            kinds = [type(value).__name__ for value in sums.values()] if isinstance(sums, dict) else type(sums).__name__
-            raise InvalidInput(
-                "sums", kinds, "it must be a dict of name -> float32 tensor, the clipped sums of this batch"
-            )
+            wanted = "a dict of name -> float32 tensor, the clipped sums of this batch"
+            kinds = {type(value).__name__ for value in sums.values()} if isinstance(sums, dict) else ()
+            if kinds:
+                raise InvalidInput("sums", f"sums must be {wanted}; this one holds {', '.join(sorted(kinds))}.")
+            raise InvalidInput.of_type("sums", sums, wanted + ", at least one")
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False

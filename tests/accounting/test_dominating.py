@@ -233,4 +233,4 @@ def test_a_buffer_is_chosen_and_beats_what_needs_no_memory() -> None:
     assert errors[1] < errors[0] < without.rmse
     for wrong in ({"buffers": 2}, {"decays": (0.5,), "weights": (0.2,)}):
         with pytest.raises(InvalidInput, match="amplified"):
-            lc.BLT(amplified=True, **wrong)  # type: ignore[arg-type]
+            lc.BLT(amplified=True, **wrong)

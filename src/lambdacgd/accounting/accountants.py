@@ -5,9 +5,10 @@
 | cyclic | any | ``gaussian.Unamplified`` |
 | Poisson | C with as many bands as there are groups: one for DP-SGD | ``poisson.PoissonSampled`` |
 | Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
+| | BLT with one buffer | ``exact.TransferMatrix`` of a chain with a nugget |
 | | others with C ≥ 0, and where that refuses | ``monte_carlo.MonteCarlo`` |
-| Balls-in-Bins, fresh bins | λCGD in any guise | ``composed.FreshBins`` |
-| | others with C ≥ 0 | ``composed.FreshBins`` of a chain that dominates them |
+| Balls-in-Bins, fresh bins | λCGD in any guise, BLT with one buffer | ``composed.FreshBins`` |
+| | others | ``composed.FreshBins`` of a chain with a nugget that dominates them |
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
 
 
 def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix | None:
-    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise and λ is within its range."""
+    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise or one buffer, within its range."""
     n = horizon.steps
     noising = mechanism.noising(n)
     if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
@@ -281,7 +282,11 @@ class BySampling:
         return self._accountant.delta(sigma, epsilon)
 
     def _named(self, certificate: Certificate) -> Certificate:
-        return replace(certificate, details=certificate.details | {"sampling": self.sampling.kind})
+        return _with(certificate, {"sampling": self.sampling.kind} | self._stand_in())
+
+    def _stand_in(self) -> dict[str, Any]:
+        """What a certificate says about columns that stand in for the mechanism's own."""
+        return {}
 
     def _cached(self, kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
         question |= self.mechanism.question(self.sampling.block.steps)
@@ -333,6 +338,9 @@ class _FixedBins(BySampling):
     @cached_property
     def _exact(self) -> TransferMatrix | None:
         return exact_accountant(self.mechanism, self.sampling.horizon)
+
+    def _stand_in(self) -> dict[str, Any]:
+        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
 
     def _ask_exact(self, question: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
         """The exact accountant's answer, or why it refused; None for mechanisms that it is not for."""
@@ -387,14 +395,15 @@ def _refused(certificate: Certificate, because: Bound | str | None) -> Certifica
 
 
 class _FreshBins(BySampling):
-    """Balls-in-Bins whose bins and noise are drawn anew in every epoch; C ≥ 0.
+    """Balls-in-Bins whose bins and noise are drawn anew in every epoch.
 
     Guarantee
     ---------
-    If no noise is taken back across the boundary of an epoch, λCGD (and so DP-SGD, its λ = 0) is certified
-    deterministically by composition of the exact single-epoch accountant. Every other mechanism is certified through a
-    λCGD chain that dominates it, just as deterministically but with more noise than it needs; ``estimate`` asks for the
-    simulated σ instead, which is close and claims nothing.
+    If no noise is taken back across the boundary of an epoch, λCGD (and so DP-SGD, its λ = 0) and BLT with one buffer
+    are certified deterministically by composition of the exact single-epoch accountant. Every other mechanism is
+    certified through a chain with a nugget that dominates it, just as deterministically but with more noise than it
+    needs (where C has negative entries, than |C| needs); ``estimate`` asks for the simulated σ instead, which is close
+    and claims nothing.
     """
 
     methods = (COMPOSED,)
@@ -412,6 +421,9 @@ class _FreshBins(BySampling):
             if single is None
             else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns)
         )
+
+    def _stand_in(self) -> dict[str, Any]:
+        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
 
     def _chain(self, epsilon: float, delta: float) -> tuple[FreshBins, dict[str, Any]]:
         """The accountant of a chain that dominates the mechanism, and what a certificate says about it."""
@@ -497,6 +509,12 @@ class _FreshBins(BySampling):
             return self._exact.epsilons(sigma, delta)
         chain, _ = self._chain(epsilon, delta)
         return chain.epsilons(sigma, delta)
+
+
+def _normalised_buffer(mechanism: Mechanism, steps: int) -> dict[str, Any]:
+    """Columns of one buffer, scaled to norm 1, are accounted for through others that dominate them."""
+    found = exact_columns(mechanism, steps) if mechanism.column_scales(steps) is not None else None
+    return {} if found is None else {"dominated_by": found.details()}
 
 
 def _with(certificate: Certificate, more: dict[str, Any]) -> Certificate:

@@ -52,11 +52,10 @@ _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
 
 @dataclass(frozen=True)
 class Dominating:
-    """The accountants' λ and columns. ``exact``: their Gram matrix is the mechanism's own."""
+    """The accountants' λ and columns."""
 
     lam: float
     columns: Columns
-    exact: bool = False
 
     def details(self) -> dict[str, float]:
         """What a certificate says about it."""
@@ -78,12 +77,12 @@ def exact_columns(mechanism: Mechanism, steps: int) -> Dominating | None:
     columns = Columns.of(decay, decay - weight)
     scales = mechanism.column_scales(steps)
     if scales is None:
-        return Dominating(decay, columns, exact=True)
+        return Dominating(decay, columns)
     norms = np.sqrt(np.cumsum(mechanism.strategy(steps) ** 2))[::-1]
     if not np.allclose(scales, norms, rtol=1e-12, atol=0):
         return None
     total = columns.chain + columns.nugget
-    return Dominating(decay, Columns(columns.chain / total * SAFETY, columns.nugget / total * SAFETY), exact=True)
+    return Dominating(decay, Columns(columns.chain / total * SAFETY, columns.nugget / total * SAFETY))
 
 
 def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
@@ -272,7 +271,7 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
                 return best
             chain, shares = float(found.x[0]), np.maximum(found.x[2:], 0.0)
             lacking = needed - chain * powers
-            lacking[: len(near)] += cosines @ shares + 1e-12 * shares.sum()
+            lacking[: len(near)] += cosines @ shares + (1e-12 + 1e-15 * near) * shares.sum()
             nugget = max(float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()), 0.0)
             best = min(best, Columns(chain, nugget), key=lambda choice: goal.excess(lam, choice))
             at = chain * powers
@@ -304,7 +303,8 @@ def _by_norm(inner: _Inner, goal: _Goal) -> Dominating:
         """
         ratio = lfilter([1.0, -lam], [1.0, -zero], inner.column)
         points = 1 << (grid * inner.steps - 1).bit_length()
-        largest = float(np.max(np.abs(np.fft.rfft(ratio, points)) ** 2))
+        rounding = 1e-13 * float(inner.column.sum()) / (1 - zero)  # of the filter, which cancels, and of the transform
+        largest = (float(np.max(np.abs(np.fft.rfft(ratio, points)))) + rounding) ** 2
         return largest / math.cos(math.pi * inner.steps / points) * SAFETY
 
     def chosen(x: Array) -> tuple[float, float]:

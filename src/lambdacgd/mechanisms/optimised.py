@@ -298,7 +298,7 @@ class BLT(Mechanism):
     normalized: bool = field(
         default=False,
         kw_only=True,
-        metadata={"symbol": "normalised", "help": "Column-normalised λCGD or BLT."},
+        metadata={"symbol": "normalised", "request": True, "help": "Column-normalised λCGD or BLT."},
     )
     amplified: bool = field(
         default=False,

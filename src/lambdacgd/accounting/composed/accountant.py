@@ -16,7 +16,15 @@ from functools import lru_cache
 import numpy as np
 
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
-from lambdacgd.accounting.composed.composition import AFFORDABLE, FINAL, QUICK, Composition, Resolution, one_epoch
+from lambdacgd.accounting.composed.composition import (
+    AFFORDABLE,
+    FINAL,
+    LONGEST,
+    QUICK,
+    Composition,
+    Resolution,
+    one_epoch,
+)
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import cost
 from lambdacgd.accounting.exact.lattice import Columns
@@ -42,8 +50,8 @@ QUICK_EXCESS = 0.11
 """about the logarithm of a quick δ over a fine one"""
 OPERATIONS_A_SECOND, FREQUENCIES = 3e10, 900
 """of one core, and of one fine evaluation: only to tell how long an answer will take"""
-FEWEST_BINS = 8
-"""of a thinned chain"""
+FEWEST_BINS = 12
+"""of a thinned chain, about"""
 THINNED = 0.82
 """about the correlation between neighbours of the chain that estimates are computed with"""
 
@@ -207,7 +215,11 @@ class FreshBins:
         """
         k = self.epochs if epochs is None else epochs
         floor = TAIL_SHARE * delta / k
-        pair = one_epoch(self.one_epoch, sigma, floor=floor, resolution=resolution, shallow=shallow)
+        for wider in (1, 2, 4):  # cells, should the transform be too long
+            copies = wider * k
+            pair = one_epoch(self.one_epoch, sigma, floor=floor, resolution=resolution, shallow=shallow, copies=copies)
+            if k * pair.span < LONGEST:
+                break
         return Composition(pair, k)
 
     def bound(self, composed: Composition, sigma: float, epsilon: float) -> Bound:
@@ -300,20 +312,20 @@ class FreshBins:
         chain = self.one_epoch.chain(1.0)
         if chain.lam <= THINNED or chain.nugget:
             return self
-        lam = chain.lam ** round(math.log(THINNED) / math.log(chain.lam))
+        group = min(round(math.log(THINNED) / math.log(chain.lam)), self.steps_per_epoch // FEWEST_BINS)
+        if group < 2:
+            return self
         columns = Columns(chain.gain, 0.0, chain.tail)
         moment = self._log_moment()(math.log(sigma))[0]
 
         def shorter(bins: float) -> FreshBins:
-            return FreshBins(lam, round(bins), self.epochs, columns=columns)
+            return FreshBins(chain.lam**group, round(bins), self.epochs, columns=columns)
 
         def enough(bins: float) -> bool:
             return shorter(bins)._log_moment()(math.log(sigma))[0] <= moment
 
-        if lam == chain.lam or not enough(self.steps_per_epoch):
-            return self
-        bins = bisect(enough, 1.0, float(self.steps_per_epoch), width=0.5)
-        return shorter(bins) if bins >= FEWEST_BINS else self
+        bins = float(self.steps_per_epoch)
+        return shorter(bisect(enough, 2.0, bins, width=0.5)) if enough(bins) else self
 
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
         """b = 1: every epoch is a Gaussian mechanism, and k of them are one of √k times the sensitivity."""

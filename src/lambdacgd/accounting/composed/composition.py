@@ -75,6 +75,11 @@ class DiscretePair:
         return np.append(0.0, np.minimum(width**2 / 8 * np.maximum(curvature[:-1], curvature[1:]), lines))
 
     @property
+    def span(self) -> int:
+        """From the smallest loss to the largest, in cells."""
+        return int(self.index[-1] - self.index[0])
+
+    @property
     def losses(self) -> Array:
         return np.asarray(self.index * self.quantum, dtype=np.float64)
 
@@ -215,10 +220,11 @@ class Composition:
         self.pair, self.copies = pair, copies
         # Tilted masses err by under 1e-12 each, and k of them are multiplied; the other half covers the last sum.
         self.relative = max(1e-9, 2e-12 * copies)
-        span = int(pair.index[-1] - pair.index[0])
-        self.length = 1 << max(4, int(copies * span + 1).bit_length())
+        self.length = 1 << max(4, int(copies * pair.span + 1).bit_length())
         if self.length > LONGEST:
-            raise AccountingError(f"{copies} epochs of {span} cells each need a transform beyond {LONGEST:,} numbers")
+            raise AccountingError(
+                f"{copies} epochs of {pair.span} cells each need a transform beyond {LONGEST:,} numbers"
+            )
 
     def remove(self, epsilon: float) -> Tail:
         """δ of (P'^k, Q'^k)."""
@@ -407,11 +413,18 @@ SHALLOW_FLOOR = 200.0
 
 
 def one_epoch(
-    accountant: TransferMatrix, sigma: float, *, floor: float, resolution: Resolution, shallow: bool = False
+    accountant: TransferMatrix,
+    sigma: float,
+    *,
+    floor: float,
+    resolution: Resolution,
+    shallow: bool = False,
+    copies: int = 1,
 ) -> DiscretePair:
     """A pair that dominates one epoch's (P₁, Q₁) at this σ, down to δ = ``floor`` (add: ten times that).
 
-    ``shallow``: the lattice is left for analytic bounds earlier on the side of add, whose far tail costs the most.
+    The cells are so wide that about ``copies`` of it can be composed. ``shallow``: the lattice is left for analytic
+    bounds earlier on the side of add, whose far tail costs the most.
 
     Guarantee
     ---------
@@ -423,7 +436,9 @@ def one_epoch(
     # Where there is much noise the losses of one epoch are small: ε is near 0 where it is small beside them.
     spread = math.sqrt(accountant.chain(sigma).mean_loss[1])
     scale = accountant.settle(sigma, min(SMALLEST_EPSILON, 0.05 * spread), affordable=AFFORDABLE)
-    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_CELL)
+    # δ(0) is about .4 deviations of the loss. A normal loss is followed over so many of them, to both sides.
+    span = 2 * scale.delta / 0.4 * math.sqrt(2 * math.log(max(scale.delta / floor, 2.0)))
+    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_CELL, span * copies / LONGEST)
     remove = _curve(accountant, sigma, scale, quantum, floor, floor, resolution, "remove")
     leave = (SHALLOW_FLOOR if shallow else ADD_FLOOR) * floor
     add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, leave, resolution, "add")

@@ -16,6 +16,7 @@ from reproduce import EXPERIMENTS, bench_noise, bench_step, framework
 from reproduce import faults as fault_table
 from reproduce.bench_models import CASES
 from reproduce.framework import usable_device
+from reproduce.made_with import stale
 from reproduce.numbers import numbers
 from reproduce.pool import bulk
 from reproduce.train import train
@@ -96,6 +97,7 @@ for _name, (_, _what) in EXPERIMENTS.items():
     )
 app.command()(train)
 app.command()(numbers)
+app.command()(stale)
 app.command("faults")(fault_table.write)
 
 

@@ -143,4 +143,5 @@ EXPERIMENT = Experiment(
     page=page,
     plot=plot,
     title=lambda cell: f"{cell['row']}, ε={cell['epsilon']:g}",
+    depends=("mechanisms", "fresh-bins accountant", "choice of λ", "Monte Carlo"),
 )

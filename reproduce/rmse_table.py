@@ -147,4 +147,5 @@ EXPERIMENT = Experiment(
     page=page,
     plot=plot,
     title=lambda cell: f"{cell['row']}, {cell['column']}",
+    depends=("mechanisms", "Poisson accountant", "fixed-bins accountant", "Monte Carlo"),
 )  # fmt: skip

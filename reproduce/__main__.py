@@ -49,6 +49,9 @@ def root(
     """The paper's tables and figures, benchmarks, and training on known data sets."""
 
 
+FINE_TUNING = ("methods-imdb", "lambda-sweep", "amplified-sweep", "epochs-sweep")
+
+
 def _command(name: str) -> Callable[..., None]:
     """The command that computes one experiment."""
 
@@ -63,7 +66,8 @@ def _command(name: str) -> Callable[..., None]:
         weights: Annotated[
             Path | None,
             typer.Option(
-                "--weights", help="methods-imdb: folder with a pretrained BERT (config.json, model.safetensors)."
+                "--weights",
+                help="methods-imdb and the sweeps: folder with a pretrained BERT (config.json, model.safetensors).",
             ),
         ] = None,
         device: Annotated[
@@ -81,8 +85,8 @@ def _command(name: str) -> Callable[..., None]:
             device = usable_device(device)
         if stop_after is not None:
             number("stop_after", stop_after, above=0)
-        if weights is not None and name != "methods-imdb":
-            raise InvalidInput("weights", str(weights), f"{name} takes none; methods-imdb fine-tunes them")
+        if weights is not None and name not in FINE_TUNING:
+            raise InvalidInput("weights", str(weights), f"{name} takes none; {', '.join(FINE_TUNING)} fine-tune them")
         settings = framework.Settings(quick=quick, data=data, weights=weights, device=device)
         folder = out / experiment.name
         framework.reproduce(experiment, folder, settings=settings, stop_after=stop_after, collect=collect)

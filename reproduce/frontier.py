@@ -396,7 +396,7 @@ def plot(rows: list[Row]) -> Any:
     """
     several = [e for e in _epsilons(rows) if len({row["epochs"] for row in rows if row["epsilon"] == e}) > 1]
     epsilons = several or _epsilons(rows)
-    figure, axes = panels(len(epsilons), size=(3.3, 4.0), sharey=True)
+    figure, axes = panels(len(epsilons), size=(2.8, 3.8), sharey=True)
     ticks = sorted({row["epochs"] for row in rows})
     named: dict[str, Any] = {}
     for axis, e in zip(axes, epsilons, strict=True):
@@ -427,7 +427,7 @@ def plot(rows: list[Row]) -> Any:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set(title=f"ε = {e:g}", xlabel="epochs")
     axes[0].set_ylabel("test accuracy, %")
-    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=2, fontsize=9, frameon=False)
+    figure.legend(list(named.values()), list(named), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 

@@ -68,10 +68,11 @@ def _choosing() -> list[float]:
     from lambdacgd import choose_lambda
     from lambdacgd.mechanisms import Horizon
 
-    horizon, budget = Horizon(20, 2), {"epsilon": 2.0, "delta": 1e-5}
-    plain = [choose_lambda(horizon, objective=name).value for name in ("rmse", "maxse")]
-    chosen = [choose_lambda(horizon, objective="amplified-rmse", bins=bins, **budget) for bins in ("fixed", "fresh")]
-    return plain + [each.value for each in chosen]
+    horizon = Horizon(20, 2)
+    chosen = [choose_lambda(horizon, objective=name) for name in ("rmse", "maxse")]
+    for bins in ("fixed", "fresh"):
+        chosen.append(choose_lambda(horizon, objective="amplified-rmse", epsilon=2.0, delta=1e-5, bins=bins))
+    return [each.value for each in chosen]
 
 
 def _noise() -> list[float]:

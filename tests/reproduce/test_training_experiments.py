@@ -16,7 +16,7 @@ from reproduce import framework
 from reproduce.framework import Settings
 from reproduce.methods_table import cifar_page, plot
 from reproduce.pool import Worker, _Pace, solve
-from reproduce.problems import DistinctWords, RandomBert, ReviewLSTM, packed, problem
+from reproduce.problems import DistinctWords, ReviewLSTM, packed, problem
 from reproduce.runs import PlanBook, RunStore, TrainingRun
 from reproduce.search import method_search
 from reproduce.trainer import compute_with, plan_requests
@@ -225,7 +225,7 @@ def test_models_that_read_in_order_take_private_steps(model: str) -> None:
 
 
 def test_sizes_of_the_models_for_reviews() -> None:
-    made = (ReviewLSTM(), DistinctWords(), RandomBert(layers=2, width=128, heads=2))
+    made = (ReviewLSTM(), DistinctWords(), problem("imdb").models["bert-tiny"]())
     lstm, words, bert = (sum(p.numel() for p in model.parameters()) for model in made)
     assert (lstm, words) == (137_538, 131_106)
     assert bert > 1_000_000

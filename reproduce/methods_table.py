@@ -113,7 +113,8 @@ def at_the_edge(rows: list[Row]) -> str:
     """Which searches ended at the edge of what they tried; those of two rates between other searches are left out."""
     searched = [row for row in rows if len(row["tried"]) > 2]
     ends = [f"{method(row['method']).title} at ε = {row['epsilon']:g}" for row in searched if at_edge(row)]
-    return possibly_short(ends) or "Every search of three rates and more ended between the least and the most it tried."
+    inside = "Every search of three rates and more ended between the smallest and the largest it tried."
+    return possibly_short(ends) or inside
 
 
 # (method, the one it is set beside, what the paper says of the two, if anything): for CIFAR-10 and for IMDb.
@@ -171,7 +172,7 @@ def methods_page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[st
         "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
         ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
         "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
-        f"budget, at most {most} runs, from the same learning rates. {between}The search itself is not covered by "
+        f"budget, at most {most} runs each, from the same learning rates. {between}The search itself is not covered by "
         "(ε, δ).",
         beside,
         MORE,

@@ -72,7 +72,7 @@ def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
 
 
 def page(rows: list[Row]) -> str:
-    """Ours / the paper's (ratio) in each cell; † marks a known slip of the paper, — what we refuse to account for."""
+    """Ours / the paper's in each cell; † marks a known slip of the paper, — what we refuse to account for."""
     by = {(row["row"], row["column"]): row for row in rows}
     columns = [column.title for column in COLUMNS if any(row["column"] == column.title for row in rows)]
     lines = []
@@ -80,7 +80,7 @@ def page(rows: list[Row]) -> str:
         lines.append([title, *(_text(by[title, column]) if (title, column) in by else None for column in columns)])
     notes = {row["known_slip"] for row in rows if row["known_slip"]}
     refused = {(row["row"], row["because"]) for row in rows if row["method"] == "refused"}
-    parts = [table(["method", *columns], lines), "Ours / the paper's (ratio). δ = 1e-5, b = 390, k = 10."]
+    parts = [table(["method", *columns], lines), "Ours / the paper's; ratios are in the CSV. δ = 1e-5, b = 390, k = 10."]
     parts.append(_WHY)
     parts += [f"† A slip in the paper's table: {note}." for note in sorted(notes)]
     parts += [f"— {title}: {because}." for title, because in sorted(refused)]
@@ -102,8 +102,7 @@ _WHY = (
 def _text(cell: Row) -> str:
     mark = "†" if cell["known_slip"] else ""
     ours = "—" if cell["rmse"] is None else f"{cell['rmse']:.2f}"
-    ratio = "" if cell["ratio"] is None else f" ({cell['ratio']:.3f})"
-    return f"{ours} / {cell['paper']:.2f}{mark}{ratio}"
+    return f"{ours} / {cell['paper']:.2f}{mark}"
 
 
 def families(rows: list[Row], family: dict[str, str], label: str) -> Any:

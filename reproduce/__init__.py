@@ -64,4 +64,8 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.zoo:EXPERIMENT",
         "which architectures of transformers can be trained privately, by us and by Opacus",
     ),
+    "zoo-probe": (
+        "reproduce.zoo:TRAINED",
+        "how far an example's rows lie apart where another one is exchanged, over architectures of transformers",
+    ),
 }

@@ -163,7 +163,8 @@ def step(
         list[str] | None,
         typer.Option(
             "--mode",
-            help=f"{', '.join(bench_step.MODES)}; may be given more than once. Default: all.",
+            help=f"{', '.join(bench_step.MODES)}, which are the default; {', '.join(bench_step.LOOPS)}. May be given "
+            "more than once.",
         ),
     ] = None,
     precision: Precision = None,

@@ -177,6 +177,7 @@ class Case:
 CASES: dict[str, Case] = {
     "cnn": Case(CNN, 128, image=32),
     "wrn-40-4": Case(WideResNet, 128, image=32),
+    "wrn-16-4": Case(lambda: WideResNet(16), 128, image=32),
     "vit-b": Case(lambda: ViT(768, 12, 12), 64, image=224),
     "vit-l": Case(lambda: ViT(1024, 24, 16), 32, image=224),
     "vit-h": Case(lambda: ViT(1280, 32, 16, patch=14), 16, image=224),

@@ -78,7 +78,7 @@ def _choosing() -> list[float]:
 def _noise() -> list[float]:
     from lambdacgd.noise.layout import FORMAT
 
-    return [FORMAT]
+    return [float(FORMAT)]
 
 
 def _search() -> list[float]:

@@ -25,8 +25,8 @@ from reproduce.runs import method
 FIGURES = ROOT / "docs" / "figures"
 PLACE = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.S)
 TITLES = {
-    "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "vit-b": "ViT-B", "vit-l": "ViT-L", "vit-h": "ViT-H",
-    "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large", "lstm": "LSTM",
+    "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "wrn-16-4": "WideResNet-16-4", "vit-b": "ViT-B", "vit-l": "ViT-L",
+    "vit-h": "ViT-H", "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large", "lstm": "LSTM",
 }  # fmt: skip
 LAMBDA_CGD = "regenerated, 2 bands"
 _PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}

@@ -255,7 +255,7 @@ def _round(
                     noise, variant.plan.mechanism, sigma=variant.plan.sigma, clip=_CLIP, horizon=variant.plan.steps,
                     buffers="cpu",
                 )  # fmt: skip
-            private._step._noise = variant.buffered
+            private.private_step._noise = variant.buffered
         loader = iter(private.loader)
         _step(loader, model, optimizer, device)
         parts = [_step(loader, model, optimizer, device) for _ in range(steps)]

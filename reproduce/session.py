@@ -32,8 +32,7 @@ from lambdacgd.keys import Release, SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
-from lambdacgd.training.private import Private
-from lambdacgd.training.privatize import privatize
+from lambdacgd.training.privatize import Private, privatize
 from reproduce.data import Examples, Splits
 from reproduce.framework import check_device
 from reproduce.problems import TASKS, Classifier, Task, make_pretrained, register_weights, reviews

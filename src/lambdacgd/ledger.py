@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.errors import LedgerError
-from lambdacgd.files import read_bytes
+from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
 
@@ -253,16 +253,10 @@ class Ledger:
         try:
             file.truncate(length)
             file.seek(length)
-            rest = memoryview(line)
-            while rest:
-                rest = rest[file.write(rest) :]
+            write_all(file, line)
             os.fsync(file.fileno())
             if not length:
-                folder = os.open(self.path.absolute().parent, os.O_RDONLY)
-                try:
-                    os.fsync(folder)
-                finally:
-                    os.close(folder)
+                sync_folder(self.path.absolute().parent)
         except OSError as error:
             with contextlib.suppress(OSError):
                 file.truncate(length)
@@ -396,11 +390,7 @@ def _remember(run_id: str, check: str) -> None:
         return
     with contextlib.suppress(OSError):  # a home that cannot be written: nothing is remembered, as the guarantee says
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "w") as file:
-            file.write(check)
-        os.replace(draft, path)
+        replace_file(path, check.encode())
 
 
 def _remembered(run_id: str) -> int | None:

@@ -11,9 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import ClippingError, attach
+from lambdacgd.clipping.backward import Stored, outer
 from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied
-from lambdacgd.clipping.records import Stored, outer
 from reproduce.bench_models import ViT
 from tests.clipping.small import mlp, step, total_norm
 

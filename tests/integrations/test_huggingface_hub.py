@@ -119,7 +119,7 @@ def test_losses_do_not_go_to_a_space(tmp_path):
     args.report_to, args.trackio_space_id = ["trackio"], "me/space"
     from lambdacgd.integrations.huggingface.settings import adapt
 
-    with pytest.raises(InvalidInput, match="hub"):
+    with pytest.raises(InvalidInput, match="must not go to a Space"):
         adapt(args, hf.make_plan())
 
 

@@ -182,20 +182,20 @@ def audit(
     stay unseen.
     """
     if not isinstance(plan, Plan):
-        raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one, Plan.load reads one")
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
     plan.check()
     if not plan.sigma or not math.isfinite(plan.epsilon):
         raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")
     if plan.steps > MOST_STEPS:
         raise InvalidInput(
             "plan",
-            f"{plan.steps} steps",
-            f"an audit takes at most {MOST_STEPS}: audit a shorter plan of the same mechanism and sampling",
+            f"The plan has {plan.steps} steps, and an audit takes at most {MOST_STEPS}. Audit a shorter plan of the "
+            "same mechanism and sampling.",
         )
     number("max_grad_norm", max_grad_norm, above=0)
     most = plan.examples - 1
     if most < 32:
-        raise InvalidInput("plan", f"{plan.examples} examples", "an audit needs at least 33, for canaries")
+        raise InvalidInput("plan", f"The plan has {plan.examples} examples, and an audit needs at least 33.")
     size = min(most, max(64, LARGEST // plan.steps))
     if canaries is not None:
         size = integer("canaries", canaries, minimum=32, maximum=most, why=" (the examples without one)")

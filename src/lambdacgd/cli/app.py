@@ -68,7 +68,7 @@ Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
 AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
 NoCache = Annotated[bool, flag("--no-cache", help="Compute everything anew, keep nothing on disk.")]
-COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins")
+COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
 
 
 def plan(

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
-from lambdacgd.cli.options import place_for, plan_arguments
+from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
@@ -66,7 +66,8 @@ def show_plan(
 
 def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
-    bands, buffers = request.pop("bands", None), request.pop("buffers", None)
+    bands: Any = number_or_auto("bands", request.pop("bands", None))
+    buffers = request.pop("buffers", None)
     arguments = plan_arguments(request)
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
@@ -122,6 +123,7 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
     add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
+    add("of", str(plan.workload))
     past = plan.mechanism.past_vectors(plan.block.steps)
     verb = "stores" if _stored(plan) else "regenerates"
     add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")

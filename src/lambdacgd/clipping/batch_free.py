@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lambdacgd.clipping.backward import Record, Stored
 from lambdacgd.clipping.bounds import accumulator
 from lambdacgd.clipping.layers.linear import tapped_linear
-from lambdacgd.clipping.records import Record, Stored
 from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
     return value.as_subclass(torch.Tensor) if isinstance(value, BatchFree) else value
 
 
-def check_output(output: Any, batch: int) -> None:
+def refuse_stand_ins(output: Any, batch: int) -> None:
     """Refuse a model's output that is a stand-in still.
 
     Raises:

@@ -26,31 +26,32 @@ import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
-from lambdacgd.clipping import Clipper
-from lambdacgd.errors import CheckpointError, brief, shown
-from lambdacgd.files import read_json
-from lambdacgd.keys import LedgerError, Release
-from lambdacgd.noise import Layout
+from lambdacgd.errors import CheckpointError, LedgerError, brief, shown
+from lambdacgd.files import read_json, sync_folder
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
-from lambdacgd.planning import Plan
 from lambdacgd.training.card import History
-from lambdacgd.training.codec import MOST_JSON, decode, encode, sync_folder, write_json, write_tensors
-from lambdacgd.training.distributed.agreement import compare_weights, groups_by_name
-from lambdacgd.training.distributed.models import is_sharded, local, place_of, reshard
+from lambdacgd.training.codec import MOST_JSON, decode, encode, write_json, write_tensors
+from lambdacgd.training.distributed.models import (
+    compare_weights,
+    groups_by_name,
+    is_sharded,
+    local,
+    place_of,
+    reshard,
+)
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.ema import EMA
-from lambdacgd.training.guards import Cycle
 from lambdacgd.training.run import Run
-from lambdacgd.training.sample import Sample
 from lambdacgd.version import __version__
+
+if TYPE_CHECKING:
+    from lambdacgd.training.privatize import Private
 
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
@@ -59,47 +60,11 @@ _STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder 
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
 
-class SavedRun(Protocol):
-    """What a checkpoint is made of and goes back to: `Private`, as far as this file knows it."""
-
-    optimizer: Optimizer
-    dataset: Any
-    clipper: Clipper
-    layout: Layout
-    run: Run
-    world: World
-    sample: Sample
-    augmentations: int
-    data_fingerprint: str | None
-
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def plan(self) -> Plan: ...
-    @property
-    def max_grad_norm(self) -> float: ...
-    @property
-    def steps_taken(self) -> int: ...
-    @property
-    def between_steps(self) -> bool: ...
-    @property
-    def cycle(self) -> Cycle: ...
-    @property
-    def averages(self) -> list[EMA]: ...
-    @property
-    def history(self) -> History: ...
-    def adopt(self, saved: dict[str, Any]) -> None: ...
-    def note_changes(self) -> None: ...
-    def check_usable(self) -> None: ...
-    def check_whole(self) -> None: ...
-    def going_on_from(self, step: int) -> contextlib.AbstractContextManager[None]: ...
-
-
 # --- save, load, exists ----------------------------------------------------------------------------------------------
 
 
 def save(
-    private: SavedRun,
+    private: Private,
     path: str | os.PathLike[str],
     extra: dict[str, Any] | None,
     *,
@@ -125,7 +90,7 @@ def save(
     with world.together("saving"):
         check_savable(private)
         private.note_changes()
-        _refuse_file(folder)
+        _refuse_old(folder)
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
     compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
     state["generators"] = world.gather(generators())
@@ -139,7 +104,8 @@ def save(
     draft, target = folder / f".{name}.{run_id}.draft", folder / name
     with contextlib.ExitStack() as held:  # a detached run has let go of its lock
         world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
-        world.from_first("saving", lambda: _settle_own(private, folder, run_id))
+        # What an error left of the last save may be the run's only checkpoint that can be resumed.
+        world.from_first("saving", lambda: _settle(private.run, folder, only=run_id))
         try:
             world.from_first("saving", lambda: _make_draft(draft))
             with world.together("saving"):
@@ -161,7 +127,7 @@ def save(
         world.from_first("saving", release)
 
 
-def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
+def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
     """Go on from a checkpoint, written by any number of ranks. All ranks must call it.
 
     Everything is checked before anything changes, and the ledger is asked before a weight is read.
@@ -184,7 +150,9 @@ def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
         with _damage(source):
             saved = _Saved(source, facts)
             who = _read_identity(facts)
-        check_belongs(private, who)
+        check_identity(who, identity(private))
+        private.history.resumed(History.from_dict(who["history"]))
+        private.sample.check(who["sample"], private.run.key)
         if not facts["resumable"]:
             raise CheckpointError(
                 f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the optimizer's "
@@ -204,17 +172,17 @@ def load(private: SavedRun, path: str | os.PathLike[str]) -> dict[str, Any]:
             _apply(private, saved)
             extra: dict[str, Any] = saved.value("extra")
         compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
-    adopt(private, who)
+    private.adopt(who["history"])  # the weights are the checkpoint's now
     return extra
 
 
-def exists(private: SavedRun, path: str | os.PathLike[str]) -> bool:
+def exists(private: Private, path: str | os.PathLike[str]) -> bool:
     """Whether there is a checkpoint, or what is left of one that a killed process had entered in the ledger.
 
     For rank 0. Drafts are settled first, for which the run must not be in use by another process.
     """
     folder = Path(path)
-    _settle(private, folder)
+    _settle(private.run, folder)
     return folder.is_file() or bool(_steps(folder))
 
 
@@ -262,7 +230,7 @@ _MEANING = {
 }
 
 
-def identity(private: SavedRun) -> dict[str, Any]:
+def identity(private: Private) -> dict[str, Any]:
     """What must be the same for whoever goes on with this run."""
     return {
         "plan": private.plan.digest,
@@ -288,29 +256,13 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
         differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
     if differs:
         lines = [
-            f"- {_MEANING[name]} (saved {_short(saved.get(name))}, here {_short(current[name])})" for name in differs
+            f"- {_MEANING[name]} (saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)})"
+            for name in differs
         ]
         raise CheckpointError("this checkpoint does not belong here. What differs:\n" + "\n".join(lines))
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 16 else text[:13] + "…'"
-
-
-def check_belongs(private: SavedRun, saved: dict[str, Any]) -> None:
-    """Refuse a checkpoint whose ``identity`` is not that of this run."""
-    check_identity(saved, identity(private))
-    private.history.resumed(History.from_dict(saved["history"]))
-    private.sample.check(saved.get("sample"), private.run.key)
-
-
-def adopt(private: SavedRun, saved: dict[str, Any]) -> None:
-    """The weights are the checkpoint's now: what they went through before is what it says."""
-    private.adopt(saved["history"])
-
-
-def check_savable(private: SavedRun) -> None:
+def check_savable(private: Private) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     private.check_whole()
     if not private.between_steps:
@@ -329,7 +281,7 @@ def check_savable(private: SavedRun) -> None:
 # --- a run's state, and going on from it -----------------------------------------------------------------------------
 
 
-def _state(private: SavedRun, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
+def _state(private: Private, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
     """The run's state as it is: tensors are those in use, not copies."""
     left_out = set() if frozen else _frozen(private)
     if not weights_only:
@@ -342,21 +294,21 @@ def _state(private: SavedRun, extra: dict[str, Any] | None, *, frozen: bool, wei
     }
 
 
-def _frozen(private: SavedRun) -> set[str]:
+def _frozen(private: Private) -> set[str]:
     """Names of parameters that training does not change: whoever builds the model again has them."""
     return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
-def _groups(private: SavedRun) -> list[list[str]]:
+def _groups(private: Private) -> list[list[str]]:
     return [group["names"] for group in groups_by_name(private.clipper.parameters, private.optimizer)]
 
 
-def _parameters(private: SavedRun) -> list[Any]:
+def _parameters(private: Private) -> list[Any]:
     """The optimizer's parameters in the order in which its state_dict counts them."""
     return [p for group in private.optimizer.param_groups for p in group["params"]]
 
 
-def _check_optimizer(private: SavedRun) -> None:
+def _check_optimizer(private: Private) -> None:
     """Refuse state of a sharded parameter that is not sharded like it: other numbers of ranks could not read it."""
     for p in filter(is_sharded, _parameters(private)):
         for key, value in private.optimizer.state.get(p, {}).items():
@@ -372,7 +324,7 @@ def _check_replicated(key: Any, shape: Any, *, sharded: bool = False) -> None:
         )
 
 
-def _check_fits(private: SavedRun, saved: _Saved) -> None:
+def _check_fits(private: Private, saved: _Saved) -> None:
     """Refuse what could not be loaded, before the run becomes the checkpoint's."""
     if saved.facts["groups"] != _groups(private):
         raise CheckpointError(
@@ -402,7 +354,7 @@ def _check_fits(private: SavedRun, saved: _Saved) -> None:
 
 
 @torch.no_grad()
-def _apply(private: SavedRun, saved: _Saved) -> None:
+def _apply(private: Private, saved: _Saved) -> None:
     weights = private.model.state_dict()
     for name, handle in saved.handles("model").items():
         if isinstance(handle, _Handle) and is_sharded(weights[name]):
@@ -463,30 +415,25 @@ def _steps(folder: Path) -> list[Path]:
     return sorted(p for p in folder.glob("step-*") if (p / FACTS).is_file() or (p / _OLD_FACTS).is_file())
 
 
-def _newest(private: SavedRun | None, folder: Path) -> tuple[Path, dict[str, Any]]:
-    _refuse_file(folder)
+def _newest(private: Private | None, folder: Path) -> tuple[Path, dict[str, Any]]:
+    _refuse_old(folder)
     if private is not None:
-        _settle(private, folder)
+        _settle(private.run, folder)
     steps = _steps(folder)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    if not (steps[-1] / FACTS).is_file():
-        _refuse_old(steps[-1])
+    _refuse_old(steps[-1])
     with _damage(steps[-1]):
         return steps[-1], _read_facts(steps[-1])
 
 
-def _refuse_file(path: Path) -> None:
-    if path.is_file():
-        _refuse_old(path)
-
-
 def _refuse_old(path: Path) -> None:
-    raise CheckpointError(
-        f"{path} is not a checkpoint folder of this version. Earlier versions wrote pickled files, which are not read: "
-        "opening one could run code of whoever wrote it. Finish that run with the version that began it, or choose "
-        "another name and start a new run, which costs its own (ε, δ)"
-    )
+    if path.is_file() or ((path / _OLD_FACTS).is_file() and not (path / FACTS).is_file()):
+        raise CheckpointError(
+            f"{path} is not a checkpoint folder of this version. Earlier versions wrote pickled files, which are not "
+            "read: opening one could run code of whoever wrote it. Finish that run with the version that began it, or "
+            "choose another name and start a new run, which costs its own (ε, δ)"
+        )
 
 
 @contextlib.contextmanager
@@ -504,43 +451,30 @@ def _damage(source: Path) -> Iterator[None]:
         ) from error
 
 
-def _settle(private: SavedRun, folder: Path) -> None:
+def _settle(run: Run, folder: Path, only: str | None = None) -> None:
     """Complete drafts that the ledger knows, and remove others, which never left the process whole.
 
-    Only with the run's lock in hand: another process may be writing the draft at this moment. Runs that are not in
-    this key's ledger are left alone.
+    Only with the lock of a draft's run in hand: another process may be writing it at this moment. Runs that are not in
+    this key's ledger are left alone, and so are all but ``only``, where it is given.
     """
-    if private.run.key.path is None or not folder.is_dir():
+    if run.key.path is None or not folder.is_dir():
         return
-    ledger = private.run.key.ledger()
+    ledger = run.key.ledger()
     for draft in folder.glob(".step-*.draft"):
         match = _DRAFT.fullmatch(draft.name)
-        if match is None or match[2] not in ledger.runs():
+        if match is None or only not in (None, match[2]) or match[2] not in ledger.runs():
             continue
-        with contextlib.ExitStack() as held:
-            try:
-                held.enter_context(private.run.holding(match[2]))
+        try:
+            with run.holding(match[2]):
                 newest = ledger.newest(match[2])
-            except LedgerError as error:
-                raise CheckpointError(str(error)) from error
-            if draft.is_dir():  # or whoever held the run before us has settled it
-                _settle_held(draft, folder / match[1], newest, match[2])
-
-
-def _settle_held(draft: Path, target: Path, newest: Release | None, run_id: str) -> None:
-    """Complete or remove a draft of a run whose lock is held. Other runs' checkpoints may be newer: they stay."""
-    if newest is not None and newest.digest == _digest(draft, World(None)):
-        _give_name(draft, target, only=run_id)
-    else:
-        shutil.rmtree(draft, ignore_errors=True)
-
-
-def _settle_own(private: SavedRun, folder: Path, run_id: str) -> None:
-    """Before saving: what an error left of the last save may be the run's only checkpoint that can be resumed."""
-    for draft in folder.glob(f".step-*.{run_id}.draft"):
-        match = _DRAFT.fullmatch(draft.name)
-        if match is not None:
-            _settle_held(draft, folder / match[1], private.run.need_ledger().newest(run_id), run_id)
+                if not draft.is_dir():  # whoever held the run before us has settled it
+                    continue
+                if newest is not None and newest.digest == _digest(draft, World(None)):
+                    _give_name(draft, folder / match[1], only=match[2])  # checkpoints of other runs may be newer
+                else:
+                    shutil.rmtree(draft, ignore_errors=True)
+        except LedgerError as error:
+            raise CheckpointError(str(error)) from error
 
 
 def _make_draft(draft: Path) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lambdacgd.errors import CheckpointError
+from lambdacgd.files import write_new
 
 # A JSON object that holds this key stands for something that JSON lacks; the key's value says for what.
 _TAG = "$"
@@ -179,12 +180,13 @@ def _bytes(value: Tensor) -> Any:
     return flat.view(torch.uint8).numpy().data if flat.numel() else b""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
-    """Write a new safetensors file that only its owner reads (0600), synced to disk.
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o600) -> str:
+    """Write a new safetensors file, synced to disk.
 
     Args:
         path: A file that does not exist yet.
         tensors: Dense tensors by name, on any device. They may share memory.
+        mode: Who may read it: by default its owner alone.
 
     Returns:
         The SHA-256 of the file.
@@ -198,7 +200,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
         header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
     start = json.dumps(header).encode()
     start += b" " * (-len(start) % 8)
-    return _write(path, (len(start).to_bytes(8, "little"), start), (_bytes(tensors[name]) for name in ordered))
+    parts = itertools.chain((len(start).to_bytes(8, "little"), start), (_bytes(tensors[name]) for name in ordered))
+    return write_new(path, parts, mode=mode)
 
 
 def write_json(path: Path, value: Any) -> str:
@@ -213,26 +216,4 @@ def write_json(path: Path, value: Any) -> str:
             f"the numbers and texts of this checkpoint take {len(content)} bytes, and {MOST_JSON} are allowed: give "
             "long lists in extra= as tensors"
         )
-    return _write(path, (content,))
-
-
-def _write(path: Path, *parts: Any) -> str:
-    running = hashlib.sha256()
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "wb") as file:
-        for pieces in parts:
-            for piece in pieces:
-                running.update(piece)
-                file.write(piece)
-        file.flush()
-        os.fsync(descriptor)
-    return running.hexdigest()
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the names in a folder survive a power failure."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    return write_new(path, [content])

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping import bounds
+from lambdacgd.clipping.backward import Outer, Record, fold, in_chunks, masked
 from lambdacgd.clipping.batch_free import lookup
 from lambdacgd.clipping.bounds import Norm
-from lambdacgd.clipping.records import Outer, Record, fold, in_chunks, masked
 from lambdacgd.clipping.rules import Layer, register, tap
 
 

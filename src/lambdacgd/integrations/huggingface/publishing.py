@@ -14,20 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from safetensors.torch import save_model
 
 from lambdacgd.training import Private
-from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
+from lambdacgd.training.card import PUBLIC, to_markdown, write_card
+from lambdacgd.training.codec import write_tensors
+from lambdacgd.training.distributed.models import whole_state
 from lambdacgd.training.export import WEIGHTS
 
 TAGS = ("differential-privacy", "lambdacgd")
-
-
-def write_card(private: Private, folder: Path) -> None:
-    """The privacy card of a run's weights, for machines and for people."""
-    facts = private.card()
-    (folder / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
-    (folder / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
 
 
 def readme(model: Any, private: Private, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
@@ -49,10 +43,10 @@ def prepare_upload(model: Any, private: Private, processing: Any, card_text: str
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder)
         else:
-            save_model(model, str(folder / WEIGHTS))
+            write_tensors(folder / WEIGHTS, whole_state(model, keep=True), mode=PUBLIC)
         if processing is not None:
             processing.save_pretrained(folder)
-        write_card(private, folder)
+        write_card(private.card(), folder)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         ModelCard.load(folder / "README.md")  # its metadata must be readable
     except BaseException:

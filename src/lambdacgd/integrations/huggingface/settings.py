@@ -26,61 +26,34 @@ from lambdacgd.planning import Plan
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
-# Argument, the only values that make sense under a plan, and what to do instead.
-_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "gradient_accumulation_steps",
-        (1,),
-        "leave it at 1: logical batches come from the plan and are split into physical ones of "
-        "per_device_train_batch_size by themselves",
-    ),
-    ("fp16", (False,), "GradScaler looks at gradients before they are noised. Use bf16=True"),
-    (
-        "auto_find_batch_size",
-        (False,),
-        "it starts training over after running out of memory. Set per_device_train_batch_size lower: the result "
-        "does not depend on it",
-    ),
-    (
-        "dataloader_drop_last",
-        (False,),
-        "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
-    ),
-    ("group_by_length", (False, None), "which examples meet in a batch is fixed by the plan. Leave it out"),
-    (
-        "train_sampling_strategy",
-        ("random", None),
-        "which examples meet in a batch is fixed by the plan. Leave it at 'random'",
-    ),
-    (
-        "torch_compile",
-        (False,),
-        "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
-    ),
-    ("use_liger_kernel", (False,), "its fused kernels hide the layers that clipping must see. Leave it out"),
-    ("neftune_noise_alpha", (None,), "its noise depends on the longest example of the batch. Leave it out"),
-    ("deepspeed", (None,), "it changes gradients behind our back. Use one process a GPU with torchrun"),
-    ("ddp_static_graph", (None, False), "it counts on gradients that private training never makes. Leave it out"),
-    ("parallelism_config", (None,), "tensor, context and sequence parallelism split examples. Use DDP by torchrun"),
-    (
-        "enable_jit_checkpoint",
-        (False,),
-        "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
-    ),
-    (
-        "include_num_input_tokens_seen",
-        ("no", False),
-        "the number of tokens seen depends on the drawn batches and is not private. Leave it out",
-    ),
-)
+_BY_THE_PLAN = "which examples meet in a batch is fixed by the plan. Leave it out"
+# Arguments that keep their defaults under a plan, and what to do instead of changing them.
+_DEFAULTS = {
+    "gradient_accumulation_steps": "leave it at 1: logical batches come from the plan and are split into physical ones "
+    "of per_device_train_batch_size by themselves",
+    "fp16": "GradScaler looks at gradients before they are noised. Use bf16=True",
+    "auto_find_batch_size": "it starts training over after running out of memory. Set per_device_train_batch_size "
+    "lower: the result does not depend on it",
+    "dataloader_drop_last": "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
+    "train_sampling_strategy": _BY_THE_PLAN,
+    "torch_compile": "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
+    "use_liger_kernel": "its fused kernels hide the layers that clipping must see. Leave it out",
+    "neftune_noise_alpha": "its noise depends on the longest example of the batch. Leave it out",
+    "deepspeed": "it changes gradients behind our back. Use one process per GPU with torchrun",
+    "ddp_static_graph": "it counts on gradients that private training never makes. Leave it out",
+    "parallelism_config": "tensor, context and sequence parallelism split examples. Use DDP by torchrun",
+    "enable_jit_checkpoint": "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
+    "include_num_input_tokens_seen": "the number of tokens seen depends on the drawn batches and is not private. Leave "
+    "it out",
+}
 _WHOLE_STEP_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 
 
 def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     """A copy of ``args`` that does what the plan says, or an ``InvalidInput`` that says what to change."""
-    for name, allowed, advice in _ONLY:
-        given = getattr(args, name, allowed[0])
-        if given not in allowed:
+    for name, advice in _DEFAULTS.items():
+        given = getattr(args, name, None)  # a version may not have it
+        if given not in (None, False) and given != _default(name):
             raise InvalidInput(name, given, advice)
     _check_horizon(args, plan)
     _check_optimizer(args)
@@ -143,9 +116,8 @@ def _check_devices(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise InvalidInput(
             "args",
-            f"{args.n_gpu} visible GPUs in one process",
-            "DataParallel splits batches behind our back. Set CUDA_VISIBLE_DEVICES to one, or start one process a GPU "
-            "with torchrun",
+            f"This process sees {args.n_gpu} GPUs, and DataParallel would split batches behind our back. Set "
+            "CUDA_VISIBLE_DEVICES to one, or start one process per GPU with torchrun.",
         )
 
 
@@ -153,7 +125,7 @@ def _check_reports(args: TrainingArguments) -> None:
     where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
     if "trackio" in (args.report_to or []) and any(where):
         raise InvalidInput(
-            "report_to", "trackio with a Space", "training losses are not private and must not go to a hub. Log locally"
+            "report_to", "Training losses are not private and must not go to a Space of trackio. Log locally."
         )
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
@@ -169,13 +141,13 @@ def _checkpointing(given: Any) -> dict[str, Any]:
     found = dict(given or {})
     if found.setdefault("use_reentrant", False):
         raise InvalidInput(
-            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers: use_reentrant=False"
+            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers. Say use_reentrant=False"
         )
     return found
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(TrainingArguments) if field.name == name)
+    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}[name]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -211,9 +183,8 @@ def kind_of(model: nn.Module) -> Kind:
                 return kind
     raise InvalidInput(
         "model",
-        name,
-        "its per-example loss is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) that "
-        "returns one loss per example, or override compute_loss to return that vector",
+        f"The per-example loss of {name} is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) "
+        "that returns one loss per example, or override compute_loss to return that vector.",
     )
 
 

@@ -268,8 +268,8 @@ class ShardedTotals(Totals):
             if mesh.size() != self._world.size:
                 raise InvalidInput(
                     "model",
-                    f"parameter {name!r} on a mesh of {mesh.size()} processes, where {self._world.size} train together",
-                    "shard over all processes of the job, or pass the mesh's process group as process_group",
+                    f"Parameter {name!r} is on a mesh of {mesh.size()} processes, and {self._world.size} train "
+                    "together. Shard over all processes of the job, or pass the mesh's process group as process_group.",
                 )
             by_owner.setdefault((owner, place.dtype, id(mesh)), []).append(place)
         groups = []

@@ -80,7 +80,10 @@ def page(rows: list[Row]) -> str:
         lines.append([title, *(_text(by[title, column]) if (title, column) in by else None for column in columns)])
     notes = {row["known_slip"] for row in rows if row["known_slip"]}
     refused = {(row["row"], row["because"]) for row in rows if row["method"] == "refused"}
-    parts = [table(["method", *columns], lines), "Ours / the paper's; ratios are in the CSV. δ = 1e-5, b = 390, k = 10."]
+    parts = [
+        table(["method", *columns], lines),
+        "Ours / the paper's; ratios are in the CSV. δ = 1e-5, b = 390, k = 10.",
+    ]
     parts.append(_WHY)
     parts += [f"† A slip in the paper's table: {note}." for note in sorted(notes)]
     parts += [f"— {title}: {because}." for title, because in sorted(refused)]

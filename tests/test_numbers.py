@@ -114,6 +114,8 @@ def test_the_claim_names_batch_sizes_epochs_seeds_and_intervals(
     assert "reaches 70.0 ± 0.6% after 10 epochs with normalised λCGD and fresh bins (B = 128)" in said
     assert "DP-SGD (Poisson, B = 512) has 60.0 ± 0.6% after 10 and 70.0 ± 0.6% after 40" in said
     assert "of 3 seeds" in said
+    assert "(difference +0.0 (−2.3 to +2.3) points)" in said
+    said = numbers.frontier_table()
     assert "| 8 | 70.0 ± 0.6% after 10 (B = 128) | 70.0 ± 0.6% after 40 (B = 512) | +0.0 (−2.3 to +2.3) |" in said
 
 

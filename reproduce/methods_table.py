@@ -172,7 +172,7 @@ def methods_page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[st
         "Learning rate, λ or ζ, schedule and which weights to keep (the last or a running average of decay .99 or "
         ".998) were chosen on a fifth of the training set, under a plan for the other four fifths with a σ of its "
         "own; then the method was trained anew on all of it under a plan for all of it. Every method had the same "
-        f"budget, at most {most} runs each, from the same learning rates. {between}The search itself is not covered by "
+        f"budget, at most {most} runs, from the same learning rates. {between}The search itself is not covered by "
         "(ε, δ).",
         beside,
         MORE,

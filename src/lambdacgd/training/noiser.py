@@ -14,8 +14,7 @@ from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
-from lambdacgd.training.checkpoint import check_identity
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.checkpoint import check_identity, content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan

@@ -17,7 +17,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from lambdacgd.training import Private
 from lambdacgd.training.card import PUBLIC, to_markdown, write_card
-from lambdacgd.training.codec import write_tensors
+from lambdacgd.training.checkpoint import write_tensors
 from lambdacgd.training.distributed.models import whole_state
 from lambdacgd.training.export import WEIGHTS
 

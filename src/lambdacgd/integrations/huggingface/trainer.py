@@ -36,8 +36,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 from lambdacgd.training.card import GivenCard, write_card
-from lambdacgd.training.checkpoint import has_traces
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.

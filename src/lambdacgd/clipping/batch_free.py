@@ -110,35 +110,35 @@ def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def standing_in(layers: Iterable[Layer]) -> Iterator[None]:
-    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other tensors in the places of parameters; these come back at the end."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for layer in layers:
-            for local in layer.elsewhere:
-                slots, last, parameter = layer.slots[list(layer.names).index(local)]
-                kept.append((slots, last, slots[last]))
-                slots[last] = parameter_stand_in(layer, layer.names[local], parameter)
+        for slots, name, value in places:
+            kept.append((slots, name, slots[name]))
+            slots[name] = value
         yield
     finally:
-        for slots, last, parameter in reversed(kept):
-            slots[last] = parameter
+        for slots, name, value in reversed(kept):
+            slots[name] = value
 
 
-@contextlib.contextmanager
-def own_parameters_of(layer: Layer) -> Iterator[None]:
+def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:
+    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+    read = (
+        (layer, local, layer.slots[list(layer.names).index(local)]) for layer in layers for local in layer.elsewhere
+    )
+    return exchanged(
+        (slots, last, parameter_stand_in(layer, layer.names[local], parameter))
+        for layer, local, (slots, last, parameter) in read
+    )
+
+
+def own_parameters_of(layer: Layer) -> contextlib.AbstractContextManager[None]:
     """While a layer itself runs, its parameters are its own again. What else put something there keeps it: FSDP2 lays
     gathered parameters in the place of its shards.
     """
-    kept = [(slots, last, slots[last]) for slots, last, _ in layer.slots if isinstance(slots[last], BatchFree)]
-    try:
-        for slots, last, parameter in layer.slots:
-            if isinstance(slots[last], BatchFree):
-                slots[last] = parameter
-        yield
-    finally:
-        for slots, last, parameter in kept:
-            slots[last] = parameter
+    return exchanged(slot for slot in layer.slots if isinstance(slot[0][slot[1]], BatchFree))
 
 
 def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import ClippingError, attach
+from lambdacgd.clipping import attach
 from lambdacgd.clipping.backward import Stored, outer
 from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied

@@ -125,12 +125,11 @@ def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
 
 def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:
     """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
-    read = (
-        (layer, local, layer.slots[list(layer.names).index(local)]) for layer in layers for local in layer.elsewhere
-    )
     return exchanged(
-        (slots, last, parameter_stand_in(layer, layer.names[local], parameter))
-        for layer, local, (slots, last, parameter) in read
+        (slots, last, parameter_stand_in(layer, name, parameter))
+        for layer in layers
+        for (local, name), (slots, last, parameter) in zip(layer.names.items(), layer.slots, strict=True)
+        if local in layer.elsewhere
     )
 
 

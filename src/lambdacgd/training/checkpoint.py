@@ -73,18 +73,10 @@ def save(
     frozen: bool = True,
     weights_only: bool = False,
 ) -> None:
-    """Write a checkpoint, whole or not at all, and enter it in the ledger. All ranks must call it.
+    """What `Private.save` does. All ranks must call it; rank 0's ``extra`` is kept.
 
-    Args:
-        private: The run, which must stand between two logical steps.
-        path: The folder; the checkpoint becomes ``path/step-…``, and those that were there before are removed.
-        extra: Plain data of the caller's own (see `encode`); rank 0's is kept.
-        frozen: Whether parameters that are not trained are written too.
-        weights_only: Leave the optimizer's state out; nothing can resume from the result.
-
-    Raises:
-        CheckpointError: It could not be written, or could not be read again. The previous checkpoint and the ledger
-            are as they were.
+    The checkpoint becomes ``path/step-…``, and those that were there before are removed. With ``weights_only`` the
+    optimizer's state is left out, and nothing can resume from the result.
     """
     world, folder = private.world, Path(path)
     run_id = private.run.id
@@ -129,19 +121,9 @@ def save(
 
 
 def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Go on from a checkpoint, written by any number of ranks. All ranks must call it.
+    """What `Private.load` does, from a checkpoint that any number of ranks wrote. All ranks must call it.
 
     Everything is checked before anything changes, and the ledger is asked before a weight is read.
-
-    Args:
-        private: A run that has not begun, or the checkpoint's own.
-        path: The folder that was given to `save`.
-
-    Returns:
-        What was given as ``extra``.
-
-    Raises:
-        CheckpointError: It is not this run's, not its newest release, or damaged.
     """
     world, folder = private.world, Path(path)
     source, facts = world.from_first("loading", lambda: _newest(private, folder))
@@ -790,14 +772,7 @@ def _not_plain(value: Any, path: str) -> CheckpointError:
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`.
-
-    Args:
-        value: What ``encode`` returned, after JSON.
-        tensor: What to put in a tensor's place, by its name.
-
-    Returns:
-        The nested data. Mappings have become dicts; lists, tuples and numbers are of the types that were given.
+    """The inverse of `encode`, after JSON; ``tensor`` says what to put in the place of a tensor, by its name.
 
     Raises:
         CheckpointError: ``value`` holds something that `encode` does not write.

@@ -120,13 +120,10 @@ class Noiser:
             TrainingError: All steps of the plan are done.
         """
         self._check_horizon()
-        tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
-        if not tensors or not sums:
-            wanted = "a dict of name -> float32 tensor, the clipped sums of this batch"
-            kinds = {type(value).__name__ for value in sums.values()} if isinstance(sums, dict) else ()
-            if kinds:
-                raise InvalidInput("sums", f"sums must be {wanted}; this one holds {', '.join(sorted(kinds))}.")
-            raise InvalidInput.of_type("sums", sums, wanted + ", at least one")
+        if not isinstance(sums, dict) or not sums or not all(isinstance(x, torch.Tensor) for x in sums.values()):
+            raise InvalidInput.of_type(
+                "sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch, at least one"
+            )
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False

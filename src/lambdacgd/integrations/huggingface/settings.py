@@ -62,12 +62,12 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
     if args.gradient_checkpointing:
-        given = args.gradient_checkpointing_kwargs
-        adapted.gradient_checkpointing_kwargs = {"use_reentrant": False, **(given or {})}
-        if adapted.gradient_checkpointing_kwargs["use_reentrant"]:
+        how: Any = args.gradient_checkpointing_kwargs or {}
+        if how.get("use_reentrant"):
             raise InvalidInput(
-                "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers. Say use_reentrant=False"
+                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
             )
+        adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
 
 

@@ -58,8 +58,7 @@ def nothing_private_in(uploads, trainer, folder):
                 assert not any(value in content for value in losses), name
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("kind", ["bert", "llama"])
+@pytest.mark.parametrize(("kind", "lora"), [("bert", False), ("llama", True)])
 def test_what_is_pushed_and_that_nothing_is_during_training(kind, lora, hub, tmp_path):
     trainer = hf.make_trainer(
         kind, tmp_path / "out", lora=lora, push_to_hub=True, hub_token="hf_secret_token", save_strategy="steps",

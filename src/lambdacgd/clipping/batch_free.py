@@ -170,15 +170,15 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)
+    args, kwargs = tree_unflatten(values, tree)
     if not batched or name == "expand_as":
-        args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
         if name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree) and batch > 1:
             spread = _spread(flat[0], out, roots)
             if spread is not None:
                 return spread
         return _wrap(out, roots)
-    if name == "batch_norm" and _trains(*tree_unflatten(values, tree)):
+    if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
         raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if len(kinds) > 1:
         raise _refuse(roots, f"in {name} it meets tensors that have different numbers of rows for every example")
@@ -219,11 +219,6 @@ def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched
         raise _refuse(roots, f"it is changed in place by {name}")
     if not batched or name not in _ELEMENTWISE:
         raise _refuse(roots, f"it is written into another tensor by {name} (torch.where and torch.cat are followed)")
-
-
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a batch_norm, of ``torch`` or of ``torch.nn.functional``, takes its statistics from the batch."""
-    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:

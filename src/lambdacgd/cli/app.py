@@ -237,11 +237,9 @@ def audit(
     canaries: Annotated[int | None, typer.Option("--canaries", help="How many canaries in a run.")] = None,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the report to this JSON file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the trade-off to this PNG, SVG or PDF.")] = None,
 ) -> None:
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
     place_for("out", out)
-    place_for("plot", plot)
     loop = None if train is None else _imported("train", train)
     from rich.console import Console
 
@@ -252,8 +250,6 @@ def audit(
         report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
     if out:
         report.save(out)
-    if plot:
-        report.plot(plot)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
     if not report.passed:
         raise typer.Exit(1)

@@ -360,6 +360,20 @@ def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
         private.save(tmp_path / "file.pt")
 
 
+@pytest.mark.parametrize("earlier", [None, 2])
+def test_a_checkpoint_of_another_noise_format_is_refused(tmp_path, monkeypatch, earlier):
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "NOISE_FORMAT", earlier)
+        private = start(tmp_path)
+        steps(private, 2)
+        private.save(tmp_path / "c")
+        private.detach()
+    again = start(tmp_path)
+    with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
+        again.load(tmp_path / "c")
+    assert again.steps_taken == 0
+
+
 def test_only_the_owner_reads_it(tmp_path):
     private = start(tmp_path)
     private.save(tmp_path / "c")

@@ -247,10 +247,12 @@ def test_a_state_of_something_else(tmp_path):
         begun.load_state_dict(state)
 
 
-def test_a_run_begun_under_another_noise_format_is_refused(tmp_path):
+@pytest.mark.parametrize("earlier", [None, 2])
+def test_a_run_begun_under_another_noise_format_is_refused(tmp_path, earlier):
+    """Format 1 wrote none; 2 was the first form of format 2, with other numbers."""
     noiser = Noiser(oracle.plan(), file_key(tmp_path))
     noiser.add(zeros())
     state = noiser.state_dict()
-    del state["identity"]["noise"]  # as format 1 wrote it
+    state["identity"]["noise"] = earlier
     with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
         Noiser(oracle.plan(), noiser.run.key).load_state_dict(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,7 +121,9 @@ class Report:
         for name, attack in self.floating_point["attacks"].items():
             rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
             lines.append(f"    {name}: {rates}, ε ≥ {attack['epsilon_at_least']:.2f}")
-        return "\n".join([*lines, f"  {self.verdict}"])
+        told = "\n".join([*lines, f"  {self.verdict}"]).replace(" = ", "\xa0=\xa0")  # lines break elsewhere
+        wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * 9, break_on_hyphens=False)
+        return "\n".join(map(wrapper.fill, told.splitlines())).replace("\xa0", " ")
 
 
 def audit(

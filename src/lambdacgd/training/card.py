@@ -74,6 +74,10 @@ class Spent:
         """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
         return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
 
+    def __repr__(self) -> str:
+        """The sentence, also in a notebook: the certificate's details fill a screen."""
+        return f"Spent: {self}"
+
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"

@@ -330,7 +330,7 @@ def test_a_plan_prints_as_three_lines():
             sampling=lc.Cyclic(),
         )
     )
-    assert text.startswith("λCGD λ=0.9 normalised, cyclic: ε = 2, δ = 1e-05, σ = ")
+    assert text.startswith("λCGD λ=0.9 normalised, cyclic:\nε = 2, δ = 1e-05, σ = ")
     assert text.count("\n") == 2
 
 

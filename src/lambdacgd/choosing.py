@@ -20,6 +20,7 @@ from lambdacgd.accounting.certificate import progress
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BISR,
+    BLT,
     PREFIX_SUM,
     BandInvMF,
     BandMF,
@@ -387,6 +388,7 @@ MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gai
 _EVALUATIONS = 40  # for each coefficient
 _SHRINK = (0.01, 0.02, 0.04, 0.08)
 _SMALLEST = 1e-6
+_SLOWEST = 6.5  # of log 1/(1−θ) of one buffer: θ up to .9985, beyond which the accountant is slow
 
 
 def amplified_band_inv_mf(
@@ -432,6 +434,61 @@ def amplified_band_inv_mf(
 
     coefficients = cache.cached("amplified-bandinvmf", question, compute)
     return BandInvMF(bands, coefficients=tuple(coefficients))
+
+
+def amplified_blt(
+    horizon: Horizon,
+    *,
+    epsilon: float,
+    delta: float,
+    normalized: bool = False,
+    bins: Bins = "fixed",
+    workload: Workload = PREFIX_SUM,
+) -> BLT:
+    """BLT with one buffer, whose θ and ω minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
+
+    C = (1 − φx)/(1 − θx) is searched over θ and φ = θ − ω in [0, θ], for which the accountant is exact. With fresh bins
+    σ comes from a closed form, and else from the accountant, quickly.
+
+    Args:
+        horizon: b steps an epoch, k epochs.
+        epsilon: ε.
+        delta: δ.
+        normalized: whether the columns of C are scaled to norm 1.
+        bins: "fixed" or "fresh".
+        workload: what errors are of; plain SGD by default.
+
+    Returns:
+        The mechanism with its numbers.
+
+    Raises:
+        InvalidInput: an argument is out of range.
+    """
+    epsilon = number("epsilon", epsilon, above=0)
+    delta = number("delta", delta, above=0, below=1)
+    question = {"normalized": bool(normalized)} | _question(horizon, epsilon, delta, bins, workload)
+
+    def made(x: NDArray[np.float64]) -> BLT:
+        decay = -math.expm1(-min(max(float(x[0]), 0.01), _SLOWEST))
+        weight = decay / (1 + math.exp(min(float(x[1]), 30.0)))
+        return BLT(1, (decay,), (weight,), normalized=bool(normalized))
+
+    def compute() -> list[float]:
+        with progress(f"choosing a buffer for ε = {epsilon:g}") as tick:
+            search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
+            minimum = minimize(
+                lambda x: search.closed_form(made(x)) or search.rmse(made(x)),
+                np.array([3.0, 1.0]),
+                method="Nelder-Mead",
+                options={"initial_simplex": [[3.0, 1.0], [3.5, 1.0], [3.0, 1.5]], "xatol": 0.01, "fatol": 1e-3},
+            )
+        best = made(minimum.x)
+        assert best.decays is not None
+        assert best.weights is not None
+        return [best.decays[0], best.weights[0]]
+
+    decay, weight = cache.cached("amplified-blt", question, compute)
+    return BLT(1, (decay,), (weight,), normalized=bool(normalized))
 
 
 def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]:

@@ -20,6 +20,7 @@ from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, se
 from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
+    BLT,
     PREFIX_SUM,
     BandInvMF,
     BandMF,
@@ -569,18 +570,22 @@ def _choose(
             raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
         bands, selection = choosing.choose_bands(sampling, epsilon=epsilon, delta=delta, workload=workload)
         return replace(mechanism, bands=bands), selection
-    if isinstance(mechanism, BandInvMF) and mechanism.amplified:
+    if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
         if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
             raise InvalidInput(
                 "amplified",
-                "BandInvMF(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is amplified.",
+                f"{type(mechanism).__name__}(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is "
+                "amplified.",
             )
-        optimised = choosing.amplified_band_inv_mf(
-            mechanism.bands, horizon, epsilon=epsilon, delta=delta, bins=sampling.bins, workload=workload
-        )
-        because = "the bands minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
-        selection = {"parameter": "coefficients", "objective": "amplified-rmse", "because": because}
-        return replace(mechanism, coefficients=optimised.coefficients, amplified=False), selection
+        because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
+        selection = {"objective": "amplified-rmse", "because": because}
+        how = {"epsilon": epsilon, "delta": delta, "bins": sampling.bins, "workload": workload}
+        if isinstance(mechanism, BLT):
+            best_buffer = choosing.amplified_blt(horizon, normalized=mechanism.normalized, **how)
+            return best_buffer, {"parameter": "decays and weights"} | selection
+        optimised = choosing.amplified_band_inv_mf(mechanism.bands, horizon, **how)
+        best_bands = replace(mechanism, coefficients=optimised.coefficients, amplified=False)
+        return best_bands, {"parameter": "coefficients"} | selection
     return mechanism, None
 
 

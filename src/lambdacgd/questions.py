@@ -220,6 +220,7 @@ def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[
         BISR(bands),
         BandInvMF(bands),
         BLT(buffers),
+        *([BLT(1, normalized=shown.bins == "fresh", amplified=True)] if isinstance(shown, BallsInBins) else []),
         BSR(bands),
         BandMF(bands),
     ]

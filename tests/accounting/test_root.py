@@ -12,10 +12,10 @@ from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.root import (
     RegulaFalsi,
     Secant,
-    SteppedSecant,
     Strategy,
     bisect,
     find_root,
+    rounded_up,
     smallest,
     smallest_certified,
 )
@@ -64,7 +64,7 @@ def test_the_walk_ends_near_the_root_or_where_it_no_longer_moves_or_after_so_man
 def test_where_all_points_look_alike_the_search_goes_on() -> None:
     """δ is cut off at 1 where there is too little noise, and infinite losses stay where there is too much."""
     for value, ahead in ((11.5, 1), (-4.6, -1)):
-        for strategy in (Secant(-12.0), SteppedSecant(-10.0, largest=0.35, limits=(-9.0, 9.0))):
+        for strategy in (Secant(-12.0), Secant(-10.0, largest=0.35, limits=(-9.0, 9.0))):
             x = 0.0
             for _ in range(4):
                 strategy.add(x, value)
@@ -77,7 +77,7 @@ def test_every_strategy_finds_the_root_of_a_smooth_function(root: float, start: 
     def f(x: float) -> float:
         return slope * (root - x) + math.tanh(root - x)
 
-    stepped = SteppedSecant(-10.0, largest=0.35, limits=(-9.0, 9.0))
+    stepped = Secant(-10.0, largest=0.35, limits=(-9.0, 9.0))
     for strategy in (Secant(-12.0), stepped, RegulaFalsi(0.35)):
         x, value = find_root(f, start, strategy, lambda value: abs(value) < 1e-6, most=100)
         assert abs(value) < 1e-6
@@ -89,18 +89,23 @@ def test_the_certified_point_passes_and_is_close(root: float, slope: float, rtol
     """Coarse values are 10% larger than fine ones, which count."""
     coarse: list[float] = []
 
-    def evaluate(x: float, fine: bool) -> Bound:
-        coarse.extend([] if fine else [x])
-        delta = 1e-5 * math.exp(slope * (root - x)) * (1.0 if fine else 1.1)
-        return Bound(math.exp(x), 1.0, delta, delta / 2, "test")
+    def evaluate(value: float, fine: bool) -> Bound:
+        coarse.extend([] if fine else [value])
+        delta = 1e-5 * math.exp(slope * (root - math.log(value))) * (1.0 if fine else 1.1)
+        return Bound(value, 1.0, delta, delta / 2, "test")
 
-    bound, _ = smallest_certified(evaluate, 1e-5, 0.0, Secant(-12.0), rtol=rtol)
+    bound, _ = smallest_certified(evaluate, 1e-5, 1.0, Secant(-12.0), rtol=rtol)
     assert coarse
     assert bound is not None
     assert bound.delta <= 1e-5
-    assert root <= math.log(bound.sigma) + 1e-12 <= root + 1.5 * rtol
+    assert root <= math.log(bound.sigma) + 1e-12 <= root + 1.01 * rtol
+    # The answer is the first round number that passes, wherever the search began and whatever slope it believed.
+    again, _ = smallest_certified(evaluate, 1e-5, math.exp(root + 0.3), Secant(-20.0), rtol=rtol)
+    assert again is not None
+    assert again.sigma == pytest.approx(bound.sigma, rel=1.01 * rtol if slope < 6 else 1e-12)
+    assert bound.sigma == pytest.approx(rounded_up(math.exp(root), rtol), rel=1e-12)
     flat = Bound(1.0, 1.0, 1.0, 1.0, "test")
-    assert smallest_certified(lambda x, fine: flat, 1e-5, 0.0, Secant(-12.0), rtol=rtol)[0] is None
+    assert smallest_certified(lambda x, fine: flat, 1e-5, 1.0, Secant(-12.0), rtol=rtol)[0] is None
 
 
 def test_bisection_returns_what_passed() -> None:

@@ -5,9 +5,10 @@
 | cyclic | any | ``gaussian.Unamplified`` |
 | Poisson | C with as many bands as there are groups: one for DP-SGD | ``poisson.PoissonSampled`` |
 | Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
+| | BLT with one buffer | ``exact.TransferMatrix`` of a chain with a nugget |
 | | others with C ≥ 0, and where that refuses | ``monte_carlo.MonteCarlo`` |
-| Balls-in-Bins, fresh bins | λCGD in any guise | ``composed.FreshBins`` |
-| | others with C ≥ 0 | ``composed.FreshBins`` of a chain that dominates them |
+| Balls-in-Bins, fresh bins | λCGD in any guise, BLT with one buffer | ``composed.FreshBins`` |
+| | others | ``composed.FreshBins`` of a chain with a nugget that dominates them |
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Accountant, Bound
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
-from lambdacgd.accounting.composed.accountant import Dominating, dominating
 from lambdacgd.accounting.composed.simulation import estimate_sigma, simulate
+from lambdacgd.accounting.dominating import dominating, exact_columns
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
@@ -95,13 +96,15 @@ def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
 
 
 def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix | None:
-    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise and λ is within its range."""
+    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise or one buffer, within its range."""
     n = horizon.steps
     noising = mechanism.noising(n)
     if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
         lam, normalized = mechanism.resolved_lam, mechanism.normalized is True  # λ is resolved, so this is too
     elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
         lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
+    elif (same := exact_columns(mechanism, n)) is not None:
+        return TransferMatrix(same.lam, horizon.steps_per_epoch, horizon.epochs, columns=same.columns)
     else:
         return None
     try:
@@ -279,7 +282,11 @@ class BySampling:
         return self._accountant.delta(sigma, epsilon)
 
     def _named(self, certificate: Certificate) -> Certificate:
-        return replace(certificate, details=certificate.details | {"sampling": self.sampling.kind})
+        return _with(certificate, {"sampling": self.sampling.kind} | self._stand_in())
+
+    def _stand_in(self) -> dict[str, Any]:
+        """What a certificate says about columns that stand in for the mechanism's own."""
+        return {}
 
     def _cached(self, kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
         question |= self.mechanism.question(self.sampling.block.steps)
@@ -331,6 +338,9 @@ class _FixedBins(BySampling):
     @cached_property
     def _exact(self) -> TransferMatrix | None:
         return exact_accountant(self.mechanism, self.sampling.horizon)
+
+    def _stand_in(self) -> dict[str, Any]:
+        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
 
     def _ask_exact(self, question: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
         """The exact accountant's answer, or why it refused; None for mechanisms that it is not for."""
@@ -385,14 +395,15 @@ def _refused(certificate: Certificate, because: Bound | str | None) -> Certifica
 
 
 class _FreshBins(BySampling):
-    """Balls-in-Bins whose bins and noise are drawn anew in every epoch; C ≥ 0.
+    """Balls-in-Bins whose bins and noise are drawn anew in every epoch.
 
     Guarantee
     ---------
-    If no noise is taken back across the boundary of an epoch, λCGD (and so DP-SGD, its λ = 0) is certified
-    deterministically by composition of the exact single-epoch accountant. Every other mechanism is certified through a
-    λCGD chain that dominates it, just as deterministically but with more noise than it needs; ``estimate`` asks for the
-    simulated σ instead, which is close and claims nothing.
+    If no noise is taken back across the boundary of an epoch, λCGD (and so DP-SGD, its λ = 0) and BLT with one buffer
+    are certified deterministically by composition of the exact single-epoch accountant. Every other mechanism is
+    certified through a chain with a nugget that dominates it, just as deterministically but with more noise than it
+    needs (where C has negative entries, than |C| needs); ``estimate`` asks for the simulated σ instead, which is close
+    and claims nothing.
     """
 
     methods = (COMPOSED,)
@@ -408,25 +419,33 @@ class _FreshBins(BySampling):
         return (
             None
             if single is None
-            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized)
+            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns)
         )
 
-    def _chain(self, epsilon: float, delta: float) -> Dominating:
-        return dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
+    def _stand_in(self) -> dict[str, Any]:
+        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
+
+    def _chain(self, epsilon: float, delta: float) -> tuple[FreshBins, dict[str, Any]]:
+        """The accountant of a chain that dominates the mechanism, and what a certificate says about it."""
+        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
+        b, k = self.sampling.steps_per_epoch, self.sampling.epochs
+        return FreshBins(by.lam, b, k, columns=by.columns), {"dominated_by": by.details()}
 
     def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
         if self._exact is not None:
             bound = self._exact.sigma(epsilon, delta)
             return Calibration(bound.sigma, bound.certificate(delta))
-        drawn = self._simulated(epsilon, delta)
-        if estimate:
-            details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
-            claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
-            return Calibration(drawn["sigma"], claim)
-        chain = self._chain(epsilon, delta)
-        bound = chain.accountant.sigma(epsilon, delta)
-        more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
-        return Calibration(bound.sigma * chain.norm, _dominated(bound.certificate(delta), chain, more))
+        more: dict[str, Any] = {}
+        if estimate or bool((self.mechanism.strategy(self.sampling.block.steps) >= 0).all()):
+            drawn = self._simulated(epsilon, delta)
+            if estimate:
+                details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
+                claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
+                return Calibration(drawn["sigma"], claim)
+            more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
+        chain, by = self._chain(epsilon, delta)
+        bound = chain.sigma(epsilon, delta)
+        return Calibration(bound.sigma, _with(bound.certificate(delta), by | more))
 
     def _simulated(self, epsilon: float, delta: float) -> dict[str, Any]:
         question = {"epsilon": epsilon, "delta": delta}
@@ -444,8 +463,8 @@ class _FreshBins(BySampling):
         best: Certificate | None = None
         for _ in range(2):  # the chain that dominates best depends on ε: the first answer says near which
             near = 2.0 if best is None else min(max(best.epsilon, SMALLEST_EPSILON), 20.0)
-            chain = self._chain(near, delta)
-            claim = _dominated(chain.accountant.epsilon(sigma / chain.norm, delta).certificate(delta), chain, {})
+            chain, by = self._chain(near, delta)
+            claim = _with(chain.epsilon(sigma, delta).certificate(delta), by)
             best = claim if best is None or claim.epsilon < best.epsilon else best
         assert best is not None
         return best
@@ -453,8 +472,8 @@ class _FreshBins(BySampling):
     def _delta(self, sigma: float, epsilon: float) -> Certificate:
         if self._exact is not None:
             return self._exact.delta(sigma, epsilon).certificate()
-        chain = self._chain(epsilon, 1e-6)
-        return _dominated(chain.accountant.delta(sigma / chain.norm, epsilon).certificate(), chain, {})
+        chain, by = self._chain(epsilon, 1e-6)
+        return _with(chain.delta(sigma, epsilon).certificate(), by)
 
     def quick(
         self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
@@ -488,13 +507,18 @@ class _FreshBins(BySampling):
         """
         if self._exact is not None:
             return self._exact.epsilons(sigma, delta)
-        chain = self._chain(epsilon, delta)
-        return chain.accountant.epsilons(sigma / chain.norm, delta)
+        chain, _ = self._chain(epsilon, delta)
+        return chain.epsilons(sigma, delta)
 
 
-def _dominated(certificate: Certificate, chain: Dominating, more: dict[str, Any]) -> Certificate:
-    by = {"dominated_by": {"lam": chain.accountant.lam, "norm": chain.norm}}
-    return replace(certificate, details=certificate.details | by | more)
+def _normalised_buffer(mechanism: Mechanism, steps: int) -> dict[str, Any]:
+    """Columns of one buffer, scaled to norm 1, are accounted for through others that dominate them."""
+    found = exact_columns(mechanism, steps) if mechanism.column_scales(steps) is not None else None
+    return {} if found is None else {"dominated_by": found.details()}
+
+
+def _with(certificate: Certificate, more: dict[str, Any]) -> Certificate:
+    return replace(certificate, details=certificate.details | more)
 
 
 def _rounded_up(epsilon: float) -> float:

@@ -127,11 +127,31 @@ class Accountant(Protocol):
         """About that σ, to 0.5%, for comparing mechanisms. It claims nothing. ``start`` is a guess that saves time."""
 
 
-def real(name: str, value: Any) -> float:
-    """``value`` as a Python float: with a NumPy float32 everything would be computed, and rounded, in its precision."""
-    if isinstance(value, Real) and not isinstance(value, bool):
-        return float(value)
-    raise AccountingError(f"{name} is {value!r}; it must be a number")
+def real(
+    name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, whole: bool = False, below: bool = False
+) -> float:
+    """``value`` as a Python float: with a NumPy float32 everything would be computed, and rounded, in its precision.
+
+    Args:
+        name: how a refusal calls it.
+        value: what was given.
+        low: the smallest value that is allowed.
+        high: the largest one; a limited value must be finite in any case.
+        whole: whether it must be a whole number.
+        below: whether it must lie below ``high``.
+
+    Raises:
+        AccountingError: it is not a number, or out of range.
+    """
+    if not isinstance(value, Real) or isinstance(value, bool):
+        raise AccountingError(f"{name} is {value!r}; it must be a number")
+    number = float(value)
+    limited = (low, high) != (-math.inf, math.inf)
+    fits = low <= number < high if below else low <= number <= high
+    if limited and not (fits and math.isfinite(number) and (not whole or number.is_integer())):
+        where = f"between {low:,g} and {high:,g}" if high < math.inf else f"finite and at least {low:.3g}"
+        raise AccountingError(f"{name} is {value!r}; it must be {'an integer ' if whole else ''}{where}")
+    return number
 
 
 _listener: ContextVar[Callable[[float, float], None] | None] = ContextVar("listener", default=None)

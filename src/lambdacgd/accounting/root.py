@@ -3,7 +3,7 @@
 Every search solves f(x) = 0 for a function that falls with x: f = log(δ/target), and x is the logarithm of σ or ε.
 ``find_root`` evaluates f where a *strategy* says, until a value is near enough. The strategies differ in how dear f is:
 
-- ``Secant`` and ``SteppedSecant``: f takes seconds, has a known slope, and says little more than its sign far away.
+- ``Secant``: f takes seconds, has a known slope, and says little more than its sign far away.
 - ``RegulaFalsi``: f is sampled with common random numbers, smooth, and nothing is known about its slope.
 
 ``smallest_certified`` runs two phases, coarse evaluations first and fine ones last. ``smallest`` serves cheap functions
@@ -22,6 +22,9 @@ from lambdacgd.errors import AccountingError
 
 FAR = 3.0
 """|log δ/target| beyond which a slope is not believed"""
+
+STEEPEST = 300.0
+"""−df/dx beyond which two points contradict each other; up to about 100 were seen"""
 
 
 class Strategy:
@@ -67,9 +70,17 @@ class Strategy:
 
 
 class Secant(Strategy):
-    """Follows the secant through the newest point and the one nearest to the root."""
+    """Follows the secant through the newest point and the one nearest to the root, ``largest`` at most at a time."""
+
+    def __init__(
+        self, slope: float, *, largest: float = math.inf, limits: tuple[float, float] = (-math.inf, math.inf)
+    ) -> None:
+        super().__init__(slope, limits=limits)
+        self.largest = largest
 
     def add(self, x: float, value: float) -> None:
+        # Evaluations are tuned to those before them, so the newest is the best. A point that contradicts it is dropped.
+        self.points = [p for p in self.points if p[0] == x or -STEEPEST < (value - p[1]) / (x - p[0]) <= 0]
         near = [p for p in self.points if p[0] != x and abs(p[1]) < 2 * FAR]
         if near and abs(value) < 2 * FAR:
             other = min(near, key=lambda p: abs(p[1]))
@@ -80,39 +91,12 @@ class Secant(Strategy):
     def next(self, aim: float = 0.0) -> float:
         x, value = min(self.points, key=lambda p: abs(p[1] + aim))
         if abs(value) > FAR:
+            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a long step.
             if math.isfinite(self.width):
                 return self.within_limits(0.5 * (self.failed + self.passed))
             x = self.failed if value > 0 else self.passed  # onwards from the last point, though all may look alike
-        return self.within_limits(self.inside(x - min(max(value + aim, -FAR), FAR) / self.slope, 0.05))
-
-
-class SteppedSecant(Strategy):
-    """Follows the secant through the two points nearest to the root, at most ``largest`` further at a time."""
-
-    def __init__(self, slope: float, *, largest: float, limits: tuple[float, float]) -> None:
-        super().__init__(slope, limits=limits)
-        self.largest = largest
-
-    def next(self, aim: float = 0.0) -> float:
-        nearest = sorted(self.points, key=lambda p: abs(p[1]))[:2]
-        (x, value), largest = nearest[0], self.largest
-        if abs(value) > FAR:
-            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a fixed step.
-            if math.isfinite(self.width):
-                x = self.failed + 0.5 * self.width
-            else:  # onwards from the last point, though all may look alike
-                x = self.failed + largest if value > 0 else self.passed - largest
-            return self.within_limits(x)
-        measured = len(nearest) == 2 and nearest[0][0] != nearest[1][0] and abs(nearest[1][1]) < FAR
-        if measured:
-            slope = (value - nearest[1][1]) / (x - nearest[1][0])
-            self.slope = slope if slope < 0 else self.slope
-        ahead = x + min(max(-(value + aim) / self.slope, -largest), largest)
-        if not measured and math.isfinite(self.width) and not self.failed < ahead < self.passed:
-            x = self.failed + 0.5 * self.width  # the first guess of a slope is refuted: its steps would creep
-        else:
-            x = self.inside(ahead, 0.02)
-        return self.within_limits(x)
+        step = -min(max(value + aim, -FAR), FAR) / self.slope
+        return self.within_limits(self.inside(x + min(max(step, -self.largest), self.largest), 0.03))
 
 
 class RegulaFalsi(Strategy):
@@ -161,6 +145,7 @@ def find_root(
     near: Callable[[float], bool],
     *,
     aim: Callable[[], float] = lambda: 0.0,
+    place: Callable[[float], float] = lambda x: x,
     most: int = 40,
 ) -> tuple[float, float]:
     """Evaluate f where ``strategy`` says until a value is near enough.
@@ -171,15 +156,17 @@ def find_root(
         strategy: says where to look next. It is told every point and keeps them.
         near: whether a value is near enough to stop.
         aim: f should end at minus this.
+        place: the next x that may be evaluated, from x on.
         most: evaluations of f at most.
 
     Returns:
-        The last x and f(x): near enough, or the strategy named the same place again, or ``most`` were evaluated.
+        The last x and f(x): near enough, or the strategy named a place again, or ``most`` were evaluated.
     """
+    x = place(x)
     value = f(x)
     strategy.add(x, value)
     for _ in range(most - 1):
-        if near(value) or (after := strategy.next(aim())) == x:
+        if near(value) or (after := place(strategy.next(aim()))) in (x, strategy.failed, strategy.passed):
             break
         x, value = after, f(after)
         strategy.add(x, value)
@@ -191,10 +178,30 @@ def log_ratio(delta: float, target: float) -> float:
     return math.log(max(delta, 1e-300) / target)
 
 
+def round_step(value: float, rtol: float) -> float:
+    """The largest of 1, 2 and 5 times a power of ten that is at most ``rtol`` of ``value``.
+
+    >>> round_step(1.4363, 5e-4)
+    0.0005
+    """
+    power = 10.0 ** math.floor(math.log10(rtol * value) + 1e-12)
+    return max(m * power for m in (1, 2, 5) if m * power <= rtol * value * (1 + 1e-12))
+
+
+def rounded_up(value: float, rtol: float) -> float:
+    """``value`` rounded up to a multiple of ``round_step``: a short decimal number.
+
+    >>> rounded_up(1.43631, 5e-4)
+    1.4365
+    """
+    step = round_step(value, rtol)
+    return round(math.ceil(value / step - 1e-9) * step, max(0, 1 - math.floor(math.log10(step))))
+
+
 def smallest_certified(
     evaluate: Callable[[float, bool], Bound],
     target: float,
-    x: float,
+    start: float,
     strategy: Strategy,
     *,
     rtol: float,
@@ -203,47 +210,60 @@ def smallest_certified(
     most: int = 25,
     skip_coarse: bool = False,
 ) -> tuple[Bound | None, float]:
-    """The bound at the smallest e^x with δ ≤ ``target``: coarse evaluations find its neighbourhood, fine ones end it.
+    """The bound at the smallest value (of σ or ε) with δ ≤ ``target``: coarse evaluations first, fine ones last.
+
+    Fine evaluations happen at round numbers only (``rounded_up``). So where the search ends does not hang on the last
+    bits of what it met on its way, and two machines certify the same number.
 
     Args:
-        evaluate: ``evaluate(x, fine)`` bounds δ at e^x. Coarse bounds are quicker and larger.
+        evaluate: ``evaluate(value, fine)`` bounds δ. Coarse bounds are quicker and larger.
         target: the δ to reach.
-        x: where to begin.
-        strategy: where to look next.
-        rtol: relative accuracy of e^x.
+        start: the value to begin with.
+        strategy: where to look next, on the logarithm of the value.
+        rtol: relative accuracy of the value.
         excess: about the logarithm of a coarse δ over a fine one.
         within: how near to that excess the coarse phase ends.
         most: fine evaluations at most.
-        skip_coarse: whether ``x`` is good enough to begin with the fine phase.
+        skip_coarse: whether ``start`` is good enough to begin with the fine phase.
 
     Returns:
-        The best bound that passed in the fine phase, or None, and the last value of log(δ/target).
+        The best bound that passed in the fine phase, or None, and the last log(δ/target).
     """
     best: tuple[float, Bound] | None = None
 
-    def value_at(x: float, *, fine: bool) -> float:
+    def coarse(x: float) -> float:
+        return log_ratio(evaluate(math.exp(x), False).delta, target)
+
+    def fine(x: float) -> float:
         nonlocal best
-        bound = evaluate(x, fine)
-        if fine and bound.delta <= target and (best is None or x < best[0]):
-            best = (x, bound)
+        value = rounded_up(math.exp(x), rtol)
+        bound = evaluate(value, True)
+        if bound.delta <= target and (best is None or value < best[0]):
+            best = (value, bound)
         return log_ratio(bound.delta, target)
 
+    def place(x: float) -> float:
+        value = rounded_up(math.exp(x), rtol)
+        below = math.log(value - round_step(value, rtol))
+        # Onto a number that passed already: the one below it, unless that failed.
+        return below if math.log(value) >= strategy.passed and below > strategy.failed + 1e-12 else math.log(value)
+
+    def one_step() -> float:
+        """By about how much f falls from one round number to the next."""
+        value = math.exp(strategy.points[-1][0])
+        return round_step(value, rtol) / value * abs(strategy.slope)
+
+    x = math.log(start)
     if not skip_coarse:
-        find_root(
-            lambda at: value_at(at, fine=False),
-            x,
-            strategy,
-            lambda value: abs(value - excess) < within,
-            aim=lambda: -excess,
-        )
+        find_root(coarse, x, strategy, lambda value: abs(value - excess) < within, aim=lambda: -excess)
         x = strategy.next(-excess)
         strategy.restart()
     _, value = find_root(
-        lambda at: value_at(at, fine=True),
+        fine,
         x,
         strategy,
-        lambda value: -rtol * abs(strategy.slope) <= value <= 0 or strategy.width <= rtol,
-        aim=lambda: 0.4 * rtol * abs(strategy.slope),
+        lambda value: -one_step() <= value <= 0,
+        place=place,
         most=most,
     )
     return (None if best is None else best[1]), value

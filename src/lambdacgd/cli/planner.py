@@ -18,6 +18,7 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
@@ -75,10 +76,10 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     sampling = arguments.pop("sampling", None)
     rows = compared(arguments, sampling, bands=bands, buffers=3 if buffers is None else buffers)
     plans: list[Plan] = []
-    made = compared_plans(arguments, rows)
-    for mechanism, drawn in rows:
-        with _busy(as_json, f"{len(plans) + 1} of {len(rows)}: {mechanism}, {drawn.kind}"):
-            plans.append(next(made))
+    with contextlib.nullcontext(lambda _: None) if as_json else progress("comparing mechanisms", len(rows)) as tick:
+        for plan in compared_plans(arguments, rows):
+            plans.append(plan)
+            tick(1)
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:
@@ -96,13 +97,13 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print(f"figure written to {plot}")
 
 
-def _say_estimate(progress: Progress) -> None:
+def _say_estimate(told: Progress) -> None:
     """The answer to about 1%, on standard error, while it is being certified."""
     console = Console(stderr=True)
     if console.is_terminal:
         console.print(
-            f"about: {progress.mechanism}, σ ≈ {progress.sigma:.3g}, RMSE ≈ {progress.rmse:.3g}; certifying it takes "
-            f"about {max(progress.seconds, 1):.0f} s"
+            f"about: {told.mechanism}, σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g};\ncertifying it takes about "
+            f"{max(told.seconds, 1):.0f} s"
         )
 
 

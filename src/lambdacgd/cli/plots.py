@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from lambdacgd.accounting import accountant_for
-from lambdacgd.errors import InvalidInput
-from lambdacgd.mechanisms import LambdaCGD, maxse, rmse
+from lambdacgd.errors import AccountingError, InvalidInput
+from lambdacgd.mechanisms import LambdaCGD, error_norms, sensitivity
 from lambdacgd.planning import Plan
+from lambdacgd.sampling import BallsInBins
 
 
 def check_ending(path: Path) -> None:
@@ -29,7 +31,7 @@ def _save(figure: Figure, path: Path) -> None:
 
 
 def plan_figure(plan: Plan, path: Path) -> None:
-    """Draw RMSE and MaxSE over λ with the plan's own point and, where it is computed exactly, δ over ε at the plan's σ.
+    """Draw RMSE and MaxSE over λ through the plan's own point and, where it is computed exactly, δ over ε at its σ.
 
     Args:
         plan: the plan.
@@ -59,25 +61,52 @@ def _trade_off(plan: Plan) -> list[tuple[float, float]]:
 
 
 def _errors_over_lambda(plan: Plan, axes: Any) -> None:
+    """RMSE and MaxSE of λCGD over λ at the plan's (ε, δ), and the plan's own point.
+
+    Under Balls-in-Bins σ depends on λ through amplification. The curves then are estimates (~), scaled so that λCGD's
+    own pass through the plan's certified point.
+    """
+    mechanism = plan.mechanism
+    normalized = isinstance(mechanism, LambdaCGD) and mechanism.normalized is True
+    amplified = isinstance(plan.sampling, BallsInBins) and math.isfinite(plan.epsilon)
     memories = np.geomspace(1, max(10.0, 4.0 * plan.steps), 200)  # 1/(1−λ), the paper's scale
-    scale = plan.sigma / plan.sensitivity
-    for name, error in {"RMSE": rmse, "MaxSE": maxse}.items():
-        values = [
-            error(LambdaCGD(1 - 1 / memory), plan.horizon, restart_every=plan.restart_every) * scale
-            for memory in memories
-        ]
-        (line,) = axes.loglog(memories, values, label=f"{name} of λCGD, no amplification")
-        best = int(np.argmin(values))
+    if amplified:
+        closed = accountant_for(LambdaCGD(0.5, normalized), plan.sampling).first_guess(plan.epsilon, plan.delta)
+        memories = np.geomspace(1, 300, 60 if closed else 9)
+    here = 1 / (1 - mechanism.resolved_lam) if isinstance(mechanism, LambdaCGD) else None
+    if here is not None:
+        memories = np.sort(np.append(memories, here))
+    errors = np.array([_errors(plan, LambdaCGD(1 - 1 / memory, normalized), amplified) for memory in memories])
+    if amplified and here is not None:
+        errors *= plan.rmse / errors[int(np.searchsorted(memories, here)), 0]
+    kind = "~" if amplified else ""
+    for values, name in zip(errors.T, ("RMSE", "MaxSE"), strict=True):
+        (line,) = axes.loglog(memories, values, label=f"{kind}{name} of λCGD{', amplified' if amplified else ''}")
+        best = int(np.nanargmin(values))
         axes.plot(memories[best], values[best], "o", color=line.get_color())
-    if isinstance(plan.mechanism, LambdaCGD):
-        here = 1 / (1 - plan.mechanism.resolved_lam)
-        # Its λ may be chosen for the amplified error, whose minimum is elsewhere than that of the curves.
-        how = "" if plan.certificate.method == "analytic" else ", amplified"
-        axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=f"this plan, λ = {plan.mechanism.lam:.4g}{how}")
-    axes.set_xlabel("1 / (1 − λ)")
+    if here is not None:
+        mark = "" if plan.certificate.kind == "bound" else "~"
+        label = f"{mark}this plan, λ = {mechanism.resolved_lam:.4g}"  # type: ignore[attr-defined]
+        axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=label)
+    axes.set_xlabel("1 / (1 − λ)" + ("\n~: estimates, scaled to the plan's certified point" if amplified else ""))
     axes.set_ylabel("error, in clipping norms")
     axes.set_title(f"N = {plan.examples}, b = {plan.steps_per_epoch}, k = {plan.epochs}, ε = {plan.epsilon:g}")
     axes.legend()
+
+
+def _errors(plan: Plan, mechanism: LambdaCGD, amplified: bool) -> tuple[float, float]:
+    """RMSE and MaxSE at the plan's (ε, δ), with an estimate of σ under amplification; NaN where there is none."""
+    mean, largest = error_norms(mechanism, plan.steps, restart_every=plan.restart_every)
+    if not amplified:
+        sigma = sensitivity(mechanism, plan.horizon, restart_every=plan.restart_every).value
+        sigma *= plan.sigma / plan.sensitivity
+        return mean * sigma, largest * sigma
+    accountant = accountant_for(mechanism, plan.sampling)
+    try:
+        sigma = accountant.first_guess(plan.epsilon, plan.delta) or accountant.quick_sigma(plan.epsilon, plan.delta)
+    except AccountingError:
+        sigma = math.nan
+    return mean * sigma, largest * sigma
 
 
 def comparison_figure(plans: list[Plan], path: Path) -> None:

@@ -254,8 +254,8 @@ class Mechanism:
 
     ``name`` stands in plan files and on the command line, ``title`` in tables; a class of one's own needs no title.
     A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``; ``"symbol"`` is how tables call it. One
-    with ``"request"`` says how a number is to be chosen; it is left out of ``to_dict`` where it has its default, which
-    it has in every resolved mechanism.
+    with ``"request"`` is left out of ``to_dict`` where it has its default: it says how a number is to be chosen, and
+    has its default once that is done, or it is younger than plan files that do not name it.
     """
 
     name: ClassVar[str]

@@ -276,20 +276,38 @@ class BandMF(_OptimizedBands):
 class BLT(Mechanism):
     """c_0 = 1, c_i = Σ_j ω_j θ_j^{i−1}, optimised for RMSE over a horizon.
 
-    Every output depends on the first step, so the noise cannot be regenerated: one vector is stored per buffer.
+    Every output depends on the first step, so the noise cannot be regenerated: one vector is stored per buffer. With
+    one buffer C⁻¹ = (1 − θx)/(1 − (θ − ω)x), whose accountant is exact where ω ≤ θ.
 
     Args:
         buffers: how many geometric series.
         decays: θ, one number in (0, 1) per buffer. Not given, they are optimised, and so are the weights.
         weights: ω, one positive number per buffer.
+        normalized: divide every column of C by its norm d_t, so that the noise of step t is scaled by d_t.
+        amplified: with one buffer, optimise it for the amplified RMSE, with the Balls-in-Bins accountant in the loop.
+            That depends on the privacy budget, so only ``lc.plan`` can do it.
 
     Raises:
-        InvalidInput: a value cannot be used, or only one of ``decays`` and ``weights`` is given.
+        InvalidInput: a value cannot be used, only one of ``decays`` and ``weights`` is given, or ``amplified`` where
+            nothing is to be optimised or there is more than one buffer.
     """
 
     buffers: int = field(default=3, metadata={"symbol": "m", "help": "Buffers of BLT (default 3)."})
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
+    normalized: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={"symbol": "normalised", "request": True, "help": "Column-normalised λCGD or BLT."},
+    )
+    amplified: bool = field(
+        default=False,
+        kw_only=True,
+        metadata={
+            "request": True,
+            "help": "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
+        },
+    )
     name: ClassVar[str] = "blt"
     title: ClassVar[str] = "BLT"
 
@@ -298,6 +316,11 @@ class BLT(Mechanism):
         object.__setattr__(self, "buffers", buffers)
         if (self.decays is None) != (self.weights is None):
             raise InvalidInput("weights", "Decays and weights go together: give both or neither.")
+        for name in ("normalized", "amplified"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidInput(name, getattr(self, name), "it must be True or False")
+        if self.amplified and (self.decays is not None or buffers > 1):
+            raise InvalidInput("amplified", "amplified optimises BLT with one buffer whose numbers are not given.")
         if self.decays is None or self.weights is None:
             return
         for name, given, top in (("decays", self.decays, 1.0), ("weights", self.weights, np.inf)):
@@ -313,6 +336,8 @@ class BLT(Mechanism):
 
     def resolve(self, horizon: Horizon) -> Self:
         self.validate(horizon)
+        if self.amplified:
+            raise not_chosen(self)
         if self.decays is not None:
             return self
         optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
@@ -322,6 +347,9 @@ class BLT(Mechanism):
         if self.decays is None or self.weights is None:
             raise ValueError("blt is not resolved: call .resolve(horizon) first, its coefficients depend on it")
         return BufferedToeplitz(self.decays, self.weights)
+
+    def column_scales(self, n: int) -> Array | None:
+        return np.sqrt(np.cumsum(self.strategy(n) ** 2))[::-1].copy() if self.normalized else None
 
     def _optimize(self, horizon: Horizon) -> Array:
         m, n = self.buffers, horizon.steps

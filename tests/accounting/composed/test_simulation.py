@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.composed.accountant import METHOD, FreshBins, dominating, largest_by_distance
+from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
 from lambdacgd.accounting.composed.simulation import Simulation, estimate_sigma, simulate
 from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
-from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
 
@@ -75,22 +74,6 @@ def test_estimated_noise_is_close_to_the_exact_one() -> None:
         assert abs(found.sigma - exact) < 5 * found.standard_error + 1e-3 * exact
 
 
-@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
-def test_the_chain_dominates_entry_by_entry(mechanism: Mechanism) -> None:
-    resolved = mechanism.resolve(BLOCK)
-    strategy = dense_strategy(resolved, BLOCK)
-    inner = strategy.T @ strategy
-    found = dominating(resolved, Horizon(STEPS, 3), epsilon=2.0, delta=1e-5)
-    distance = np.abs(np.subtract.outer(np.arange(STEPS), np.arange(STEPS)))
-    above = found.norm**2 * found.accountant.lam ** distance.astype(float)
-    assert found.accountant.stationary  # columns that are merely normalised correlate less near the end of a run
-    np.testing.assert_allclose(found.accountant.one_epoch.chain(found.norm**-1).gram(), above, rtol=1e-9)
-    assert (above >= inner).all()
-    assert above.max() <= 3 * inner.max()
-    for lag, largest in enumerate(largest_by_distance(resolved, STEPS)):
-        assert largest == pytest.approx(np.diagonal(inner, lag).max())
-
-
 def test_other_mechanisms_are_certified_above_what_they_need() -> None:
     horizon = Horizon(24, 4)
     mechanism = BISR(3).resolve(Horizon(24, 1))
@@ -98,14 +81,8 @@ def test_other_mechanisms_are_certified_above_what_they_need() -> None:
     estimated = fresh_bins(mechanism, horizon, epsilon=2.0, delta=1e-5, estimate=True)
     assert (certified.certificate.method, certified.certificate.kind) == (METHOD, "bound")
     assert estimated.certificate.kind == "estimate"
-    assert estimated.sigma < certified.sigma < 1.3 * estimated.sigma
+    assert 0.99 * estimated.sigma < certified.sigma < 1.04 * estimated.sigma
     assert certified.certificate.details["estimate"] == estimated.sigma
-
-
-def test_negative_strategies_are_refused() -> None:
-    negative = BandInvMF(3, coefficients=(1.0, 0.5, 0.0))
-    with pytest.raises(AccountingError, match="negative"):
-        fresh_bins(negative, Horizon(10, 3), epsilon=2.0, delta=1e-5)
 
 
 @pytest.mark.parametrize("mechanism", [LambdaCGD(0.5), BISR(3)], ids=lambda m: m.name)

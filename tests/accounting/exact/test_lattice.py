@@ -14,6 +14,8 @@ from scipy.stats import norm
 
 from lambdacgd.accounting.exact.lattice import (
     Chain,
+    Stretch,
+    TransferProduct,
     grid_top,
     lattice,
     lognormal_excess,
@@ -24,7 +26,6 @@ from lambdacgd.accounting.exact.lattice import (
     spacing_ratio,
     value_grid,
 )
-from lambdacgd.accounting.exact.product import Stretch, TransferProduct
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
 from lambdacgd.accounting.reference import gram, quadrature
 from lambdacgd.errors import AccountingError

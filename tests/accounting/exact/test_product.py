@@ -12,17 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.exact import product as product_module
+from lambdacgd.accounting.exact import lattice as product_module
 from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN, FINE, Scale, loss_law
-from lambdacgd.accounting.exact.lattice import Chain, Site, lattice, plain_chain, round_lognormal, value_grid
-from lambdacgd.accounting.exact.product import (
+from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
+    Chain,
     IndependentProduct,
+    Site,
     TransferProduct,
     extended_transform,
+    lattice,
+    plain_chain,
     power_cost,
+    round_lognormal,
     rounding_unit,
     stretches,
+    value_grid,
 )
 from lambdacgd.errors import AccountingError
 

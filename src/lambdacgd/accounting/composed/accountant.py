@@ -2,11 +2,7 @@
 
 **λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
 
-**Any other mechanism with C ≥ 0** goes through a λCGD chain whose Gram matrix lies above the mechanism's
-(``dominating``). δ grows with every entry of the Gram matrix G of one epoch (Kahane's inequality, Lemma 7 of
-docs/exact-accountant.md). If G_ij ≤ α·λ^{|i−j|}, then one epoch at noise σ is dominated by the stationary chain of
-correlation λ at noise σ/√α, which the exact accountant composes: deterministic, but larger than need be by what the two
-matrices differ.
+**Any other mechanism** goes through a chain with a nugget that dominates it (``accounting.dominating``).
 """
 
 from __future__ import annotations
@@ -19,32 +15,37 @@ from functools import lru_cache
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, real, tell
-from lambdacgd.accounting.composed.composition import Composition
-from lambdacgd.accounting.composed.one_epoch import AFFORDABLE, FINAL, QUICK, Resolution, one_epoch
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
+from lambdacgd.accounting.composed.composition import AFFORDABLE, FINAL, QUICK, Composition, Resolution, one_epoch
 from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact.accountant import cost
+from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, require_nonnegative, scaled_gram
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
-from lambdacgd.mechanisms import Horizon, Mechanism
 
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0
 SMALLEST_DELTA = 1e-10
+EPSILONS, DELTAS = (SMALLEST_EPSILON, LARGEST_EPSILON), (SMALLEST_DELTA, 1.0)
 MOST_EPOCHS = 10_000
 TAIL_SHARE = 1e-3
 """of δ/k: one epoch's curve is followed down to this value"""
 INSTEAD = "ask for a larger δ or a smaller ε, or use fixed bins or cyclic sampling"
+RTOL = 5e-4
+"""relative accuracy of σ unless another one is asked for"""
 MOST_QUICK, MOST_FINE = 12, 6
-"""evaluations in one search for σ; after that the best bound in hand is the answer"""
-FINE_SECONDS = 5.0
-"""about what two fine evaluations take over one quick one"""
-QUICK_RTOL = 3e-3
+"""evaluations in one search for σ; after the fine ones the best bound in hand is the answer"""
 BOTH_MATTER = 0.7
 """ε up to which δ_add is nearly as large as δ_remove, and computed as finely at once"""
 QUICK_EXCESS = 0.11
 """about the logarithm of a quick δ over a fine one"""
+OPERATIONS_A_SECOND, FREQUENCIES = 3e10, 900
+"""of one core, and of one fine evaluation: only to tell how long an answer will take"""
+FEWEST_BINS = 8
+"""of a thinned chain"""
+THINNED = 0.82
+"""about the correlation between neighbours of the chain that estimates are computed with"""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class FreshBins:
         steps_per_epoch: b, the number of bins.
         epochs: k, up to 10 000.
         normalized: whether the columns of C are scaled to norm 1.
-        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
+        columns: account for any matrix whose columns have these inner products over an epoch, or smaller ones, instead.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -77,22 +78,17 @@ class FreshBins:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    stationary: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "epochs", int(real("epochs", self.epochs, 1, MOST_EPOCHS, whole=True)))
         single = self.one_epoch  # validates
-        if not 1 <= real("epochs", self.epochs) <= MOST_EPOCHS or self.epochs != int(self.epochs):
-            raise AccountingError(f"{self.epochs!r} epochs; this accountant composes 1 to {MOST_EPOCHS:,}")
-        for name, value in (
-            ("lam", single.lam),
-            ("steps_per_epoch", single.steps_per_epoch),
-            ("epochs", int(self.epochs)),
-        ):
-            object.__setattr__(self, name, value)
+        object.__setattr__(self, "lam", single.lam)
+        object.__setattr__(self, "steps_per_epoch", single.steps_per_epoch)
 
     @property
     def one_epoch(self) -> TransferMatrix:
-        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.stationary)
+        return TransferMatrix(self.lam, self.steps_per_epoch, 1, self.normalized, self.columns)
 
     # The four questions
 
@@ -111,8 +107,8 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or the composition certifies nothing.
         """
-        sigma, epsilon, like = real("σ", sigma), real("ε", epsilon), real("like", like)
-        k = self._check(sigma=sigma, epsilon=epsilon, delta=like, epochs=epochs)
+        sigma, epsilon = self._noise(sigma), real("ε", epsilon, *EPSILONS)
+        like, k = real("like", like, *DELTAS, below=True), self._counted(epochs)
         if self.steps_per_epoch == 1:
             return self._one_bin(sigma, epsilon, k)
         bound = self.bound(self.composed(sigma, like, epochs=k), sigma, epsilon)
@@ -127,20 +123,17 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or no ε is certified.
         """
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        k = self._check(sigma=sigma, delta=delta, epochs=epochs)
+        sigma, delta, k = self._noise(sigma), real("δ", delta, *DELTAS, below=True), self._counted(epochs)
         if self.steps_per_epoch == 1:
-            alone = gaussian_epsilon(sigma / math.sqrt(k), delta * (1 - 1e-8)) * (1 + 1e-9)
+            alone = gaussian_epsilon(sigma / self._sensitivity(k), delta * (1 - 1e-8)) * (1 + 1e-9)
             return self._one_bin(sigma, max(alone, SMALLEST_EPSILON), k)
         composed = self.composed(sigma, delta, epochs=k)
-        epsilon = max(composed.epsilon(delta), SMALLEST_EPSILON)
-        self._check(epsilon=epsilon)
+        epsilon = real("ε", max(composed.epsilon(delta), SMALLEST_EPSILON), *EPSILONS)
         return self.bound(composed, sigma, epsilon)
 
     def epsilons(self, sigma: float, delta: float) -> tuple[float, ...]:
         """ε certified for ``delta`` after 1, 2, …, k epochs, all from one single-epoch curve."""
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        self._check(sigma=sigma, delta=delta)
+        sigma, delta = self._noise(sigma), real("δ", delta, *DELTAS, below=True)
         epochs = range(1, self.epochs + 1)
         if self.steps_per_epoch == 1:
             return tuple(self.epsilon(sigma, delta, epochs=k).epsilon for k in epochs)
@@ -149,21 +142,20 @@ class FreshBins:
 
     def curve(self, sigma: float, epsilons: Sequence[float], *, delta: float = 1e-6) -> list[Bound]:
         """Bounds at many ε from one composition; relative accuracy is kept down to about ``delta``."""
-        sigma, delta, asked = real("σ", sigma), real("δ", delta), [real("ε", epsilon) for epsilon in epsilons]
-        for epsilon in asked:
-            self._check(sigma=sigma, epsilon=epsilon, delta=delta)
+        sigma, delta = self._noise(sigma), real("δ", delta, *DELTAS, below=True)
+        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
         if self.steps_per_epoch == 1 or not asked:
             return [self._one_bin(sigma, epsilon, self.epochs) for epsilon in asked]
         composed = self.composed(sigma, delta)
         return [self.bound(composed, sigma, epsilon) for epsilon in asked]
 
-    def sigma(self, epsilon: float, delta: float, *, rtol: float = 5e-4, start: float | None = None) -> Bound:
+    def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
 
         Args:
             epsilon: ε, from 0.001 to 100.
             delta: δ, from 1e-10 on.
-            rtol: relative accuracy of σ. From 3e-3 on every evaluation is a quick one, some 0.3% larger in σ.
+            rtol: relative accuracy of σ, which is a round number (``root.rounded_up``).
             start: a guess of σ that saves time.
 
         Returns:
@@ -172,25 +164,19 @@ class FreshBins:
         Raises:
             AccountingError: an argument is out of range, or no σ was certified.
         """
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._check(epsilon=epsilon, delta=delta)
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, *DELTAS, below=True)
         if self.steps_per_epoch == 1:
-            return self._one_bin(
-                math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9), epsilon, self.epochs
-            )
-        quick = rtol >= QUICK_RTOL
-
-        def evaluate(x: float, fine: bool) -> Bound:
-            return self._evaluate(math.exp(x), epsilon, delta, quick=quick)
-
-        near = _quick_search(self, epsilon, delta, start)
-        tell(math.exp(near.log_sigma), FINE_SECONDS * near.seconds)
-        x = near.log_sigma if quick else near.log_sigma - QUICK_EXCESS / near.slope
+            alone = self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta) * (1 + 1e-9)
+            return self._one_bin(alone, epsilon, self.epochs)
+        near = _estimate(self, epsilon, delta, start)
+        tell(near.sigma, near.seconds)
         strategy = self._strategy(near.slope)
-        bound, _ = smallest_certified(
-            evaluate, delta, strategy.within_limits(x), strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True
-        )
-        bound = bound or near.passed  # as much a bound as any, only larger
+
+        def evaluate(sigma: float, fine: bool) -> Bound:
+            return self._evaluate(sigma, epsilon, delta, FINAL)
+
+        begin = max(near.sigma, math.exp(strategy.limits[0]))
+        bound, _ = smallest_certified(evaluate, delta, begin, strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True)
         if bound is None:
             raise AccountingError(
                 f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ"
@@ -198,12 +184,11 @@ class FreshBins:
         return self._checked(bound)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
-        """About the smallest σ, from quick evaluations only, some 0.3% too large: for comparing λ, no claim."""
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._check(epsilon=epsilon, delta=delta)
+        """About the smallest σ, to about 0.5%, in a fraction of a second: for comparing λ, no claim."""
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, *DELTAS, below=True)
         if self.steps_per_epoch == 1:
-            return math.sqrt(self.epochs) * gaussian_sigma(epsilon, delta)
-        return math.exp(_quick_search(self, epsilon, delta, start).log_sigma)
+            return self._sensitivity(self.epochs) * gaussian_sigma(epsilon, delta)
+        return _estimate(self, epsilon, delta, start).sigma
 
     # How they are answered
 
@@ -244,9 +229,8 @@ class FreshBins:
             raise AccountingError(f"composition gave δ = {bound.delta:.3g}, which certifies nothing; {INSTEAD}")
         return bound
 
-    def _evaluate(self, sigma: float, epsilon: float, delta: float, *, quick: bool) -> Bound:
+    def _evaluate(self, sigma: float, epsilon: float, delta: float, resolution: Resolution) -> Bound:
         """One step of a search for ``delta``."""
-        resolution = QUICK if quick else FINAL
         shallow = epsilon > BOTH_MATTER
         bound = self.bound(self.composed(sigma, delta, resolution=resolution, shallow=shallow), sigma, epsilon)
         if shallow and bound.direction == "add":
@@ -289,163 +273,99 @@ class FreshBins:
         reach = b if chain.lam == 0 else min(b, 2 + math.ceil(30 / -math.log(chain.lam)))
         d = np.arange(1, reach)
         pairs = 2 * (b - d) / b**2
-        end = chain.tail * float(chain.end_effect(0.0)) ** 2
-        peak, covariances = chain.gain * chain.peak_variance, chain.gain * (chain.covariance(d) - end)
+        peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
+        middle = np.array([peak])
+        if chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows: a mean over places on the cycle
+            middles = (np.arange(16)[:, None] + 0.5) / 16
+            ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
+            covariances = covariances - chain.gain * chain.tail * ends
+            taken = chain.tail * chain.end_effect(middles[:, 0] * b) ** 2
+            middle = chain.gain * (chain.covariance(0.0) - taken) + chain.nugget
 
         def at(log_sigma: float) -> tuple[float, float]:
             scale = math.exp(-2 * log_sigma)
             if peak * scale > 600:
                 return math.inf, peak
-            excess = math.expm1(peak * scale) / b + float(pairs @ np.expm1(covariances * scale))
+            excess = float(np.expm1(middle * scale).mean()) / b
+            excess += float((np.expm1(covariances * scale) @ pairs).mean())
             return math.log1p(max(excess, 1e-15)), peak
 
         return at
 
+    def thinned(self, sigma: float) -> FreshBins:
+        """The accountant of a shorter chain, for estimates: as many bins as leave E W² at ``sigma`` what it is.
+
+        Itself where it is short anyway, and where bins have parts of their own, which are not thinned.
+        """
+        chain = self.one_epoch.chain(1.0)
+        if chain.lam <= THINNED or chain.nugget:
+            return self
+        lam = chain.lam ** round(math.log(THINNED) / math.log(chain.lam))
+        columns = Columns(chain.gain, 0.0, chain.tail)
+        moment = self._log_moment()(math.log(sigma))[0]
+
+        def shorter(bins: float) -> FreshBins:
+            return FreshBins(lam, round(bins), self.epochs, columns=columns)
+
+        def enough(bins: float) -> bool:
+            return shorter(bins)._log_moment()(math.log(sigma))[0] <= moment
+
+        if lam == chain.lam or not enough(self.steps_per_epoch):
+            return self
+        bins = bisect(enough, 1.0, float(self.steps_per_epoch), width=0.5)
+        return shorter(bins) if bins >= FEWEST_BINS else self
+
     def _one_bin(self, sigma: float, epsilon: float, epochs: int) -> Bound:
-        """b = 1: every epoch is a Gaussian mechanism of sensitivity 1, and k of them are one of sensitivity √k."""
-        value = gaussian_delta(epsilon, sigma / math.sqrt(epochs)) * (1 + 1e-9)
+        """b = 1: every epoch is a Gaussian mechanism, and k of them are one of √k times the sensitivity."""
+        value = gaussian_delta(epsilon, sigma / self._sensitivity(epochs)) * (1 + 1e-9)
         return Bound(sigma, epsilon, value, value, METHOD, {}, {"one_bin": "gaussian"})
 
-    def _check(
-        self,
-        *,
-        sigma: float | None = None,
-        epsilon: float | None = None,
-        delta: float | None = None,
-        epochs: int | None = None,
-    ) -> int:
-        """Refuse what is out of range; the number of epochs that are counted."""
-        if sigma is not None and not (math.isfinite(sigma) and sigma >= self.one_epoch.smallest_sigma):
-            raise AccountingError(f"σ is {sigma!r}; it must be finite and at least {self.one_epoch.smallest_sigma:.3g}")
-        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            raise AccountingError(
-                f"ε is {epsilon!r}; fresh bins are accounted for from {SMALLEST_EPSILON:g} to {LARGEST_EPSILON:g}"
-            )
-        if delta is not None and not SMALLEST_DELTA <= delta < 1:
-            raise AccountingError(f"δ is {delta!r}; fresh bins are accounted for from {SMALLEST_DELTA:g} to 1")
-        if epochs is None:
-            return self.epochs
-        if not 1 <= real("epochs", epochs) <= self.epochs or epochs != int(epochs):
-            raise AccountingError(f"epochs is {epochs!r}; it must be an integer between 1 and {self.epochs}")
-        return int(epochs)
+    def _sensitivity(self, epochs: int) -> float:
+        """Of one bin: the norm of its columns, which is 1 unless they are given."""
+        return math.sqrt(epochs) * (math.sqrt(self.one_epoch.chain(1.0).loss_variance) if self.columns else 1.0)
+
+    def _noise(self, sigma: float) -> float:
+        return real("σ", sigma, self.one_epoch.smallest_sigma)
+
+    def _counted(self, epochs: int | None) -> int:
+        """How many epochs are counted: all, unless fewer are asked for."""
+        return self.epochs if epochs is None else int(real("epochs", epochs, 1, self.epochs, whole=True))
 
 
 @dataclass(frozen=True)
 class _Near:
-    """Where quick evaluations put the smallest σ, and −d log δ/d log σ there."""
+    """About the smallest σ, −d log δ/d log σ there, and about how many seconds it will take to certify it."""
 
-    log_sigma: float
+    sigma: float
     slope: float
-    passed: Bound | None
-    """the bound at the smallest σ that passed"""
     seconds: float
-    """that one quick evaluation took"""
 
 
 @lru_cache(maxsize=256)
-def _quick_search(accountant: FreshBins, epsilon: float, delta: float, start: float | None) -> _Near:
-    """Quick evaluations until δ is within a fifth of its target, and from there along the secant.
+def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float | None) -> _Near:
+    """Quick evaluations of a thinned chain until δ is within a tenth of its target, and from there along the secant.
 
     It is remembered: choosing λ asks for what the search for σ then begins with.
     """
     guess = start or accountant.first_guess(epsilon, delta) * (
         1.01 + 0.1 * min(epsilon / 8, 1.0) / accountant.epochs**0.5
     )
+    short = accountant.thinned(guess)
     strategy = accountant._strategy(accountant.first_slope(epsilon, delta, guess))
-    passed: list[Bound] = []
     began = time.monotonic()
 
     def value_at(x: float) -> float:
-        bound = accountant._evaluate(math.exp(x), epsilon, delta, quick=True)
-        passed.extend([bound] if bound.delta <= delta else [])
-        return log_ratio(bound.delta, delta)
+        return log_ratio(short._evaluate(math.exp(x), epsilon, delta, QUICK).delta, delta)
 
     x, value = find_root(
         value_at,
         strategy.within_limits(math.log(guess)),
         strategy,
-        lambda value: abs(value) < 0.2,
+        lambda value: abs(value) < 0.1,
         most=MOST_QUICK,
     )
-    best = min(passed, key=lambda bound: bound.sigma, default=None)
-    seconds = (time.monotonic() - began) / len(strategy.points)
-    return _Near(x - value / strategy.slope, -strategy.slope, best, seconds)
-
-
-# Other mechanisms, through a chain that dominates them
-
-MOST_STEPS = 100_000
-_LAMBDAS = 1.0 - np.geomspace(1.0, 0.003, 60)
-_SAFETY = 1.0 + 1e-9
-"""for the rounding of sums of non-negative terms in G"""
-
-
-@dataclass(frozen=True)
-class Dominating:
-    """The chain ``accountant`` at noise σ/``norm`` dominates the mechanism at noise σ."""
-
-    accountant: FreshBins
-    norm: float
-
-
-def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
-    """The chain that should need the least noise for (ε, δ), judged by E W² after all epochs.
-
-    Args:
-        mechanism: resolved for one epoch, with C ≥ 0.
-        horizon: b and k.
-        epsilon: ε near which the chain is to be good.
-        delta: likewise δ.
-
-    Returns:
-        The chain's accountant and the norm by which σ is divided for it.
-
-    Raises:
-        AccountingError: C has negative entries, an epoch has too many steps, or no chain dominates the mechanism.
-
-    Guarantee
-    ---------
-    Whatever λ is chosen, α is such that α·λ^d is at least every inner product of two columns at distance d.
-    """
-    b = horizon.steps_per_epoch
-    inner = largest_by_distance(mechanism, b) * _SAFETY
-    distance = np.arange(b)
-    pairs = np.concatenate([[1 / b], 2 * (b - distance[1:]) / b**2])
-    budget = gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs
-    best: tuple[float, float, float] | None = None
-    for lam in _LAMBDAS:
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            powers = np.power(lam, distance)
-            needed = np.where(inner > 0, inner / powers, 0.0)
-        alpha = float(needed.max())
-        if math.isfinite(alpha):
-            sigma = _matching(alpha * powers, pairs, budget)
-            if best is None or sigma < best[0]:
-                best = (sigma, float(lam), alpha)
-    if best is None:
-        raise AccountingError(f"no chain dominates {mechanism.name} over {b} steps an epoch; use bins='fixed'")
-    return Dominating(FreshBins(best[1], b, horizon.epochs, stationary=True), math.sqrt(best[2] * _SAFETY))
-
-
-def largest_by_distance(mechanism: Mechanism, steps: int) -> Array:
-    """max over |i − j| = d of ⟨C[:, i], C[:, j]⟩, for d = 0 … b−1."""
-    column = np.asarray(mechanism.strategy(steps), dtype=np.float64)
-    require_nonnegative(column)
-    scales = mechanism.column_scales(steps)
-    if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
-        raise AccountingError(f"{steps} steps an epoch are too many to certify {mechanism.name} with fresh bins")
-    if scales is None:
-        # For Toeplitz C ≥ 0 the earliest pair of columns at each distance has the largest inner product: none cut off.
-        return np.correlate(column, column, mode="full")[steps - 1 :]
-    gram = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
-    return np.array([np.diagonal(gram, distance).max() for distance in range(steps)])
-
-
-def _matching(gram: Array, pairs: Array, budget: float) -> float:
-    """σ with log E W² = ``budget``."""
-    low, high = math.log(math.sqrt(gram[0] / 600)), math.log(math.sqrt(gram[0] / min(budget, 1.0))) + 1.0
-
-    def enough(log_sigma: float) -> bool:
-        return math.log(float(pairs @ np.exp(gram * math.exp(-2 * log_sigma)))) <= budget
-
-    return math.exp(bisect(enough, low, high, most=50))
+    x -= (value - QUICK_EXCESS) / strategy.slope
+    each = (time.monotonic() - began) / len(strategy.points)
+    chain, _ = accountant.one_epoch.working_chain(math.exp(x), 5.0, coarse=False, affordable=AFFORDABLE)
+    dearer = cost(chain, 5.0) / OPERATIONS_A_SECOND if chain.lam else 0.0
+    return _Near(math.exp(x), -strategy.slope, 2 * (4 * each + FREQUENCIES * dearer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, OneWay, real, tell
 from lambdacgd.accounting.exact.evaluation import (
     COARSE,
     FINE,
@@ -30,21 +31,31 @@ from lambdacgd.accounting.exact.evaluation import (
     loss_law,
     remove_at,
 )
-from lambdacgd.accounting.exact.lattice import Chain, normalized_chain, plain_chain, spacing_ratio, stationary_chain
-from lambdacgd.accounting.exact.product import power_cost, stretches
+from lambdacgd.accounting.exact.lattice import (
+    Chain,
+    Columns,
+    normalized_chain,
+    plain_chain,
+    power_cost,
+    spacing_ratio,
+    stretches,
+)
 from lambdacgd.accounting.gaussian import one_bin_delta
-from lambdacgd.accounting.root import SteppedSecant, log_ratio, smallest, smallest_certified
+from lambdacgd.accounting.root import Secant, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
 
 METHOD = "transfer-matrix"
 LARGEST_LAMBDA = 0.9999
 SMALLEST_LAMBDA = 1e-6
 LARGEST_EPSILON = 20.0
+EPSILONS = (SMALLEST_EPSILON, LARGEST_EPSILON)
 MOST_STEPS = 10_000_000
 """steps per epoch, and epochs: a few arrays of this length are made"""
 SMALLEST_DELTA = 1e-12
 ROUNDING_SHARE = 0.3
 """a rounding margin above this share of δ is refused: sampling does better there"""
+FINE_SECONDS = 15.0
+"""about what all fine evaluations of a search take over one coarse one"""
 RTOL = 2e-4
 """relative accuracy of σ and ε unless another one is asked for"""
 
@@ -58,7 +69,7 @@ class TransferMatrix:
         steps_per_epoch: b, the number of bins.
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
-        stationary: account for columns of norm 1 with inner products λ^{|s−s'|} instead, which dominate others.
+        columns: account for any matrix whose columns have these inner products, or smaller ones, instead.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -75,19 +86,14 @@ class TransferMatrix:
     steps_per_epoch: int
     epochs: int
     normalized: bool = False
-    stationary: bool = False
+    columns: Columns | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lam", real("λ", self.lam))
-        if not 0 <= self.lam <= LARGEST_LAMBDA:
-            raise AccountingError(f"λ is {self.lam!r}; this accountant takes 0 ≤ λ ≤ {LARGEST_LAMBDA}")
+        object.__setattr__(self, "lam", real("λ", self.lam, 0, LARGEST_LAMBDA))
+        if self.columns and 0 < self.lam < SMALLEST_LAMBDA:
+            raise AccountingError(f"λ is {self.lam!r}; with columns it is 0 or at least {SMALLEST_LAMBDA:g}")
         for name in ("steps_per_epoch", "epochs"):
-            value = getattr(self, name)
-            if not real(name, value).is_integer() or value < 1:
-                raise AccountingError(f"{name} is {value!r}; it must be an integer of at least 1")
-            if value > MOST_STEPS:
-                raise AccountingError(f"{name} is {value!r}; this accountant takes at most {MOST_STEPS:,}")
-            object.__setattr__(self, name, int(value))
+            object.__setattr__(self, name, int(real(name, getattr(self, name), 1, MOST_STEPS, whole=True)))
 
     # The four questions
 
@@ -97,8 +103,7 @@ class TransferMatrix:
         Raises:
             AccountingError: σ or ε is out of range, or δ is too small to certify.
         """
-        sigma, epsilon = real("σ", sigma), real("ε", epsilon)
-        self._validate(sigma=sigma, epsilon=epsilon)
+        sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
         scale = self.settle(sigma, epsilon)
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
@@ -127,20 +132,18 @@ class TransferMatrix:
         Raises:
             AccountingError: an argument is out of range, or no σ was certified.
         """
-        epsilon, delta = real("ε", epsilon), real("δ", delta)
-        self._validate(epsilon=epsilon, delta=delta)
+        epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, SMALLEST_DELTA, 1, below=True)
         for name, value in (("rtol", rtol), ("start", start)):
-            if value is not None and not (math.isfinite(real(name, value)) and value > 0):
-                raise AccountingError(f"{name} is {value!r}; it must be positive and finite")
+            if value is not None:
+                real(name, value, 1e-300)
         low = math.log(self.smallest_sigma * 1.001)
-        unit = self.chain(1.0)
         # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
-        alone = math.sqrt(unit.gain * unit.peak_variance)
+        alone = math.sqrt(self.chain(1.0).loss_variance)
         most = smallest(lambda sigma: one_bin_delta(epsilon, alone / sigma), delta, start=alone, rtol=1e-3)
-        strategy = SteppedSecant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
-        x = min(max(math.log(start or 0.35 * most), low), math.log(most))
+        strategy = Secant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
+        begin = min(max(start or 0.35 * most, math.exp(low)), most)
         scale = Scale(math.exp(epsilon), delta, _first_slope(epsilon, delta))
-        return self._solve(lambda x: (math.exp(x), epsilon), x, strategy, scale, delta, float(rtol))
+        return self._solve(lambda sigma: (sigma, epsilon), begin, strategy, scale, delta, float(rtol))
 
     def epsilon(self, sigma: float, delta: float, *, rtol: float = RTOL) -> Bound:
         """The bound at the smallest ε (to relative accuracy ``rtol``) whose certified δ(ε) is at most ``delta``.
@@ -148,21 +151,19 @@ class TransferMatrix:
         Raises:
             AccountingError: an argument is out of range, or no ε was certified.
         """
-        sigma, delta = real("σ", sigma), real("δ", delta)
-        self._validate(sigma=sigma, delta=delta)
+        sigma, delta = real("σ", sigma, self.smallest_sigma), real("δ", delta, SMALLEST_DELTA, 1, below=True)
         limits = (math.log(SMALLEST_EPSILON), math.log(LARGEST_EPSILON))
-        strategy = SteppedSecant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
+        strategy = Secant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
         scale = Scale(math.e, delta, _first_slope(1.0, delta))
-        return self._solve(lambda x: (sigma, math.exp(x)), 0.0, strategy, scale, delta, float(rtol))
+        return self._solve(lambda epsilon: (sigma, epsilon), 1.0, strategy, scale, delta, float(rtol))
 
     def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
         """Bounds at many ε for one σ, tight in both directions.
 
         Together the two directions give δ_remove at negative ε: δ_remove(−ε) = 1 − e^{−ε} + e^{−ε} δ_add(ε).
         """
-        sigma, asked = real("σ", sigma), [real("ε", epsilon) for epsilon in epsilons]
-        for epsilon in asked:
-            self._validate(sigma=sigma, epsilon=epsilon)
+        sigma = real("σ", sigma, self.smallest_sigma)
+        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
         if self.steps_per_epoch == 1 or not asked:
             return [self.delta(sigma, epsilon) for epsilon in asked]
         ordered = sorted(set(asked))
@@ -173,8 +174,9 @@ class TransferMatrix:
         open_end = [e for e in ordered if by_jensen[e].delta > NEGLIGIBLE * remove[e].delta]
         add = dict(by_jensen)
         if open_end:
-            scale = settle_add(self, sigma, open_end[0], remove[open_end[0]], by_jensen[open_end[0]])
             reached, latest = open_end[0], add[open_end[0]]
+            size, slope = min(remove[reached].delta, latest.delta), max(remove[reached].slope, 1.0)
+            scale = settled(self, sigma, Scale(math.exp(-reached), size, slope), "add")
             with contextlib.suppress(AccountingError):  # from there on Jensen's bound stands
                 for epsilon, value in walk(self, sigma, among(open_end), scale, "add"):
                     latest = min(value, add[epsilon], key=lambda item: item.delta)
@@ -197,23 +199,22 @@ class TransferMatrix:
 
     def chain(self, sigma: float) -> Chain:
         """The exact chain at this σ (for the normalised form, the one that dominates it)."""
-        make = stationary_chain if self.stationary else normalized_chain if self.normalized else plain_chain
+        columns = self.columns or (Columns() if self.lam == 0 else None)
+        make = columns.over if columns else normalized_chain if self.normalized else plain_chain
         # Every entry of G grows with λ, so a tiny λ may be rounded up (Lemma 7).
-        if self.lam == 0:
-            return Chain(0.0, self.steps_per_epoch, self.epochs, self.epochs / sigma**2, 0.0)
-        return make(max(self.lam, SMALLEST_LAMBDA), self.steps_per_epoch, self.epochs, sigma)
+        lam = max(self.lam, SMALLEST_LAMBDA) if self.lam else 0.0
+        return make(lam, self.steps_per_epoch, self.epochs, sigma)
 
     @property
     def smallest_sigma(self) -> float:
         """Below this e^X comes near overflow."""
-        unit = self.chain(1.0)
-        return math.sqrt(unit.gain * unit.peak_variance / LARGEST_LOSS_VARIANCE)
+        return math.sqrt(self.chain(1.0).loss_variance / LARGEST_LOSS_VARIANCE)
 
     @cached_property
     def normalizing_loss(self) -> float:
         """About how much σ, where it is large, grows because a chain stands in for normalised columns (Lemma 7)."""
         steps = self.steps_per_epoch * self.epochs
-        if not self.normalized or self.stationary or self.lam == 0 or steps > MOST_STEPS:
+        if not self.normalized or self.columns or self.lam == 0 or steps > MOST_STEPS:
             return 0.0
         norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(self.lam)) / (1 - self.lam**2))
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
@@ -239,8 +240,7 @@ class TransferMatrix:
     def evaluate(self, sigma: float, epsilon: float, scale: Scale, precision: Precision) -> Bound:
         """Both directions at one (σ, ε), tuned to ``scale``. Valid whatever the tuning; tight only if it fits."""
         if self.steps_per_epoch == 1:
-            exact = self.chain(sigma)
-            value = one_bin_delta(epsilon, math.sqrt(exact.gain * exact.peak_variance)) * (1 + 1e-9)
+            value = one_bin_delta(epsilon, math.sqrt(self.chain(sigma).loss_variance)) * (1 + 1e-9)
             details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian"}
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
@@ -275,37 +275,47 @@ class TransferMatrix:
             best = min(best, fourier, key=lambda item: item.delta)
         return best
 
-    def settle(self, sigma: float, epsilon: float) -> Scale:
-        """Learn how large and how steep δ is from coarse evaluations, flat ones first: those are cheap."""
-        scale = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
-        for _ in range(12):
-            before, scale = scale, _next_scale(scale, self.evaluate(sigma, epsilon, scale, COARSE))
-            if scale.delta < SMALLEST_DELTA / 10:
-                raise AccountingError(
-                    f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                    "certifies; ask at a smaller σ or ε"
-                )
-            if scale.settled_since(before):
-                break
+    def settle(self, sigma: float, epsilon: float, *, affordable: float | None = None) -> Scale:
+        """Learn how large and how steep δ_remove is from coarse evaluations, flat ones first: those are cheap."""
+        first = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
+        scale = settled(self, sigma, first, "remove", affordable=affordable)
+        if scale.delta < SMALLEST_DELTA / 10:
+            raise AccountingError(
+                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
+                "certifies; ask at a smaller σ or ε"
+            )
         return scale
 
-    def _solve(self, place: Any, x: float, strategy: SteppedSecant, scale: Scale, delta: float, rtol: float) -> Bound:
-        """Search for e^x; ``place(x)`` says which (σ, ε) belong to it. Each evaluation is tuned to those before it."""
+    def _solve(
+        self,
+        place: Callable[[float], tuple[float, float]],
+        start: float,
+        strategy: Secant,
+        scale: Scale,
+        delta: float,
+        rtol: float,
+    ) -> Bound:
+        """Search for a value; ``place(value)`` is the (σ, ε) that belongs to it. Each is tuned to those before it."""
         precision, guess = _final_precision(rtol), scale.slope
+        began, coarse, told = time.monotonic(), 0, False
 
-        def evaluate(x: float, fine: bool) -> Bound:
-            nonlocal scale
-            sigma, epsilon = place(x)
-            tuned = replace(scale, strike=math.exp(epsilon))
+        def evaluate(value: float, fine: bool) -> Bound:
+            nonlocal scale, coarse, told
+            sigma, epsilon = place(value)
+            if fine and not told:
+                tell(sigma, FINE_SECONDS * (time.monotonic() - began) / max(coarse, 1))
+            coarse, told = coarse + (not fine), fine
+            # A rounded slope: what an evaluation says does not hang on the last bits of the one before.
+            tuned = replace(scale, strike=math.exp(epsilon), slope=1.1 ** round(math.log(scale.slope, 1.1)))
             bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)
-            value = log_ratio(bound.delta, delta)
-            if abs(value) < 4:
+            excess = log_ratio(bound.delta, delta)
+            if abs(excess) < 4:
                 scale = replace(scale, slope=min(max(bound.slope, 0.3), 3 * scale.slope))
-            elif value > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
+            elif excess > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
                 scale = replace(scale, slope=max(scale.slope, guess))
             return bound
 
-        bound, value = smallest_certified(evaluate, delta, x, strategy, rtol=rtol)
+        bound, value = smallest_certified(evaluate, delta, start, strategy, rtol=rtol)
         if bound is None:
             raise AccountingError(f"δ = {delta:g} is out of reach: the last bound was {math.exp(value) * delta:.3g}")
         return self._checked(bound)
@@ -322,24 +332,6 @@ class TransferMatrix:
                 f"{rounding:.2g}; the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
             )
         return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
-
-    def _validate(
-        self, *, sigma: float | None = None, epsilon: float | None = None, delta: float | None = None
-    ) -> None:
-        if sigma is not None and not (math.isfinite(sigma) and sigma > 0):
-            raise AccountingError(f"σ is {sigma!r}; it must be positive and finite")
-        if sigma is not None and sigma < self.smallest_sigma:
-            raise AccountingError(
-                f"σ = {sigma:g} is too small to compute with; the smallest is {self.smallest_sigma:.3g}"
-            )
-        if epsilon is not None and not SMALLEST_EPSILON <= epsilon <= LARGEST_EPSILON:
-            raise AccountingError(
-                f"ε is {epsilon!r}; this accountant takes {SMALLEST_EPSILON:g} ≤ ε ≤ {LARGEST_EPSILON:g}"
-            )
-        if delta is not None and not SMALLEST_DELTA <= delta < 1:
-            raise AccountingError(
-                f"δ is {delta!r}; this accountant takes 1e-12 ≤ δ < 1, nearest {min(max(delta, 1e-12), 0.999)}"
-            )
 
 
 def _first_slope(epsilon: float, delta: float) -> float:
@@ -448,15 +440,16 @@ def among(ordered: list[float]) -> Callable[[float | None, float], list[float]]:
     return left
 
 
-def settle_add(accountant: TransferMatrix, sigma: float, epsilon: float, remove: Evaluation, best: Evaluation) -> Scale:
-    """How large and how steep δ_add is at ``epsilon``, from coarse evaluations."""
-    scale = Scale(math.exp(-epsilon), min(remove.delta, best.delta), max(remove.slope, 1.0))
-    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True)
-    for _ in range(6):
-        law = loss_law(chain, scale, COARSE, direction="add")
-        value = evaluate_add(law, scale, COARSE)
+def settled(
+    accountant: TransferMatrix, sigma: float, scale: Scale, direction: OneWay, *, affordable: float | None = None
+) -> Scale:
+    """How large and how steep δ is at ``scale.strike`` in one direction, from coarse evaluations that begin there."""
+    evaluate = evaluate_remove if direction == "remove" else evaluate_add
+    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
+    for _ in range(12):
+        value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
         before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
-        if scale.settled_since(before):
+        if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
             break
     return scale
 
@@ -489,7 +482,8 @@ def loss(chain: Chain, exact: Chain, slope: float) -> float:
     """About how much σ grows (relatively) by computing with ``chain`` instead of ``exact``."""
     end = exact.gain * exact.tail * float(np.mean(exact.end_effect(np.arange(exact.bins)) ** 2)) / 2
     kept = chain.tail / exact.tail if exact.tail else 1.0
-    amplification = math.log(exact.bins / (chain.bins * round(math.log(chain.lam) / math.log(exact.lam))))
+    group = round(math.log(chain.lam) / math.log(exact.lam))
+    amplification = math.log(exact.bins / (chain.bins * group))
     return (
         (1 + slope) * end * (1 - kept) / STEEPNESS + 0.5 * math.log(chain.gain / exact.gain) + amplification / STEEPNESS
     )
@@ -504,6 +498,8 @@ def candidates(exact: Chain) -> list[Chain]:
     """The exact chain, its stationary continuation (Lemma 7), and lumped ones (Lemma 8), shortened if need be (9)."""
     chains = [exact] + ([replace(exact, tail=0.0)] if exact.tail else [])
     longest = min(exact.bins // 2, 1 + int(0.03 / -math.log(exact.lam)))
+    if exact.nugget and exact.epochs > 1:
+        return chains
     divisors = {g for g in range(2, longest + 1) if exact.bins % g == 0} if longest <= 10_000 else set()
     for group in sorted(divisors | {2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256}):
         if 2 <= group <= longest:

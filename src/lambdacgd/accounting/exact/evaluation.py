@@ -18,6 +18,7 @@ emissions, and the last two terms depend on the direction (Lemmas 2 to 4).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -30,21 +31,19 @@ from scipy.special import ndtri
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.lattice import (
-    Chain,
-    grid_top,
-    lattice,
-    lognormal_excess,
-    spacing_ratio,
-    value_grid,
-)
-from lambdacgd.accounting.exact.product import (
     AVAILABLE,
+    Chain,
     IndependentProduct,
     Rounding,
     TransferProduct,
     extended_transform,
+    grid_top,
+    lattice,
+    lognormal_excess,
     rounding_unit,
+    spacing_ratio,
     stretches,
+    value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add
 from lambdacgd.errors import AccountingError
@@ -151,11 +150,11 @@ class LossLaw:
 def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Literal["remove", "add"]) -> LossLaw:
     """Set up the law of W for strikes near ``scale.strike``, as finely as ``precision`` asks, for one direction."""
     negligible = precision.negligible * scale.delta
-    bins, variance = chain.bins, chain.gain * chain.peak_variance
+    bins, variance = chain.all_bins, chain.loss_variance
     guard_overflow(variance)
     width = scale.width(precision)
     # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
-    spread = math.sqrt(float(np.sum(np.exp(2 * chain.log_scales))))
+    spread = math.sqrt(chain.repeat * float(np.sum(np.exp(2 * chain.log_scales))))
     fine, ratio = 0.8 * width / spread, min(1.2 * width / scale.strike, 0.25)
     log_mean, deviation = -variance / 2 - math.log(bins), math.sqrt(variance)
     top = grid_top(log_mean, deviation, negligible / bins)
@@ -168,7 +167,7 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: Lit
     if chain.lam == 0:
         return LossLaw(IndependentProduct(bins, chain.gain, grid), 1.0, 1.0, 0.0, 0.0, cap, 0.0, bins)
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
-    ratio_tau = spacing_ratio(bins, precision.lattice)
+    ratio_tau = spacing_ratio(chain.bins, precision.lattice)
     path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
     plan = stretches(chain.log_scales, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
@@ -207,6 +206,12 @@ EXTENDED_GAIN = 5e-4
 """how much smaller the rounding margin is in extended precision (its unit is 2048 times smaller)"""
 TWO_PI = np.longdouble("6.283185307179586476925286766559005768")
 MOST_FREQUENCIES = 20_000
+NARROW = 60.0
+"""−d log δ/dε from which W counts as narrow"""
+NARROW_GAPS = np.array([3.0, 5.0, 8.0, 12.0, 20.0, 40.0, 80.0])
+"""widths, in units of the strike over that slope, of the part of a window that lies above it"""
+GAPS = np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
+"""the same in units of the strike"""
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,8 @@ class Window:
     """E' e^{−θW'}, which bounds every |transform|"""
     far_tilts: Array
     far_transforms: Array
+    beyond: float = 1.0
+    """about E' e^{−θW'} of W' above the window, over e^{−θ·high}: at most 1; only to choose and to tell slack"""
 
     @property
     def period(self) -> float:
@@ -331,22 +338,33 @@ def choose_window(
     while far_bound(strike, low, width, tilts, transforms) > allowed:
         low -= 0.5 * width
     depth = strike - low
-    best: tuple[float, float, float] | None = None
-    for gap in np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0]):
+    narrow = slope > NARROW
+    # Where W hardly varies, little of it lies beyond a window of a few widths of its law, also where all of it lies
+    # above the strike: an estimate by Chernoff's bound.
+    rising, above = np.zeros(0), np.zeros(0)
+    for largest in (100.0, 400.0) if narrow and not decreasing_beyond else ():
+        with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
+            above = np.log(np.asarray(law.transform(tilts[tilts < largest], rounding)))
+            rising = tilts[tilts < largest]
+    best: tuple[float, float, float, float] | None = None
+    # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
+    for gap in np.concatenate([NARROW_GAPS / slope, GAPS]) if narrow else GAPS:
         period = depth + gap * strike
         if decreasing_beyond:
             copies = math.log(slope * depth / strike) - slope * math.log1p(gap)
         else:
             copies = math.log(depth / value)
+        beyond = float(np.min(above - rising * (low + period), initial=0.0))
+        copies += beyond
         need = max(copies - math.log(precision.wrap), 0.0) / period
         tilt = max(need, 1.0 / strike)
         # Cost: frequencies ∝ period; rounding ∝ e^{θK}/θ, which is to stay below its limit.
         noise = unit * strike * math.exp(min(tilt * strike, 500.0)) / (tilt * strike) / value
         cost = period / depth * (1.0 if noise < 0.5 * precision.rounding else 1e3 * noise)
         if best is None or cost < best[0]:
-            best = (cost, period, tilt)
+            best = (cost, period, tilt, beyond)
     assert best is not None
-    _, period, tilt = best
+    _, period, tilt, beyond = best
     total = float(law.transform(np.array([-tilt]), rounding)[0])
     if not total > 1e-250:
         raise AccountingError(
@@ -363,7 +381,7 @@ def choose_window(
             raise AccountingError(f"more than {MOST_FREQUENCIES} frequencies would be needed; ask for a larger ε or δ")
     within = range(most // 2 + 1, most)
     count = within[0] + bisect_left(within, True, key=few_enough) if within else most
-    return Window(low, float(np.float32(2 * math.pi / period)), count, tilt, total, tilts, transforms)
+    return Window(low, float(np.float32(2 * math.pi / period)), count, tilt, total, tilts, transforms, math.exp(beyond))
 
 
 def put_bound(strike: float, width: float, window: Window, transform: NDArray[Any], unit: float) -> PutBound:
@@ -495,7 +513,7 @@ def add_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[
         budget = {"window": part.far / strike, "fourier tail": part.tail / strike, "rounding": part.rounding / strike}
         budget |= {"lattice exits": law.exit_add}
         delta = law.inflation * (core + sum(budget.values()))
-        copies = (strike - window.low) / math.expm1(window.tilt * window.period) / strike
+        copies = window.beyond * (strike - window.low) / math.expm1(window.tilt * window.period) / strike
         budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
         yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
 

@@ -37,8 +37,8 @@ MOST_FILES = {
     "plan, cached": 14,
     "privatize": 28,
     "a training step": 21,
-    "save": 18,
-    "resume": 22,
+    "save": 17,
+    "resume": 21,
 }
 
 

@@ -820,16 +820,7 @@ def _bytes(value: Tensor) -> Any:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o600) -> str:
-    """Write a new safetensors file, synced to disk.
-
-    Args:
-        path: A file that does not exist yet.
-        tensors: Dense tensors by name, on any device. They may share memory.
-        mode: Who may read it: by default its owner alone.
-
-    Returns:
-        The SHA-256 of the file.
-    """
+    """Write a new safetensors file of dense tensors, on any device, synced to disk; returns its SHA-256."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each begins aligned

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +16,7 @@ from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from lambdacgd.clipping import Mode
-from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.integrations.huggingface import publishing, settings
 from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
@@ -125,8 +124,9 @@ class LambdaCGDTrainer(_Trainer):
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
-        zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
-        self._zeta = number("max_grad_norm", zeta, above=0, include=(math.inf,))
+        self._zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
+        if not self._zeta:  # "no clipping", for a plain Trainer
+            raise InvalidInput("max_grad_norm", self._zeta, "it is the per-example clipping norm ζ and must be above 0")
         self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
         self._earlier = None if earlier is None else list(earlier)  # every train() reads it
         self._resumed: dict[str, Any] | None = None

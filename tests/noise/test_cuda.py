@@ -37,7 +37,7 @@ def close(ours: torch.Tensor, oracle: torch.Tensor, scale: float = 3.0) -> bool:
 
 
 def test_rfc_8439_block_function() -> None:
-    from lambdacgd.noise.kernel import block_kernel
+    from .block_kernel import block_kernel
 
     # RFC 8439, section 2.3.2: key 00 01 … 1f, counter 1, nonce 00:00:00:09:00:00:00:4a:00:00:00:00.
     key = torch.from_numpy(np.append(np.frombuffer(bytes(range(32)), dtype="<i4"), np.int32(1))).cuda()

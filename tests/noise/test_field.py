@@ -13,13 +13,14 @@ from scipy import special, stats
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout, NoiseField, cpu
-from lambdacgd.noise.layout import Entry, match
+from lambdacgd.noise.layout import FORMAT, Entry, match
 from lambdacgd.noise.reference import normals, radii
 
 from .helpers import KEY, SHAPES, SUBKEY, expected, field, tensors
 
-# The field is a format: these numbers must never change. Key bytes(range(32)), run id "test". They were computed in
-# 300-bit arithmetic (python-flint) from OpenSSL's keystream. The last four take bits from a second block.
+# The field is a format: these numbers change only together with its name, which checkpoints hold. Key
+# bytes(range(32)), run id "test". They were computed in 300-bit arithmetic (python-flint) from OpenSSL's keystream. The
+# last four take bits from a second block.
 GOLDEN = {
     ("big", 1, 0): -0.5938333461148178,
     ("big", 1, 1): 1.2834218394408023,
@@ -38,6 +39,7 @@ GOLDEN = {
 
 
 def test_golden_values() -> None:
+    assert FORMAT == "2.1"
     layout = Layout.of(SHAPES)
     for (name, step, index), value in GOLDEN.items():
         assert normals(SUBKEY, layout.by_name[name], step, np.array([index]))[0] == pytest.approx(value, abs=1e-13)

@@ -143,6 +143,16 @@ def test_displacements_are_those_of_the_words() -> None:
     assert math.sqrt((probability * largest**2).sum()) < 1.6 * 2.0**-47  # their root mean square
 
 
+def test_the_proof_quotes_the_code() -> None:
+    """Every constant of docs/noise-proof.md stands beside the code that has it."""
+    source = Path(cpu.__file__).parents[1]
+    page = (source.parents[1] / "docs" / "noise-proof.md").read_text()
+    quotations = re.findall(r"\*In code\*: `([^`]+)` has `([^`]+)`", page)
+    assert len(quotations) == page.count("*In code*") > 30
+    for path, text in quotations:
+        assert text in (source / path).read_text(), (path, text)
+
+
 def test_what_a_run_costs() -> None:
     """Figures that docs/noise-proof.md shows."""
     run = {"steps": 4000, "parameters": 300_000, "fineness": 10, "delta": 1e-12}

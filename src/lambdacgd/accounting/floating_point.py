@@ -134,7 +134,10 @@ def floating_point_cost(
     epsilon = _composed(steps * parameters / 2, probability, *kappa(steps * parameters), delta / 5)
 
     # What it costs that the pairs of a ChaCha20 block share bits: |x| of a pair, given those bits (lemma 6).
-    coarse = factor * (_displacements(wide, 2.0**-42, 2.0**-38)[1] + computed * _LONGEST)
+    farthest = _displacements(wide, 2.0**-42, 2.0**-38)[1] + computed * _LONGEST
+    if farthest.max() > narrow**2 / 8:  # lemma 1 needs this much room
+        return FloatingPointCost(math.inf, 1.0, fineness)
+    coarse = factor * farthest
     given = np.expm1(coarse + factor * (displacement + computed * _LONGEST))
     shared, size = _products(probability, given)
     size *= math.comb(PAIRS, 2) * math.exp(PAIRS * given.max() + 2.0**-10)

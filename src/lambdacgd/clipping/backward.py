@@ -30,7 +30,6 @@ from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import after_backward, backward_task, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
-NonFinite = Literal["zero", "raise"]
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -347,12 +346,10 @@ class Settings:
     max_grad_norm: float
     loss_reduction: LossReduction = "mean"
     mode: Mode = "flat"
-    nonfinite: NonFinite = "zero"
-    loss_scale: float | Tensor = 1.0  #: by how much the loss was multiplied (GradScaler; the views of an example)
     views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode), ("nonfinite", NonFinite)):
+        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode)):
             given, allowed = getattr(self, name), get_args(kind)
             if given not in allowed:
                 raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
@@ -544,16 +541,14 @@ class BackwardPass:
             groups,
             max_grad_norm=s.max_grad_norm,
             mode=s.mode,
-            scale=1.0 / s.loss_scale * (batch if s.loss_reduction == "mean" else 1),
+            scale=float(batch) if s.loss_reduction == "mean" else 1.0 / s.views,
             weights=weights,
             layers=self._groups,
         )
         if self.looking is not None:
             self.looking.append(factors.norms)
-            return factors
-        self.norms.append((factors.norms, weights))
-        if s.nonfinite == "raise" and (missing := self.dropped()):
-            raise ClippingError(f"{missing} example(s) have a non-finite gradient (nonfinite='raise').")
+        else:
+            self.norms.append((factors.norms, weights))
         return factors
 
     def dropped(self) -> int:

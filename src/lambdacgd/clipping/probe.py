@@ -591,7 +591,7 @@ def tolerance_of(x: Tensor) -> float:
     Measured over 91 models of the zoo in train mode on a CPU (docs/clipping.md): none at all, in float32 and bfloat16.
     Shapes that change with the longest example, kernels of CUDA that add up in any order, and models that compute in
     another type without padding round differently: a thousand units of float32 are left for that, ten of TF32 and of
-    bfloat16. The mildest of the tests that mix differ by 1.4%, most by 10% or more.
+    bfloat16. The mildest of the tests that mix differ by 1.4%.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
         return 0.04

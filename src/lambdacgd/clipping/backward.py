@@ -389,6 +389,7 @@ class BackwardPass:
         self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
         self.sharded = False
+        self.over = 0  # the newest forward pass that is of an earlier batch than the one under way
         self._clipped: set[int] = set()  # forward passes that were added already
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
@@ -433,6 +434,11 @@ class BackwardPass:
                 self.before_adding()
             self._task, self._batch, self._generation = task, batch, generation
             after_backward(self._finish)
+        if generation <= self.over:
+            raise refuse(
+                "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
+                "model on the batch that the loader yielded last."
+            )
         if generation in self._clipped:
             raise refuse(
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
@@ -464,13 +470,15 @@ class BackwardPass:
         if len(self._clipped) > _REMEMBERED:
             newest = max(self._clipped)
             self._clipped = {g for g in self._clipped if g > newest - _REMEMBERED // 4}
-        weights, self.weights = self.weights, None
         if not pending:
             return
+        weights = None if self.looking is not None else self.weights
         if weights is not None and weights.shape[0] != batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {batch} examples.")
         with torch.no_grad(), bounds.uncast(self.anchor):
             self._clip_and_add(pending, norm_pass, batch, weights)
+        if self.looking is None:  # nor where it failed: whoever tries again has the same examples
+            self.weights = None
 
     def _clip_and_add(
         self, pending: dict[str, list[Record]], norm_pass: NormPass, batch: int, weights: Tensor | None

@@ -273,6 +273,10 @@ class Clipper:
         """
         self._settings.views = views
 
+    def begin_batch(self) -> None:
+        """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
+        self._backward_pass.over = self._forward_pass.generation
+
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
         self._may_probe = allowed
@@ -316,8 +320,9 @@ class Clipper:
             capturing = self.anchor.is_cuda and torch.cuda.is_current_stream_capturing()
             # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
             if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
-                with self._watch.probing():
-                    self._probe.look((args, kwargs), batch, self._watch.mode)
+                self._watch.probing()
+                if self._probe.look((args, kwargs), batch, self._watch.mode):
+                    self._watch.probed()
             self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
@@ -485,12 +490,13 @@ class Watch:
         self._due |= new or (again and self._passes >= self._next)
         return self._due
 
-    @contextlib.contextmanager
-    def probing(self) -> Iterator[None]:
-        """While the probe runs. Where it raises, it stays due."""
+    def probing(self) -> None:
+        """Before a probe. It stays due until `probed`: where it raises, and where it could not tell."""
         while self._next <= self._passes:
             self._next *= 2
-        yield
+
+    def probed(self) -> None:
+        """The pass that begins was probed, and nothing was found."""
         self._probed_modes.add(self.mode)
         self._due, self._probed = False, True
 

@@ -1,9 +1,10 @@
 """How far a reader walks: functions, files and hops between files that one operation visits in this library.
 
-    python benchmarks/walk.py [--markdown]
+    python benchmarks/walk.py [--files] [--write]
 
-Each operation is run once to warm up and once under ``sys.setprofile``. Only calls into ``lambdacgd`` count. A *hop* is
-a call or a return that leads from one of its files to another. Generators count when they are resumed, too.
+``--files`` names the files that each operation visits, ``--write`` puts the table into docs/design.md. Each operation
+is run once to warm up and once under ``sys.setprofile``. Only calls into ``lambdacgd`` count. A *hop* is a call or a
+return that leads from one of its files to another. Generators count when they are resumed, too.
 """
 
 from __future__ import annotations
@@ -27,6 +28,18 @@ from torch.utils.data import TensorDataset
 import lambdacgd as lc
 
 PACKAGE = str(Path(lc.__file__).parent) + os.sep
+PAGE = Path(__file__).parents[1] / "docs" / "design.md"
+BEGIN, END = "<!-- walk -->\n", "<!-- end walk -->"
+
+#: The most files that an operation may visit: `tests/test_walk.py` holds the package to it, docs/design.md shows it.
+MOST_FILES = {
+    "plan, uncached": 23,
+    "plan, cached": 14,
+    "privatize": 28,
+    "a training step": 21,
+    "save": 18,
+    "resume": 22,
+}
 
 
 @dataclass
@@ -95,16 +108,16 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Iterat
 
 def measure() -> dict[str, Walk]:
     """Every operation's walk, in the order in which a user comes to it."""
-    found: dict[str, Walk] = {}
+    walks: dict[str, Walk] = {}
     data = TensorDataset(torch.randn(400, 1, 8, 8), torch.randint(0, 10, (400,)))
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ["LAMBDACGD_CACHE"] = str(Path(folder) / "cache")
         request = {"epochs": 2, "epsilon": 2.0, "delta": 1e-5}
         lc.plan(400, 20, epochs=2, epsilon=4.0, delta=1e-5)  # imports
-        with walking() as found["plan, uncached"]:
+        with walking() as walks["plan, uncached"]:
             plan = lc.plan(400, 20, **request)  # type: ignore[arg-type]
-        with walking() as found["plan, cached"]:
+        with walking() as walks["plan, cached"]:
             lc.plan(400, 20, **request)  # type: ignore[arg-type]
 
         def bind() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
@@ -115,33 +128,43 @@ def measure() -> dict[str, Walk]:
 
         lc.SecretKey.generate().save(Path(folder) / "run.key")
         bind()[2].detach()
-        with walking() as found["privatize"]:
+        with walking() as walks["privatize"]:
             model, optimizer, private = bind()
         batches = iter(private.loader)
         for _ in range(5):  # the mixing of examples is looked at in steps 1, 2, 4, 8, …: not in the sixth
             one_step(model, optimizer, batches)
-        with walking() as found["a training step"]:
+        with walking() as walks["a training step"]:
             one_step(model, optimizer, batches)
         private.save(Path(folder) / "checkpoint")
         one_step(model, optimizer, batches)
-        with walking() as found["save"]:
+        with walking() as walks["save"]:
             private.save(Path(folder) / "checkpoint")
         private.detach()
         _, _, private = bind()
-        with walking() as found["resume"]:
+        with walking() as walks["resume"]:
             private.resume(Path(folder) / "checkpoint")
         private.detach()
-    return found
+    return walks
+
+
+def table(walks: dict[str, Walk]) -> str:
+    """The table of docs/design.md."""
+    lines = ["| walk | functions | files | hops | at most (files) |", "|---|---|---|---|---|"]
+    for name, walk in walks.items():
+        functions, files, hops = walk.row()
+        lines.append(f"| {name} | {functions} | {files} | {hops} | {MOST_FILES[name]} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
-    rows = [(name, *walk.row()) for name, walk in measure().items()]
+    walks = measure()
     if "--files" in sys.argv:
-        for name, walk in measure().items():
+        for name, walk in walks.items():
             print(name, *sorted(set(walk.files)), sep="\n  ")
-    print("| walk | functions | files | hops |\n|---|---|---|---|")
-    for name, functions, files, hops in rows:
-        print(f"| {name} | {functions} | {files} | {hops} |")
+    print(table(walks))
+    if "--write" in sys.argv:
+        before, rest = PAGE.read_text().split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n{table(walks)}\n\n{END}{rest.split(END)[1]}")
 
 
 if __name__ == "__main__":

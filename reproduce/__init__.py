@@ -28,6 +28,10 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.runtime:IMDB",
         "the paper's runtime table for IMDb: seconds an epoch and memory, by how the noise is made",
     ),
+    "frontier": (
+        "reproduce.frontier:EXPERIMENT",
+        "test accuracy on CIFAR-10 over epochs, each method at its own best batch size (needs the data: --data)",
+    ),
     "methods-cifar": (
         "reproduce.methods_table:CIFAR_METHODS",
         "test accuracy on CIFAR-10 over ε, every method tuned alike (needs the data: --data)",
@@ -59,5 +63,9 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     "zoo": (
         "reproduce.zoo:EXPERIMENT",
         "which architectures of transformers can be trained privately, by us and by Opacus",
+    ),
+    "zoo-probe": (
+        "reproduce.zoo:TRAINED",
+        "how far an example's rows lie apart where another one is exchanged, over architectures of transformers",
     ),
 }

@@ -131,7 +131,9 @@ class LSTMClassifier(nn.Module):
 class Bert(nn.Module):
     """Hugging Face BERT for classification, returning logits."""
 
-    def __init__(self, width: int, depth: int, heads: int, *, vocabulary: int = 30522, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, depth: int, heads: int, *, vocabulary: int = 30522, dropout: float = 0.0, positions: int = 512
+    ) -> None:
         super().__init__()
         from transformers import BertConfig, BertForSequenceClassification
 
@@ -141,6 +143,7 @@ class Bert(nn.Module):
             num_hidden_layers=depth,
             num_attention_heads=heads,
             intermediate_size=4 * width,
+            max_position_embeddings=positions,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )
@@ -174,6 +177,7 @@ class Case:
 CASES: dict[str, Case] = {
     "cnn": Case(CNN, 128, image=32),
     "wrn-40-4": Case(WideResNet, 128, image=32),
+    "wrn-16-4": Case(lambda: WideResNet(16), 128, image=32),
     "vit-b": Case(lambda: ViT(768, 12, 12), 64, image=224),
     "vit-l": Case(lambda: ViT(1024, 24, 16), 32, image=224),
     "vit-h": Case(lambda: ViT(1280, 32, 16, patch=14), 16, image=224),

@@ -2,7 +2,9 @@
 
 ``run``: every mode does forward, backward, noise (where private) and an SGD step on the same model and batch. The modes
 of a model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
-parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour.
+parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour. The modes "loop" and
+"padded-loop" are a user's loop over `privatize`'s loader with sampled batches, "plain-loop" is the loop without privacy
+over the same batches.
 
 ``run_pair``: λCGD's step over DP-SGD's, to a fraction of a percent. Whole steps differ by far less than a machine's
 speed varies, so both noises act on the same model, in turns A B B A, which cancels what drifts. Each round gives one
@@ -19,6 +21,7 @@ import gc
 import json
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from reproduce.problems import problem
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
+LOOPS = ("plain-loop", "loop", "padded-loop")
 _RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
 _TURN = 3  # steps in a row of one mode, before the next has its turn
 Step = Callable[[], None]
@@ -92,9 +96,7 @@ def _noise(model: nn.Module, kind: str) -> Callable[[dict[str, Tensor], int], No
         return lambda sums, step: None
     from lambdacgd.keys import SecretKey
     from lambdacgd.mechanisms import Identity, LambdaCGD
-    from lambdacgd.noise.field import NoiseField
-    from lambdacgd.noise.layout import Layout
-    from lambdacgd.noise.regenerated import RegeneratedNoise
+    from lambdacgd.noise import Layout, NoiseField, RegeneratedNoise
 
     layout = Layout.of({name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad})
     field = NoiseField(SecretKey.generate(), layout, run_id="benchmark")
@@ -139,11 +141,42 @@ def opacus_step(case: Case, device: torch.device, precision: str, batch: int, *,
     return step
 
 
+def loop_step(case: Case, device: torch.device, precision: str, batch: int, mode: str) -> Step:
+    """A step of a loop over sampled batches, of eight bins; a padded one fills them up to multiples of an eighth."""
+    model = convert(case.build()).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
+    (x, y), key = case.data(device, 8 * batch), lc.SecretKey.for_tests(1)
+    sampling, mechanism = lc.BallsInBins("fixed"), lc.LambdaCGD(0.5)
+    plan = lc.plan(8 * batch, batch, epochs=50, epsilon=8.0, delta=1e-3, mechanism=mechanism, sampling=sampling)
+    if mode == "plain-loop":
+        drawn = (torch.as_tensor(rows, device=device) for rows in plan.sampling.batches(key, run="1"))
+        batches: Iterator[Any] = ((x[rows], y[rows]) for rows in drawn)
+    else:
+        options: dict[str, Any] = {
+            "max_grad_norm": _CLIP,
+            "key": key,
+            "pad_batches": max(1, batch // 8) if "padded" in mode else 1,
+        }
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the key is for tests
+            batches = iter(lc.privatize(model, optimizer, TensorDataset(x, y), plan, **options).loader)
+
+    def step() -> None:
+        inputs, targets = next(batches)
+        loss_of(model, inputs, targets, precision).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
 def make_step(mode: str, case: Case, device: torch.device, precision: str, batch: int) -> Step:
     if mode == "non-private":
         return plain_step(case, device, precision, batch)
     if mode.startswith("opacus"):
         return opacus_step(case, device, precision, batch, ghost=mode == "opacus-ghost")
+    if mode in LOOPS:
+        return loop_step(case, device, precision, batch, mode)
     return OurStep(case, device, precision, batch, mode)
 
 
@@ -223,7 +256,7 @@ def run(
     Raises:
         ValueError: A name is not known.
     """
-    check_names(model=(models, tuple(CASES)), mode=(modes, MODES), precision=(precisions, PRECISIONS))
+    check_names(model=(models, tuple(CASES)), mode=(modes, MODES + LOOPS), precision=(precisions, PRECISIONS))
     place = torch.device(device)
     result: dict[str, Any] = {"machine": measured_on(), "cells": []}
     for precision in precisions:

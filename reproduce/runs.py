@@ -17,6 +17,7 @@ from typing import Any, Literal
 from lambdacgd.cli.options import plan_arguments
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan, plan
+from lambdacgd.sampling import SAMPLINGS
 from lambdacgd.version import __version__
 from reproduce.framework import append, machine, records
 
@@ -26,6 +27,8 @@ _FRESH = MappingProxyType({8.0: 0.9, 4.0: 0.9, 2.0: 0.8, 1.0: 0.8, 0.5: 0.8, 0.2
 # The λ that a search tries beside it: the paper finds smaller ones better than errors say.
 _FIXED_OTHER = MappingProxyType({8.0: 0.9, 4.0: 0.9, 2.0: 0.8, 1.0: 0.8, 0.5: 0.8, 0.25: 0.9})
 _FRESH_OTHER = MappingProxyType({8.0: 0.8, 4.0: 0.8, 2.0: 0.9, 1.0: 0.9, 0.5: 0.6, 0.25: 0.6})
+
+Lam = float | Literal["auto"] | None  # "auto": as ``lc.plan`` chooses it; None: the method has no λ
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,8 @@ class Method:
     lam: Mapping[float, float] = field(default_factory=dict)
     other: Mapping[float, float] = field(default_factory=dict)
 
-    def request(self, lam: float | None) -> dict[str, Any]:
-        """Keyword arguments for ``lc.plan``."""
+    def request(self, lam: Lam) -> dict[str, Any]:
+        """What is asked of ``lc.plan``, as ``plan_arguments`` reads it."""
         if (lam is not None) != bool(self.lam):
             raise InvalidInput("lam", lam, f"{self.name} {'needs' if self.lam else 'has no'} λ")
         return self.asks | ({} if lam is None else {"lam": lam})
@@ -64,57 +67,45 @@ def _binned(mechanism: str, bins: str = "fixed", **more: Any) -> dict[str, Any]:
     return {"mechanism": mechanism, "sampling": "balls-in-bins", "bins": bins} | more
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("dp-sgd", "DP-SGD (Poisson)", {"mechanism": "dp-sgd", "sampling": "poisson"}),
-        Method(
-            "lambda-cgd-fresh",
-            "DP-λCGD, fresh bins",
-            _binned("lambda-cgd", "fresh"),
-            ours=True,
-            lam=_FRESH,
-            other=_FRESH_OTHER,
-        ),
-        Method("lambda-cgd", "DP-λCGD", _binned("lambda-cgd"), lam=_FIXED, other=_FIXED_OTHER),
-        Method("dp-sgd-fresh", "DP-SGD, fresh bins", _binned("dp-sgd", "fresh"), ours=True),
-        Method("bisr-2", "BISR (p = 2)", _binned("bisr", bands=2)),
-        Method("bisr-16", "BISR (p = 16)", _binned("bisr", bands=16)),
-        Method("bandinvmf-2", "BandInvMF (p = 2)", _binned("bandinvmf", bands=2)),
-        Method("bandinvmf-16", "BandInvMF (p = 16)", _binned("bandinvmf", bands=16)),
-        Method("blt", "BLT (3 buffers)", _binned("blt", buffers=3)),
-        Method(
-            "lambda-cgd-normalized",
-            "normalised DP-λCGD",
-            _binned("lambda-cgd", normalized=True),
-            ours=True,
-            lam=_FIXED,
-            other=_FIXED_OTHER,
-        ),
-        Method(
-            "lambda-cgd-fresh-normalized",
-            "normalised DP-λCGD, fresh bins",
-            _binned("lambda-cgd", "fresh", normalized=True),
-            ours=True,
-            lam=_FRESH,
-            other=_FRESH_OTHER,
-        ),
-        Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4, objective="guideline"), ours=True),
-        Method(
-            "bandinvmf-amplified-4",
-            "amplified BandInvMF (p = 4)",
-            _binned("bandinvmf", bands=4, amplified=True),
-            ours=True,
-        ),
-        # No amplification: a fixed order, for the sweeps over λ. λ = 0 is DP-SGD.
-        Method(
-            "lambda-cgd-cyclic",
-            "DP-λCGD, no amplification",
-            {"mechanism": "lambda-cgd", "sampling": "cyclic"},
-            lam={1.0: 0.9},
-        ),
-    )
-}
+_OURS: dict[str, Any] = {"ours": True}
+_FIXED_LAMBDAS: dict[str, Any] = {"lam": _FIXED, "other": _FIXED_OTHER}
+_FRESH_LAMBDAS: dict[str, Any] = {"lam": _FRESH, "other": _FRESH_OTHER}
+# name, title, what ``lc.plan`` is asked, and more of Method
+_METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    ("dp-sgd", "DP-SGD (Poisson)", {"mechanism": "dp-sgd", "sampling": "poisson"}, {}),
+    ("lambda-cgd-fresh", "DP-λCGD, fresh bins", _binned("lambda-cgd", "fresh"), _OURS | _FRESH_LAMBDAS),
+    ("lambda-cgd", "DP-λCGD", _binned("lambda-cgd"), _FIXED_LAMBDAS),
+    ("dp-sgd-fresh", "DP-SGD, fresh bins", _binned("dp-sgd", "fresh"), _OURS),
+    ("bisr-2", "BISR (p = 2)", _binned("bisr", bands=2), {}),
+    ("bisr-16", "BISR (p = 16)", _binned("bisr", bands=16), {}),
+    ("bandinvmf-2", "BandInvMF (p = 2)", _binned("bandinvmf", bands=2), {}),
+    ("bandinvmf-16", "BandInvMF (p = 16)", _binned("bandinvmf", bands=16), {}),
+    ("blt", "BLT (3 buffers)", _binned("blt", buffers=3), {}),
+    ("lambda-cgd-normalized", "normalised DP-λCGD", _binned("lambda-cgd", normalized=True), _OURS | _FIXED_LAMBDAS),
+    (
+        "lambda-cgd-fresh-normalized", "normalised DP-λCGD, fresh bins",
+        _binned("lambda-cgd", "fresh", normalized=True), _OURS | _FRESH_LAMBDAS,
+    ),
+    ("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4, objective="guideline"), _OURS),
+    ("bandinvmf-amplified-4", "amplified BandInvMF (p = 4)", _binned("bandinvmf", bands=4, amplified=True), _OURS),
+    # No amplification: a fixed order, for the sweeps over λ. λ = 0 is DP-SGD.
+    (
+        "lambda-cgd-cyclic", "DP-λCGD, no amplification",
+        {"mechanism": "lambda-cgd", "sampling": "cyclic"}, {"lam": {1.0: 0.9}},
+    ),
+)  # fmt: skip
+METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
+# BandMF with its best sampler, where this version has it: amplified over groups of p steps.
+_CYCLIC_POISSON = next((name for name in SAMPLINGS if "cyclic" in name and "poisson" in name), None)
+if _CYCLIC_POISSON is not None:
+    METHODS |= {
+        f"bandmf-{bands}": Method(
+            f"bandmf-{bands}",
+            f"BandMF (p = {bands}), cyclic Poisson",
+            {"mechanism": "bandmf", "sampling": _CYCLIC_POISSON, "bands": bands},
+        )
+        for bands in (8, 16, 32, 64)
+    }
 
 
 def method(name: str) -> Method:
@@ -147,7 +138,7 @@ class TrainingRun:
     epochs: int
     learning_rate: float
     max_grad_norm: float
-    lam: float | None = None
+    lam: Lam = None
     schedule: Schedule = "constant"
     seed: int = 0
     split: Split = "validation"
@@ -182,7 +173,7 @@ class TrainingRun:
         } | method(self.method).request(self.lam)
 
     def __str__(self) -> str:
-        lam = "" if self.lam is None else f" λ={self.lam:g}"
+        lam = "" if self.lam is None else f" λ={self.lam}"
         return (
             f"{self.task} {self.method}{lam} ε={self.epsilon:g} B={self.batch_size} k={self.epochs} "
             f"lr={self.learning_rate:.3g} ζ={self.max_grad_norm:g} {self.schedule} {self.split} seed {self.seed}"
@@ -282,7 +273,7 @@ def _check(request: dict[str, Any], made: Plan) -> None:
     sampling = made.sampling.to_dict()
     same = made.mechanism.name == request["mechanism"] and sampling["name"] == request["sampling"]
     same &= sampling.get("bins") == request.get("bins")
-    if "lam" in request:
+    if request.get("lam", "auto") != "auto":
         same &= made.mechanism.to_dict().get("lam") == request["lam"]
     if not same:
         raise InvalidInput("plan", made.digest[:12], "it is not what was asked for; make it anew")

@@ -127,6 +127,8 @@ def diverged(why: str, plan: Plan) -> Result:
 def _facts(plan: Plan) -> dict[str, Any]:
     return {
         "sigma": plan.sigma,
+        "rmse": plan.rmse,
+        "lambda": plan.mechanism.to_dict().get("lam"),
         "plan": plan.digest,
         "certificate": {"method": plan.certificate.method, "kind": plan.certificate.kind},
         "training_examples": plan.examples,
@@ -201,11 +203,12 @@ def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
     first = start(cell)
     known = method(first.method)
     lams = [first.lam] if "lam" in cell else [known.first(first.epsilon), known.second(first.epsilon)]
-    for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
-        run = replace(first, lam=lam)
-        for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
-            wanted = replace(run, split=split)
-            yield wanted.plan_request(sizes(TRAINING_EXAMPLES[run.task], wanted)[0])
+    for batch_size in map(int, cell.get("rates", [first.batch_size])):  # a search over batch sizes has rates for each
+        for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
+            run = replace(first, lam=lam, batch_size=batch_size)
+            for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
+                wanted = replace(run, split=split)
+                yield wanted.plan_request(sizes(TRAINING_EXAMPLES[run.task], wanted)[0])
 
 
 class _Watched:

@@ -2,6 +2,9 @@
 
 A cell is one model. It is supported if the clipped sums of a batch are those of one example at a time, in float64: both
 are computed here, ours and, where it runs, Opacus's. A model that is not taken is shown with what was said.
+
+``zoo-probe`` takes two steps of each in train mode, in three precisions, and shows how far an example's rows lay apart
+where another one was exchanged (`lambdacgd.clipping.probe`): what passes for rounding, and false alarms.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping import attach, convert
+from lambdacgd.clipping import attach, convert, probe
 from lambdacgd.clipping.check import clipped_sum, per_example_gradients
 from lambdacgd.clipping.probe import tensors_in
 from lambdacgd.errors import ClippingError
@@ -624,4 +627,81 @@ EXPERIMENT = Experiment(
     columns=("model", "ours", "opacus"),
     page=page,
     revision=2,
+)
+
+
+# --- two steps in train mode ------------------------------------------------------------------------------------------
+
+PRECISIONS = ("float32", "bfloat16", "autocast")
+
+
+class Distances:
+    """While it is entered, the largest relative distance of rows that the probe compared."""
+
+    def __init__(self) -> None:
+        self.largest, self._compare = 0.0, probe.layouts_of
+
+    def __enter__(self) -> Distances:
+        probe.layouts_of = self._look
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        probe.layouts_of = self._compare
+
+    def _look(self, x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: float, floor: float) -> set[str]:
+        apart = probe.differences(x, y) if x.shape[0] == y.shape[0] and x.shape[0] % count == 0 else None
+        if apart is not None:
+            relative, row = apart[0] / apart[1].clamp_min(floor), torch.arange(x.shape[0], device=x.device)
+            layouts = row // (x.shape[0] // count) != exchanged, row % count != exchanged
+            self.largest = max(self.largest, min(float(relative[rows].max()) for rows in layouts))
+        return self._compare(x, y, count, exchanged, tolerance, floor)
+
+
+def train(cell: Cell, settings: Settings) -> Row:
+    """Two probed steps of one model."""
+    device, low = torch.device(settings.torch_device), torch.bfloat16
+    kind = low if cell["precision"] == "bfloat16" else torch.float32
+    with warnings.catch_warnings(), Distances() as distances:
+        warnings.simplefilter("ignore")
+        model, batch = build(cell["model"])
+        convert(model).to(device, kind).train()
+        batch = {k: v.to(device, kind) if v.is_floating_point() else v.to(device) for k, v in batch.items()}
+        try:
+            clipper = attach(model)
+            for _ in range(2):
+                with torch.autocast(device.type, low, enabled=cell["precision"] == "autocast"):
+                    value = loss(model, batch)
+                value.float().backward()
+                clipper.take()
+            said = "yes"
+        except ClippingError as error:
+            said = f"refused: {error}"
+        except Exception as error:  # an operation that has no kernel for 16 bits, say
+            said = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return {"distance": distances.largest, "trains": said, "device": device.type}
+
+
+def trained_page(rows: list[Row]) -> str:
+    """Distances by precision, and what was refused."""
+    lines = ["| precision | trained | rows apart | largest distance |", "| --- | --- | --- | --- |"]
+    for precision in PRECISIONS:
+        fine = [r["distance"] for r in rows if r["precision"] == precision and r["trains"] == "yes"]
+        lines.append(f"| {precision} | {len(fine)} | {sum(d > 0 for d in fine)} | {max(fine, default=0.0):.1e} |")
+    refused = [f"- {r['model']}, {r['precision']}: {r['trains'][:160]}" for r in rows if r["trains"] != "yes"]
+    return "\n".join([*lines, "", "Refused:", "", *refused])
+
+
+def training_cells(settings: Settings) -> Sequence[Cell]:
+    """All models in all precisions; with --quick, every eighth model."""
+    return [c | {"precision": p, "on": settings.torch_device} for c in cells(settings) for p in PRECISIONS]
+
+
+TRAINED = Experiment(
+    name="zoo-probe",
+    what="how far an example's rows lie apart where another one is exchanged, over architectures of transformers",
+    cells=training_cells,
+    compute=train,
+    columns=("model", "precision", "trains", "distance"),
+    page=trained_page,
+    revision=1,
 )

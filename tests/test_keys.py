@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lambdacgd import keys
 from lambdacgd.keys import DestroyedKeyError, KeyFileError, SecretKey, keystream, prf64, scattered_blocks
 from tests.faults import fault
 
@@ -504,3 +505,44 @@ def test_a_sub_key_does_not_show_itself() -> None:
         prf64(subkey, np.array([0.5]))
     shown = traceback.TracebackException.from_exception(caught.value, capture_locals=True)
     assert repr(bytes(subkey)) not in "".join(shown.format())
+
+
+def _frames(error: BaseException) -> str:
+    """What a traceback with local variables shows, without the test's own frame."""
+    found = traceback.TracebackException.from_exception(error, capture_locals=True)
+    return "".join(traceback.StackSummary.from_list(found.stack[1:]).format())
+
+
+def test_a_traceback_with_local_variables_shows_no_sub_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cipher's state in NumPy held the key's eight words as plain arrays."""
+    key = SecretKey.generate().derive("bins")
+    monkeypatch.setattr(keys, "_quarter_round", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        prf64(key, np.array([5, 1 << 40]))
+    words = np.frombuffer(key, dtype="<u4")
+    shown = _frames(caught.value)
+    assert "<cipher state>" in shown
+    assert not [word for word in words if str(word) in shown]
+
+
+def test_a_traceback_with_local_variables_shows_no_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    key = SecretKey.generate()
+    key.save(tmp_path / "run.key")
+    monkeypatch.setattr(SecretKey, "_hash", lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError) as caught:
+        SecretKey.load(tmp_path / "run.key")
+    monkeypatch.undo()
+    shown = _frames(caught.value)
+    assert "<secret>" in shown
+    assert repr(bytes(key._secret))[2:-1] not in shown
+    assert str(list(key._secret))[:20] not in shown
+
+
+def test_a_draft_is_removed_even_if_the_disk_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(descriptor: int) -> None:
+        raise OSError(errno.EIO, "input/output error")
+
+    monkeypatch.setattr(os, "fsync", broken)
+    with pytest.raises(OSError, match="input/output error"):
+        SecretKey.generate().save(tmp_path / "run.key")
+    assert list(tmp_path.iterdir()) == []

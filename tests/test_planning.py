@@ -249,8 +249,9 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     assert not adds_independent_noise(_Scaled((0.1,)), horizon)
     assert exact_accountant(_Scaled((1.0, -0.5)), horizon) is not None
     assert exact_accountant(_Scaled((0.5, -0.25)), horizon) is None
-    with pytest.raises(lc.InvalidInput):
-        lc.plan(100, 20, epochs=2, epsilon=4.0, delta=1e-5, mechanism=_Scaled((0.1,)), sampling=lc.Poisson())
+    poisson = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-5, "sampling": lc.Poisson()}
+    less, plain = (lc.plan(**poisson, mechanism=mechanism).sigma for mechanism in (_Scaled((0.1,)), lc.Identity()))
+    assert less == pytest.approx(10 * plain, rel=1e-9)
     small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
     for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
         scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True, sampling=sampling)
@@ -437,3 +438,34 @@ def test_the_answer_is_told_before_it_is_certified() -> None:
     assert told[0].sigma == pytest.approx(plan.sigma, rel=0.01)
     assert told[0].rmse == pytest.approx(plan.rmse, rel=0.01)
     assert told[0].seconds > 0
+
+
+def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda():
+    linear = lc.Workload(schedule="linear")
+    strong = lc.LambdaCGD(0.95)
+    plain, scheduled = (cyclic(mechanism=strong, workload=workload) for workload in (lc.Workload(), linear))
+    assert scheduled.sigma == plain.sigma
+    horizon = scheduled.horizon
+    at_unit_noise = scheduled.sensitivity * scheduled.rmse / scheduled.sigma
+    assert at_unit_noise == pytest.approx(lc.rmse(scheduled.mechanism, horizon, workload=linear), rel=1e-9)
+    again = lc.Plan.from_json(scheduled.to_json())
+    assert again == scheduled
+    again.check()
+    assert "workload" not in plain.to_dict()
+    with pytest.raises(lc.InvalidInput, match="do not belong together"):
+        replace(scheduled, workload=lc.Workload()).check()
+    chosen = [cyclic(mechanism=lc.LambdaCGD("auto"), workload=workload) for workload in (lc.Workload(), linear)]
+    assert chosen[0].mechanism.lam != chosen[1].mechanism.lam
+    assert chosen[1].rmse < cyclic(mechanism=chosen[0].mechanism, workload=linear).rmse
+    with pytest.raises(lc.InvalidInput, match=r"^workload"):
+        cyclic(workload="linear")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"schedule": "step"}, {"warmup": 1.0}, {"final_rate": 0.5}, {"schedule": "linear", "final_rate": 1.5}],
+    ids=str,
+)
+def test_schedules_that_cannot_be_used(given):
+    with pytest.raises(lc.InvalidInput):
+        lc.Workload(**given)

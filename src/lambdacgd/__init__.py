@@ -43,7 +43,7 @@ if TYPE_CHECKING:
         maxse,
         rmse,
     )
-    from lambdacgd.mechanisms.sensitivity import sensitivity
+    from lambdacgd.mechanisms.error import sensitivity
     from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
     from lambdacgd.planning import Plan, plan
     from lambdacgd.questions import compare, epsilon, noise_multiplier

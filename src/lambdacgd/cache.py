@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from importlib import metadata
@@ -26,7 +25,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from lambdacgd.files import read_json
+from lambdacgd.files import read_json, replace_file, write_new
 from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
@@ -90,9 +89,8 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
         pass  # absent or damaged: compute it (again)
     answer = compute()
     signed = {"asked": json.loads(text), "answer": answer, "signature": _signature(secret, text, answer)}
-    content = json.dumps(signed)
     with contextlib.suppress(OSError):  # a read-only or full disk costs time, not correctness
-        _write(path, content)
+        replace_file(path, json.dumps(signed).encode())
     return answer
 
 
@@ -108,9 +106,7 @@ def _secret(where: Path) -> bytes | None:
         if not path.exists():
             where.mkdir(parents=True, exist_ok=True)
             with contextlib.suppress(FileExistsError):  # another process was faster, and its secret is as good
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-                with open(descriptor, "wb") as file:
-                    file.write(secrets.token_bytes(32))
+                write_new(path, [secrets.token_bytes(32)], sync=False)
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(64)
@@ -124,17 +120,6 @@ def _secret(where: Path) -> bytes | None:
 
 def _private(status: os.stat_result) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
-
-
-def _write(path: Path, content: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        try:
-            file.write(content)
-            file.flush()
-            os.replace(file.name, path)
-        except OSError:
-            os.unlink(file.name)
-            raise
 
 
 @functools.cache

@@ -21,18 +21,21 @@ from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.mechanisms import (
     BISR,
     BLT,
+    PREFIX_SUM,
     BandInvMF,
+    BandMF,
     GammaBIFR,
     Horizon,
     LambdaCGD,
     Mechanism,
     Objective,
+    Workload,
     error_norms,
     maxse,
     rmse,
     sensitivity,
 )
-from lambdacgd.sampling import BallsInBins, Bins
+from lambdacgd.sampling import BallsInBins, Bins, Poisson
 
 SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
 _LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6
@@ -85,6 +88,7 @@ def choose_lambda(
     delta: float | None = None,
     normalized: bool = False,
     bins: Bins = "fixed",
+    workload: Workload = PREFIX_SUM,
 ) -> Choice:
     """Choose λ for DP-λCGD.
 
@@ -98,6 +102,7 @@ def choose_lambda(
         delta: δ, likewise.
         normalized: whether the columns of C are scaled to norm 1.
         bins: with "fresh" ones the noise restarts every epoch, in errors and in σ.
+        workload: what errors are of; plain SGD by default.
 
     Returns:
         The choice, and what every objective would have chosen.
@@ -110,10 +115,10 @@ def choose_lambda(
         0.978
     """
     family = {"mechanism": LambdaCGD.name, "normalized": bool(normalized)}
-    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins)
+    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins, workload)
 
 
-def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
+def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float, workload: Workload = PREFIX_SUM) -> bool:
     """Whether the best column-normalised λCGD has a smaller RMSE than the best plain one, with fresh bins.
 
     Both are judged by the closed form, which is right up to a factor that is nearly the same for both. It knows the
@@ -121,7 +126,7 @@ def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
     the answer is no.
     """
     epsilon, delta = number("epsilon", epsilon, above=0), number("delta", delta, above=0, below=1)
-    search = AmplifiedError(horizon, epsilon, delta, bins="fresh")
+    search = AmplifiedError(horizon, epsilon, delta, bins="fresh", workload=workload)
 
     def smallest(normalized: bool) -> float:
         def error(x: float) -> float:
@@ -129,7 +134,7 @@ def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float) -> bool:
 
         return error(_minimise(error, _LARGEST / 2, 1e-2))
 
-    question = _question(horizon, epsilon, delta, "fresh")
+    question = _question(horizon, epsilon, delta, "fresh", workload)
     return bool(cache.cached("normalizing", question, lambda: smallest(True) < smallest(False)))
 
 
@@ -141,6 +146,7 @@ def choose_gamma(
     epsilon: float | None = None,
     delta: float | None = None,
     bins: Bins = "fixed",
+    workload: Workload = PREFIX_SUM,
 ) -> Choice:
     """Choose γ for γ-BIFR by the same search. The guideline is known to be good for λ only.
 
@@ -153,6 +159,7 @@ def choose_gamma(
         epsilon: ε, for the amplified objectives.
         delta: δ, likewise.
         bins: with "fresh" ones the noise restarts every epoch, in errors and in σ.
+        workload: what errors are of; plain SGD by default.
 
     Returns:
         The choice, and what every objective would have chosen.
@@ -162,7 +169,7 @@ def choose_gamma(
     """
     integer("bands", bands, minimum=2, maximum=_sampling(horizon, bins).block.steps)
     family = {"mechanism": GammaBIFR.name, "bands": int(bands)}
-    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins)
+    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins, workload)
 
 
 def _choose(
@@ -173,6 +180,7 @@ def _choose(
     epsilon: float | None,
     delta: float | None,
     bins: Bins,
+    workload: Workload,
 ) -> Choice:
     if objective not in get_args(Objective):
         raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
@@ -180,20 +188,23 @@ def _choose(
     if amplified or epsilon is not None or delta is not None:
         epsilon = number("epsilon", epsilon, above=0)
         delta = number("delta", delta, above=0, below=1)
-    question = family | _question(horizon, epsilon, delta, bins)
+    question = family | _question(horizon, epsilon, delta, bins, workload)
 
     def compute() -> list[dict[str, Any]]:
-        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins)]
+        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins, workload)]
 
     candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 
 
-def _question(horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins) -> dict[str, Any]:
+def _question(
+    horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins, workload: Workload
+) -> dict[str, Any]:
     """What a cached choice is filed under, but for the family of mechanisms."""
     b, k = int(horizon.steps_per_epoch), int(horizon.epochs)
-    return {"steps_per_epoch": b, "epochs": k, "epsilon": epsilon, "delta": delta, "bins": bins}
+    question = {"steps_per_epoch": b, "epochs": k, "epsilon": epsilon, "delta": delta, "bins": bins}
+    return question | {"workload": asdict(workload)}
 
 
 def _sampling(horizon: Horizon, bins: Bins) -> BallsInBins:
@@ -203,15 +214,20 @@ def _sampling(horizon: Horizon, bins: Bins) -> BallsInBins:
 
 
 def _candidates(
-    make: Callable[[float], Mechanism], horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins
+    make: Callable[[float], Mechanism],
+    horizon: Horizon,
+    epsilon: float | None,
+    delta: float | None,
+    bins: Bins,
+    workload: Workload,
 ) -> list[Candidate]:
     restart = _sampling(horizon, bins).restart_every
 
     def mean(x: float) -> float:
-        return rmse(make(x), horizon, restart_every=restart)
+        return rmse(make(x), horizon, workload=workload, restart_every=restart)
 
     def largest(x: float) -> float:
-        return maxse(make(x), horizon, restart_every=restart)
+        return maxse(make(x), horizon, workload=workload, restart_every=restart)
 
     plain: dict[Objective, float] = {
         "rmse": _minimise(mean, _LARGEST, 1e-6),
@@ -220,7 +236,8 @@ def _candidates(
     if epsilon is None or delta is None:
         return [Candidate(name, x, 1.0, mean(x), largest(x), False) for name, x in plain.items()]
     with progress(f"choosing for ε = {epsilon:g}") as tick:
-        return _amplified_candidates(make, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick), plain)
+        search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
+        return _amplified_candidates(make, search, plain)
 
 
 def _amplified_candidates(
@@ -265,16 +282,18 @@ class AmplifiedError:
         delta: float,
         *,
         bins: Bins = "fixed",
+        workload: Workload = PREFIX_SUM,
         tick: Callable[[int], None] = lambda amount: None,
     ) -> None:
         self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
+        self.workload = workload
         self.sampling = _sampling(horizon, bins)
         self._computed: dict[Mechanism, float] = {}
         self._points: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
         self._slope = 15.0
 
     def norms(self, mechanism: Mechanism) -> tuple[float, float]:
-        return error_norms(mechanism, self.horizon.steps, restart_every=self.sampling.restart_every)
+        return error_norms(mechanism, self.horizon.steps, self.workload, restart_every=self.sampling.restart_every)
 
     def rmse(self, mechanism: Mechanism) -> float:
         return self.norms(mechanism)[0] * self.sigma(mechanism)
@@ -326,6 +345,43 @@ def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> 
     return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
 
 
+def choose_bands(
+    sampling: Poisson, *, epsilon: float, delta: float, workload: Workload = PREFIX_SUM
+) -> tuple[int, dict[str, Any]]:
+    """Choose the bands of BandMF, and so the groups of Poisson sampling: the power of two with the smallest RMSE.
+
+    Args:
+        sampling: bound. If it has groups already, there are as many bands.
+        epsilon: ε.
+        delta: δ.
+        workload: what errors are of; plain SGD by default.
+
+    Returns:
+        The bands, and how they were chosen, with the RMSE of all that were tried.
+    """
+    because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
+    said = {"parameter": "bands", "objective": "amplified-rmse", "because": because}
+    if sampling.groups:
+        return sampling.groups, said | {"because": "as many as the sampling has groups"}
+
+    def error(bands: int) -> float:
+        mechanism = BandMF(bands).resolve(sampling.horizon)
+        sigma = accountant_for(mechanism, sampling.fitted(mechanism)).quick_sigma(epsilon, delta)
+        return error_norms(mechanism, sampling.steps, workload)[0] * sigma
+
+    def compute() -> list[float]:
+        tried = [error(1)]
+        for power in range(1, sampling.steps_per_epoch.bit_length()):
+            tried.append(error(1 << power))
+            if tried[-1] > tried[-2]:  # it falls, then rises
+                break
+        return tried
+
+    question = sampling.question | {"epsilon": epsilon, "delta": delta, "workload": asdict(workload)}
+    tried = cache.cached("bands", question, compute)
+    return 1 << int(np.argmin(tried)), said | {"tried": {str(1 << power): value for power, value in enumerate(tried)}}
+
+
 # BandInvMF
 
 MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gains nothing
@@ -336,7 +392,13 @@ _SLOWEST = 6.5  # of log 1/(1−θ) of one buffer: θ up to .9985, beyond which 
 
 
 def amplified_band_inv_mf(
-    bands: int, horizon: Horizon, *, epsilon: float, delta: float, bins: Bins = "fixed"
+    bands: int,
+    horizon: Horizon,
+    *,
+    epsilon: float,
+    delta: float,
+    bins: Bins = "fixed",
+    workload: Workload = PREFIX_SUM,
 ) -> BandInvMF:
     """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
@@ -351,6 +413,7 @@ def amplified_band_inv_mf(
         epsilon: ε.
         delta: δ.
         bins: "fixed" or "fresh".
+        workload: what errors are of; plain SGD by default.
 
     Returns:
         The mechanism with its coefficients.
@@ -362,18 +425,25 @@ def amplified_band_inv_mf(
     integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, block.steps))
     epsilon = number("epsilon", epsilon, above=0)
     delta = number("delta", delta, above=0, below=1)
-    question = {"bands": int(bands)} | _question(horizon, epsilon, delta, bins)
+    question = {"bands": int(bands)} | _question(horizon, epsilon, delta, bins, workload)
 
     def compute() -> list[float]:
         with progress(f"optimising {bands} bands for ε = {epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
-            return _optimise(bands, block, AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick))
+            search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
+            return _optimise(bands, block, search)
 
     coefficients = cache.cached("amplified-bandinvmf", question, compute)
     return BandInvMF(bands, coefficients=tuple(coefficients))
 
 
 def amplified_blt(
-    horizon: Horizon, *, epsilon: float, delta: float, normalized: bool = False, bins: Bins = "fixed"
+    horizon: Horizon,
+    *,
+    epsilon: float,
+    delta: float,
+    normalized: bool = False,
+    bins: Bins = "fixed",
+    workload: Workload = PREFIX_SUM,
 ) -> BLT:
     """BLT with one buffer, whose θ and ω minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
@@ -386,6 +456,7 @@ def amplified_blt(
         delta: δ.
         normalized: whether the columns of C are scaled to norm 1.
         bins: "fixed" or "fresh".
+        workload: what errors are of; plain SGD by default.
 
     Returns:
         The mechanism with its numbers.
@@ -395,7 +466,7 @@ def amplified_blt(
     """
     epsilon = number("epsilon", epsilon, above=0)
     delta = number("delta", delta, above=0, below=1)
-    question = {"normalized": bool(normalized)} | _question(horizon, epsilon, delta, bins)
+    question = {"normalized": bool(normalized)} | _question(horizon, epsilon, delta, bins, workload)
 
     def made(x: NDArray[np.float64]) -> BLT:
         decay = -math.expm1(-min(max(float(x[0]), 0.01), _SLOWEST))
@@ -404,7 +475,7 @@ def amplified_blt(
 
     def compute() -> list[float]:
         with progress(f"choosing a buffer for ε = {epsilon:g}") as tick:
-            search = AmplifiedError(horizon, epsilon, delta, bins=bins, tick=tick)
+            search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
             minimum = minimize(
                 lambda x: search.closed_form(made(x)) or search.rmse(made(x)),
                 np.array([3.0, 1.0]),
@@ -438,6 +509,7 @@ def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]
         epsilon=search.epsilon,
         delta=search.delta,
         bins=search.sampling.bins,
+        workload=search.workload,
     )
     starts = [GammaBIFR(bands, chosen.value), BISR(bands), BandInvMF(bands).resolve(block)]
     points = [_logs(np.asarray(start.noising(block.steps))[1:], bands - 1) for start in starts]

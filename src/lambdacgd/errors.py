@@ -28,6 +28,13 @@ class InvalidInput(ValueError):
         # Two strings, so that the error survives the way out of a worker process: exceptions are pickled by their args.
         super().__init__(parameter, str(given) if allowed is None else parameter + self.complaint)
 
+    @classmethod
+    def of_type(cls, parameter: str, given: Any, wanted: str) -> InvalidInput:
+        """The error for a value of a wrong type: "<parameter> must be <wanted>, and a <type> was given"."""
+        name = "nothing" if given is None else type(given).__name__
+        article = "" if given is None else "an " if name[0] in "aeioAEIO" else "a "
+        return cls(parameter, f"{parameter} must be {wanted}, and {article}{name} was given.")
+
     def __str__(self) -> str:
         return str(self.args[1])
 

@@ -1,4 +1,4 @@
-"""Reading files that anybody may have written: how much is read is bounded, and JSON means one thing. No torch.
+"""Reading files that anybody may have written, and writing files that survive a crash. No torch.
 
 Python's own reader of JSON lets a file decide how much memory it takes, keeps the last of two equal keys, and reads
 NaN, infinities and ``1e999``, which no arithmetic of ours expects. Here each of these is a ``ValueError`` with a
@@ -7,9 +7,13 @@ sentence, which callers put into their own error.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import math
 import os
+import secrets
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -72,3 +76,64 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"{shown(twice)} stands there twice")
     return made
+
+
+# --- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write_new(path: Path, parts: Iterable[Any], *, mode: int = 0o600, sync: bool = True) -> str:
+    """Write a file that does not exist yet. Nothing is buffered, so no copy of a secret stays behind.
+
+    Args:
+        path: The file.
+        parts: Bytes-like objects, one behind the other.
+        mode: Who may read it: by default its owner alone.
+        sync: Whether it is on disk when this returns.
+
+    Returns:
+        The SHA-256 of the file.
+
+    Raises:
+        OSError: It exists or cannot be written; what was written of it stays.
+    """
+    running = hashlib.sha256()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    with open(descriptor, "wb", buffering=0) as file:
+        for part in parts:
+            running.update(part)
+            write_all(file, part)
+        if sync:
+            os.fsync(descriptor)
+    return running.hexdigest()
+
+
+def write_all(file: Any, part: Any) -> None:
+    """Write all of ``part`` to an unbuffered file, whose ``write`` may take less of it."""
+    rest = memoryview(part)
+    while rest:
+        rest = rest[file.write(rest) :]
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file that only its owner reads, or replace it: readers see the old content or the new, whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        write_new(draft, [content], sync=False)
+        os.replace(draft, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
 from numpy.typing import NDArray
 
 from lambdacgd.errors import KeyFileError, LedgerError
+from lambdacgd.files import sync_folder, write_new
 from lambdacgd.ledger import Ledger, Release
 
 __all__ = [
@@ -75,6 +76,15 @@ class SubKey(bytes):
         raise TypeError("a sub-key cannot be pickled or copied: derive it again from the SecretKey")
 
 
+class _Buffer(bytearray):
+    """Secret bytes that are wiped after use, and that do not show themselves in a traceback until then."""
+
+    def __repr__(self) -> str:
+        return "<secret>"
+
+    __str__ = __repr__
+
+
 class SecretKey:
     """A 256-bit secret. Make one with ``SecretKey.generate()``, keep it with ``save``, end it with ``destroy``.
 
@@ -84,11 +94,10 @@ class SecretKey:
     computationally independent of each other, of the fingerprint, and tell nothing about the secret.
     """
 
-    __slots__ = ("_for_tests", "_ledger", "_path", "_secret")
+    __slots__ = ("_for_tests", "_path", "_secret")
     _for_tests: bool
-    _ledger: Ledger | None
     _path: Path | None
-    _secret: bytearray
+    _secret: _Buffer
 
     def __init__(self) -> None:
         raise TypeError("make a key with SecretKey.generate(), SecretKey.load(path) or, in tests, SecretKey.for_tests")
@@ -100,7 +109,7 @@ class SecretKey:
         Returns:
             The key. It lives in memory until ``save`` gives it a file.
         """
-        return cls._make(bytearray(secrets.token_bytes(_BYTES)))
+        return cls._make(_Buffer(secrets.token_bytes(_BYTES)))
 
     @classmethod
     def from_bytes(cls, secret: bytes) -> Self:
@@ -119,7 +128,7 @@ class SecretKey:
             got = f"{len(secret)} bytes" if isinstance(secret, bytes | bytearray) else f"a {type(secret).__name__}"
             del secret  # a traceback may show local variables, and this could be a key with one byte too many
             raise ValueError(f"a secret key is {_BYTES} bytes, not {got}; SecretKey.generate() makes a good one")
-        return cls._make(bytearray(secret))
+        return cls._make(_Buffer(secret))
 
     @classmethod
     def for_tests(cls, seed: int) -> Self:
@@ -142,7 +151,7 @@ class SecretKey:
         """
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise ValueError(f"seed is {seed!r}; it must be an integer")
-        key = cls._make(bytearray(hashlib.blake2b(str(int(seed)).encode(), person=_TESTS, digest_size=_BYTES).digest()))
+        key = cls._make(_Buffer(hashlib.blake2b(str(int(seed)).encode(), person=_TESTS, digest_size=_BYTES).digest()))
         key._for_tests = True
         return key
 
@@ -152,11 +161,10 @@ class SecretKey:
         return self._for_tests
 
     @classmethod
-    def _make(cls, secret: bytearray, path: Path | None = None) -> Self:
+    def _make(cls, secret: _Buffer, path: Path | None = None) -> Self:
         key = object.__new__(cls)
         key._secret = secret
         key._path = path
-        key._ledger = None
         key._for_tests = False
         return key
 
@@ -204,17 +212,14 @@ class SecretKey:
         """The run ledger beside the key's file (``run.key`` -> ``run.ledger``).
 
         Returns:
-            The same object at every call, so that it need not read the file again from its beginning.
+            The ledger.
 
         Raises:
             KeyFileError: The key has no file yet.
         """
         if self._path is None:
             raise KeyFileError("a ledger lives beside the key's file; save(path) the key first")
-        path = self._path.with_suffix(".ledger")
-        if self._ledger is None or self._ledger.path != path:
-            self._ledger = Ledger(path)
-        return self._ledger
+        return Ledger.beside(self._path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read (0600). An existing file is never replaced.
@@ -258,22 +263,16 @@ class SecretKey:
             ) from None
         finally:
             _remove_draft(draft)
-        _sync_folder(target)
+        sync_folder(target.absolute().parent)
         _sweep_drafts(target)
         self._path = target.absolute()
 
     def _write_new(self, path: Path) -> None:
         content = _key_file(self._secret, self.fingerprint())
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb", buffering=0) as file:  # a buffer would keep a copy that nobody wipes
-            try:
-                os.fchmod(descriptor, 0o600)
-                rest = memoryview(content)
-                while rest:
-                    rest = rest[file.write(rest) :]
-                os.fsync(descriptor)
-            finally:
-                _wipe(content)
+        try:
+            write_new(path, [content])
+        finally:
+            _wipe(content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
@@ -324,7 +323,7 @@ class SecretKey:
         path = self._path
         replaced = path is not None and bool(self._secret) and not self._may_be_in(path)
         _wipe(self._secret)
-        self._secret = bytearray()
+        self._secret = _Buffer()
         if path is not None and not replaced:
             with contextlib.suppress(FileNotFoundError):
                 _overwrite_and_remove(path)
@@ -364,12 +363,6 @@ class SecretKey:
             "a SecretKey cannot be pickled or copied: pass it by reference, and to other processes by its file"
         )
 
-    def __copy__(self) -> NoReturn:
-        self.__reduce_ex__(2)
-
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self.__reduce_ex__(2)
-
 
 def _encode_path(path: tuple[str | int, ...]) -> bytes:
     parts = [len(path).to_bytes(8, "little")]
@@ -384,9 +377,9 @@ def _encode_path(path: tuple[str | int, ...]) -> bytes:
 # --- The key's file. The secret stands in buffers that are wiped after use, never in strings or bytes, which cannot be.
 
 
-def _key_file(secret: bytearray, fingerprint: str) -> bytearray:
+def _key_file(secret: _Buffer, fingerprint: str) -> _Buffer:
     start, check = len(_HEADER), b"\n" + _CHECK + fingerprint.encode() + b"\n"
-    content = bytearray(start + 2 * _BYTES + len(check))
+    content = _Buffer(start + 2 * _BYTES + len(check))
     content[:start] = _HEADER
     for index, byte in enumerate(secret):
         content[start + 2 * index] = _DIGITS[byte >> 4]
@@ -395,21 +388,21 @@ def _key_file(secret: bytearray, fingerprint: str) -> bytearray:
     return content
 
 
-def _read_secret(file: Any) -> bytearray | None:
+def _read_secret(file: Any) -> _Buffer | None:
     """The secret in an unbuffered key file; None unless the file is whole and as it was written."""
-    content = bytearray(1024)
+    content = _Buffer(1024)
     try:
         return _decode(memoryview(content)[: file.readinto(content)])
     finally:
         _wipe(content)
 
 
-def _decode(content: memoryview) -> bytearray | None:
+def _decode(content: memoryview) -> _Buffer | None:
     start, end = len(_HEADER), len(_HEADER) + 2 * _BYTES
-    digits = [_DIGITS.find(byte) for byte in content[start:end]]
-    if len(digits) != 2 * _BYTES or min(digits) < 0:
+    digits = _Buffer(_DIGITS.find(byte) % 256 for byte in content[start:end])
+    if len(digits) != 2 * _BYTES or max(digits) > 15:
         return None
-    secret = bytearray(_BYTES)
+    secret = _Buffer(_BYTES)
     for index in range(_BYTES):
         secret[index] = 16 * digits[2 * index] + digits[2 * index + 1]
     if content[:start] == _OLD_HEADER and content[end:] == b"\n":
@@ -434,7 +427,7 @@ def _overwrite_and_remove(path: Path, flags: int = 0) -> None:
         file.flush()
         os.fsync(descriptor)
     path.unlink()
-    _sync_folder(path)
+    sync_folder(path.absolute().parent)
 
 
 def _sweep_drafts(target: Path) -> None:
@@ -449,18 +442,11 @@ def _remove_draft(draft: Path) -> None:
     """Remove a draft, overwritten first unless it is a second name of the key's own file, or of somebody else's."""
     with contextlib.suppress(FileNotFoundError):
         status = draft.lstat()
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
-            _overwrite_and_remove(draft, os.O_NOFOLLOW)
-        else:
-            draft.unlink()
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path.absolute().parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        try:
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+                _overwrite_and_remove(draft, os.O_NOFOLLOW)
+        finally:  # also where overwriting fails, on a disk that is full or broken
+            draft.unlink(missing_ok=True)
 
 
 # --- Random words from a sub-key: the ChaCha20 block function (RFC 8439), twice ---------------------------------------
@@ -503,12 +489,11 @@ def keystream_into(key: bytes, tail: tuple[int, int, int, int], zeros: bytes | m
 def scattered_blocks(key: bytes, tails: UINT32) -> UINT32:
     """The block of every row of ``tails`` (shape (m, 4)), as an array of shape (m, 16)."""
     out = np.empty((len(tails), 16), dtype=np.uint32)
-    words = np.frombuffer(bytes(key), dtype="<u4").astype(np.uint32)
     for start in range(0, len(tails), _CHUNK):
         part = tails[start : start + _CHUNK]
-        first = [np.full(len(part), w, dtype=np.uint32) for w in (*_CONSTANTS, *words)]
+        first = _Rows(np.full(len(part), w, dtype=np.uint32) for w in (*_CONSTANTS, *np.frombuffer(key, dtype="<u4")))
         first += [np.ascontiguousarray(part[:, j], dtype=np.uint32) for j in range(4)]
-        state = [word.copy() for word in first]
+        state = _Rows(word.copy() for word in first)
         for _ in range(10):
             for a in range(4):  # a column round
                 _quarter_round(state, a, a + 4, a + 8, a + 12)
@@ -517,6 +502,13 @@ def scattered_blocks(key: bytes, tails: UINT32) -> UINT32:
         for j in range(16):
             out[start : start + len(part), j] = state[j] + first[j]
     return out
+
+
+class _Rows(list[UINT32]):
+    """Rows of the cipher's state, which hold the key and do not show it in a traceback."""
+
+    def __repr__(self) -> str:
+        return "<cipher state>"
 
 
 def _quarter_round(state: list[UINT32], a: int, b: int, c: int, d: int) -> None:

@@ -7,7 +7,7 @@ import html
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,22 @@ from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BLT,
+    PREFIX_SUM,
     BandInvMF,
+    BandMF,
     GammaBIFR,
     Horizon,
     Identity,
     LambdaCGD,
     Mechanism,
     Objective,
+    Workload,
     error_norms,
     mechanism_from_dict,
     sensitivity,
 )
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
+from lambdacgd.mechanisms.base import Recurrence
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Poisson, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -41,6 +45,9 @@ FIRST_FORMAT = "lambdacgd-plan-1"
 
 MOST_STEPS = 100_000_000
 """The longest run that can be planned: sensitivities and errors are sums over columns of n numbers, some gigabytes."""
+
+UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
+"""The samplings of earlier releases whose certificates do not name them."""
 
 FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
 """Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain."""
@@ -59,10 +66,12 @@ class Plan:
         requested_batch_size: the batch size that was asked for; ``batch_size`` is what is drawn on average.
         sensitivity: that of C, for one participation in each epoch.
         sigma: σ, the standard deviation of the noise relative to the clipping norm.
-        rmse: (1/√n)‖AC⁻¹‖_F·σ for prefix sums.
-        maxse: ‖AC⁻¹‖_{2→∞}·σ for prefix sums.
+        rmse: (1/√n)‖AC⁻¹‖_F·σ, with A the workload's.
+        maxse: ‖AC⁻¹‖_{2→∞}·σ.
         certificate: why σ suffices, and how surely.
         selection: how automatic parameters were chosen; None if there were none.
+        workload: what the errors are of, and automatic parameters were chosen for: plain SGD unless it was given. No
+            privacy rests on it.
         version: the release that made the plan. It stays with the plan: a run resumes with the plan it began with.
 
     Guarantee
@@ -85,6 +94,7 @@ class Plan:
     maxse: float
     certificate: Certificate
     selection: dict[str, Any] | None = None
+    workload: Workload = PREFIX_SUM
     version: str = __version__
 
     @property
@@ -152,6 +162,8 @@ class Plan:
             "certificate": _plain(self.certificate.to_dict()),
             "selection": _plain(self.selection),
         }
+        if self.workload != PREFIX_SUM:
+            content["workload"] = asdict(self.workload)
         return content | {"digest": _digest(content)}
 
     @property
@@ -172,12 +184,12 @@ class Plan:
         if self.certificate.kind != "bound":
             return  # claims nothing
         _check_sampling(self.sampling)
-        mean, largest = error_norms(self.mechanism, self.steps, restart_every=self.restart_every)
+        mean, largest = error_norms(self.mechanism, self.steps, self.workload, restart_every=self.restart_every)
         sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
         expected = (mean * self.sigma, largest * self.sigma, sens.value)
         stated = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
-        unnamed = self.sampling.kind if self.restart_every is None else None
+        unnamed = self.sampling.kind if self.sampling.kind in UNNAMED_KINDS else None
         same &= self.certificate.details.get("sampling", unnamed) == self.sampling.kind
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         same &= self.sigma > 0 or math.isinf(self.epsilon)
@@ -193,17 +205,17 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
-        2 epochs × 20 steps of about 50 of 1000 examples,
-        RMSE 7.466 (analytic)
+        λCGD λ=0.9, cyclic:
+        ε = 2, δ = 1e-05, σ = 6.8297, RMSE 7.466 (analytic),
+        2 epochs × 20 steps of about 50 of 1000 examples
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
-            f"{self.mechanism}, {self.sampling.kind}: "
-            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g},\n"
+            f"{self.mechanism}, {self.sampling.kind}:\n"
+            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, RMSE {self.rmse:.4g} ({claim}),\n"
             f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
-            f"{self.examples} examples,\nRMSE {self.rmse:.4g} ({claim})"
+            f"{self.examples} examples"
         )
 
     def __repr__(self) -> str:
@@ -233,6 +245,8 @@ class Plan:
             ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
             ("certificate", claim),
         ]
+        if self.workload != PREFIX_SUM:
+            rows.insert(-1, ("workload", str(self.workload)))
         if self.selection:
             rows.insert(2, ("chosen", f"{self.selection['parameter']}, by {self.selection['objective']}"))
         return rows
@@ -350,6 +364,7 @@ class Plan:
             maxse=data["maxse"],
             certificate=Certificate(**certificate),
             selection=data["choice" if first else "selection"],
+            workload=Workload(**data.get("workload", {})),
             version=data["version"],
         )
 
@@ -376,6 +391,7 @@ def plan(
     noise_multiplier: float | None = None,
     mechanism: Mechanism | None = None,
     sampling: Sampling | None = None,
+    workload: Workload = PREFIX_SUM,
     steps_per_epoch: int | None = None,
     estimate: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -396,6 +412,8 @@ def plan(
         sampling: who takes part when. If it is not given, ``BallsInBins("fresh")`` for λCGD and DP-SGD, whose fresh
             bins are certified tightly, and ``BallsInBins("fixed")`` for other mechanisms, whose certificate of fresh
             bins takes more noise than needed.
+        workload: what errors are measured on and automatic parameters are chosen for: plain SGD at a constant rate, or
+            ``lc.Workload(schedule="linear")``, say. Optimised coefficients (BandMF, BandInvMF, BLT) remain plain SGD's.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
         progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
@@ -432,6 +450,8 @@ def plan(
             "mechanism",
             f"mechanism must be a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4), and {mechanism!r} was given.",
         )
+    if not isinstance(workload, Workload):
+        raise InvalidInput("workload", workload, "it must be a Workload such as lc.Workload(schedule='linear')")
     if sampling is None:
         sampling = BallsInBins("fresh" if mechanism.name in FRESH_BY_DEFAULT else "fixed")
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
@@ -441,9 +461,10 @@ def plan(
     real_delta, real = delta * (1 - DELTA_SHARE), epsilon
     if epsilon is not None and math.isfinite(epsilon):
         real = epsilon - set_aside(epsilon, delta)["epsilon"]
-    resolved, selection = _resolve(mechanism, bound, epsilon=real, delta=real_delta)
+    resolved, selection = _resolve(mechanism, bound, workload, epsilon=real, delta=real_delta)
+    bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
-    mean_error, max_error = error_norms(resolved, bound.steps, restart_every=bound.restart_every)
+    mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
 
     def tell(sigma: float, seconds: float) -> None:
         if progress is not None:
@@ -475,6 +496,7 @@ def plan(
         maxse=max_error * calibration.sigma,
         certificate=certificate,
         selection=selection,
+        workload=workload,
     )
 
 
@@ -511,36 +533,43 @@ Selection = dict[str, Any]
 
 
 def _resolve(
-    mechanism: Mechanism, sampling: Sampling, *, epsilon: float | None, delta: float
+    mechanism: Mechanism, sampling: Sampling, workload: Workload, *, epsilon: float | None, delta: float
 ) -> tuple[Mechanism, Selection | None]:
     """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
     mechanism.validate(sampling.block)
-    chosen, selection = _choose(mechanism, sampling, epsilon, delta)
+    chosen, selection = _choose(mechanism, sampling, workload, epsilon, delta)
     resolved = chosen.resolve(sampling.block)
     _check_one_noise(resolved, sampling.block.steps)
     return resolved, selection
 
 
 def _choose(
-    mechanism: Mechanism, sampling: Sampling, epsilon: float | None, delta: float
+    mechanism: Mechanism, sampling: Sampling, workload: Workload, epsilon: float | None, delta: float
 ) -> tuple[Mechanism, Selection | None]:
     """Choose what depends on the privacy budget: an automatic λ or γ, or coefficients under amplification."""
     horizon = sampling.horizon
     if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
-        how = _objective("lam", mechanism.objective, sampling, epsilon, delta)
+        how = _objective("lam", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
         normalized = mechanism.normalized
         if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
             helps = how.get("bins") == "fresh" and "epsilon" in how
-            normalized = helps and choosing.normalizing_pays(horizon, epsilon=how["epsilon"], delta=delta)
+            normalized = helps and choosing.normalizing_pays(
+                horizon, epsilon=how["epsilon"], delta=delta, workload=workload
+            )
         best = choosing.choose_lambda(horizon, normalized=normalized, **how)
         chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
         return chosen, {"parameter": "lambda"} | best.to_dict()
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None
-        how = _objective("gamma", mechanism.objective, sampling, epsilon, delta)
+        how = _objective("gamma", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
         best = choosing.choose_gamma(mechanism.bands, horizon, **how)
         return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+    if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
+        if not isinstance(sampling, Poisson) or epsilon is None or math.isinf(epsilon):
+            raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
+        bands, selection = choosing.choose_bands(sampling, epsilon=epsilon, delta=delta, workload=workload)
+        return replace(mechanism, bands=bands), selection
     if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
         if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
             raise InvalidInput(
@@ -550,7 +579,7 @@ def _choose(
             )
         because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
         selection = {"objective": "amplified-rmse", "because": because}
-        how = {"epsilon": epsilon, "delta": delta, "bins": sampling.bins}
+        how = {"epsilon": epsilon, "delta": delta, "bins": sampling.bins, "workload": workload}
         if isinstance(mechanism, BLT):
             best_buffer = choosing.amplified_blt(horizon, normalized=mechanism.normalized, **how)
             return best_buffer, {"parameter": "decays and weights"} | selection
@@ -591,6 +620,12 @@ def _check_one_noise(mechanism: Mechanism, n: int) -> None:
     if not mechanism.foreign:
         return
     made = mechanism.recurrence(n)
+    if not isinstance(made, Recurrence):
+        raise InvalidInput(
+            "mechanism",
+            f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
+            f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
+        )
     told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
     if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
         raise InvalidInput(

@@ -14,6 +14,7 @@ from lambdacgd.mechanisms import (
     BISR,
     BLT,
     BSR,
+    PREFIX_SUM,
     BandInvMF,
     BandMF,
     GammaBIFR,
@@ -21,6 +22,7 @@ from lambdacgd.mechanisms import (
     LambdaCGD,
     Mechanism,
     Objective,
+    Workload,
 )
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -143,6 +145,7 @@ def compare(
     epsilon: float,
     delta: float,
     sampling: Sampling | None = None,
+    workload: Workload = PREFIX_SUM,
     steps_per_epoch: int | None = None,
     bands: int | None = None,
     buffers: int = 3,
@@ -157,7 +160,9 @@ def compare(
         epsilon: ε, finite.
         delta: δ.
         sampling: who takes part when. None means Balls-in-Bins of either kind: all mechanisms with fresh bins, and
-            DP-SGD and λCGD with fixed ones beside them.
+            λCGD with fixed ones beside them. With Balls-in-Bins, DP-SGD and BandMF stand there with Poisson sampling
+            too.
+        workload: what errors are of, as for ``lc.plan``.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         bands: of the banded mechanisms; 4, or the steps of a shorter epoch, if not given.
         buffers: of BLT.
@@ -178,7 +183,7 @@ def compare(
         "epsilon": epsilon,
         "delta": delta,
     }
-    request |= {"steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
     rows = compared(request, sampling, bands=bands, buffers=buffers)
     return list(compared_plans(request, rows))
 
@@ -202,8 +207,9 @@ def compared_plans(request: dict[str, Any], rows: Iterable[tuple[Mechanism, Samp
 
 
 def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    banded: tuple[Mechanism, Sampling] = (BandMF("auto"), sampling if isinstance(sampling, Poisson) else Poisson())
     if isinstance(sampling, Poisson):
-        return [(Identity(), sampling)]
+        return [(Identity(), Poisson()), banded]
     shown = sampling or BallsInBins("fresh")
     best: Objective = "amplified-rmse" if isinstance(shown, BallsInBins) else "rmse"
     mechanisms = [
@@ -222,7 +228,7 @@ def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[
         return [(mechanism, shown) for mechanism in mechanisms]
     if shown.bins == "fixed":
         mechanisms.insert(1, LambdaCGD(objective="guideline"))
-    rows = [(Identity(), Poisson()), *((mechanism, shown) for mechanism in mechanisms)]
+    rows = [(Identity(), Poisson()), banded, *((mechanism, shown) for mechanism in mechanisms)]
     if sampling is None:  # the paper's, for comparison
         rows.append((LambdaCGD(objective=best), BallsInBins("fixed")))
     return rows

@@ -16,70 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase, _NormBase
-from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.modules.instancenorm import _InstanceNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils import _python_dispatch, _pytree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-__all__ = [
-    "KNOWN",
-    "AnyBatchNorm",
-    "AnyConvolution",
-    "AnyDropout",
-    "AnyInstanceNorm",
-    "AnyLazyNorm",
-    "AnyNormWithStatistics",
-    "DispatchMode",
-    "WithoutTorchFunction",
-    "after_backward",
-    "backward_hooks",
-    "backward_task",
-    "ddp_parameters",
-    "dtensor_like",
-    "foreach_add",
-    "foreach_add_",
-    "foreach_copy_",
-    "foreach_div_",
-    "foreach_lerp_",
-    "foreach_mul",
-    "foreach_mul_",
-    "foreach_norm",
-    "foreach_zero_",
-    "functorch_is_active",
-    "fused_recurrence",
-    "local_tensor",
-    "non_persistent_buffers",
-    "not_compiled",
-    "own_buffers",
-    "own_modules",
-    "own_parameters",
-    "pack_recurrent_weights",
-    "packs_recurrent_weights",
-    "projects_together",
-    "quick_apply",
-    "recurrent_weight_names",
-    "recurrent_weights_have_changed",
-    "repeated_padding",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "version",
-    "versions",
-    "will_execute",
-]
 
 _SEEN = "2.11 to 2.13"
 
 #: Dotted name -> the versions of torch in which it was seen.
 KNOWN: dict[str, str] = {
     # Operations over lists of tensors
-    "torch._foreach_add": _SEEN,
     "torch._foreach_add_": _SEEN,
     "torch._foreach_copy_": _SEEN,
     "torch._foreach_div_": _SEEN,
@@ -113,8 +59,11 @@ KNOWN: dict[str, str] = {
     "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
     "torch.nn.modules.dropout._DropoutNd": _SEEN,
     "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
+    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": _SEEN,
     "torch.nn.parallel.DistributedDataParallel._module_parameters": _SEEN,
     "torch.nn.MultiheadAttention._qkv_same_embed_dim": _SEEN,
+    # Optimizers
+    "torch.optim.SGD._step_supports_amp_scaling": _SEEN,
     # Recurrent layers
     "torch._VF": _SEEN,
     "torch._cudnn_rnn_flatten_weight": _SEEN,
@@ -131,8 +80,7 @@ KNOWN: dict[str, str] = {
 }
 
 # Operations over lists of tensors: one launch for the whole list, which matters where a model has hundreds of small
-# parameters. Known for torch 2.11 to 2.13.
-foreach_add = torch._foreach_add
+# parameters.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
@@ -142,42 +90,47 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
-# Base classes of layers, so that subclasses of users and of torch are recognised. Known for torch 2.11 to 2.13.
-AnyBatchNorm = _BatchNorm
-AnyConvolution = _ConvNd
-AnyDropout = _DropoutNd
-AnyInstanceNorm = _InstanceNorm
-AnyLazyNorm = _LazyNormBase
-AnyNormWithStatistics = _NormBase  # batch and instance norms: whatever may keep running statistics
+# Base classes of layers, so that subclasses of users and of torch are recognised.
+AnyBatchNorm = nn.modules.batchnorm._BatchNorm
+AnyConvolution = nn.modules.conv._ConvNd
+AnyDropout = nn.modules.dropout._DropoutNd
+AnyInstanceNorm = nn.modules.instancenorm._InstanceNorm
+AnyLazyNorm = nn.modules.batchnorm._LazyNormBase
+AnyNormWithStatistics = nn.modules.batchnorm._NormBase  # whatever may keep running statistics
 
-#: A context whose ``__torch_dispatch__`` sees every operation, below autograd. Known for torch 2.11 to 2.13.
-DispatchMode = TorchDispatchMode
+# Nested inputs and outputs of models.
+tree_flatten = _pytree.tree_flatten
+tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
+tree_unflatten = _pytree.tree_unflatten
 
-#: A context in which tensor subclasses are treated as plain tensors. Known for torch 2.11 to 2.13.
+#: A context whose ``__torch_dispatch__`` sees every operation, below autograd.
+DispatchMode = _python_dispatch.TorchDispatchMode
+
+#: A context in which tensor subclasses are treated as plain tensors.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
 #: How often a tensor was written in place: tells whether anybody changed it since. Inference tensors have no count and
 #: raise ``RuntimeError``.
 version: Callable[[Tensor], int] = attrgetter("_version")
 
-
 #: The hooks that somebody registered on a tensor's gradient; empty or None where there is none.
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """`version` of many, asked for in every step. Known for torch 2.11 to 2.13."""
+    """`version` of many, asked for in every step."""
     return [t._version for t in tensors]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """This process's shard of a ``DTensor``, without ``to_local``'s autograd node. Known for torch 2.11 to 2.13."""
+    """This process's shard of a ``DTensor``, without ``to_local``'s autograd node."""
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
     return local
 
 
 def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:
-    """A ``DTensor`` placed as ``like`` is, over the given local shard. Known for torch 2.11 to 2.13.
+    """A ``DTensor`` placed as ``like`` is, over the given local shard.
 
     The shard stays where it lives; ``DTensor.from_local`` would move it to the mesh's device.
     """
@@ -200,9 +153,7 @@ after_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._
 
 
 def quick_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """``function.apply`` without its checks for functorch wrappers, which cost microseconds on every layer. Known for
-    torch 2.11 to 2.13.
-    """
+    """``function.apply`` without its checks for functorch wrappers, which cost microseconds on every layer."""
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
@@ -211,7 +162,7 @@ functorch_is_active: Callable[[], bool] = torch._C._are_functorch_transforms_act
 
 
 def not_compiled(function: Callable[..., Any]) -> Any:
-    """The function as a graph break, which torch.compile does not trace into. Known for torch 2.11 to 2.13."""
+    """The function as a graph break, which torch.compile does not trace into."""
     return torch._dynamo.disable(function)
 
 
@@ -236,43 +187,52 @@ repeated_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_p
 
 
 def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DistributedDataParallel reduces by itself. Known for torch 2.11 to 2.13."""
+    """The parameters that DistributedDataParallel reduces by itself."""
     parameters: list[nn.Parameter] = model._module_parameters
     return parameters
 
 
+def active_ddp() -> nn.parallel.DistributedDataParallel | None:
+    """The DistributedDataParallel whose forward pass is running."""
+    return nn.parallel.DistributedDataParallel._active_ddp_module
+
+
+#: GradScaler asks an optimizer for this attribute: does it take care of scales by itself? If so, it leaves the two of
+#: ``GIVEN_BY_SCALER`` on the optimizer and calls ``step()``. If not, it looks for gradients in ``p.grad``.
+SCALES_BY_ITSELF = "_step_supports_amp_scaling"
+GIVEN_BY_SCALER = ("grad_scale", "found_inf")
+
+
 def projects_together(attention: nn.MultiheadAttention) -> bool:
-    """Whether query, key and value share one projection matrix. Known for torch 2.11 to 2.13."""
+    """Whether query, key and value share one projection matrix."""
     return bool(attention._qkv_same_embed_dim)
 
 
 def fused_recurrence(mode: str) -> Callable[..., Any]:
-    """torch's kernel for all steps of a recurrence, cuDNN's where it can be; ``mode`` is ``nn.RNNBase.mode``. Known for
-    torch 2.11 to 2.13.
-    """
+    """torch's kernel for all steps of a recurrence, cuDNN's where it can be; ``mode`` is ``nn.RNNBase.mode``."""
     kernel: Callable[..., Any] = getattr(torch._VF, mode.lower())
     return kernel
 
 
 def recurrent_weight_names(layer: nn.RNNBase) -> list[str]:
-    """Names of an RNN's weights in the order in which its kernels take them. Known for torch 2.11 to 2.13."""
+    """Names of an RNN's weights in the order in which its kernels take them."""
     names: list[str] = layer._flat_weights_names
     return names
 
 
 def recurrent_weights_have_changed(layer: nn.RNNBase) -> bool:
-    """Whether the weights that an RNN's kernel sees are not its parameters any more. Known for torch 2.11 to 2.13."""
+    """Whether the weights that an RNN's kernel sees are not its parameters any more."""
     return bool(layer._weights_have_changed())
 
 
 def packs_recurrent_weights() -> bool:
-    """Whether this build of torch can pack an RNN's weights for cuDNN. Known for torch 2.11 to 2.13."""
+    """Whether this build of torch can pack an RNN's weights for cuDNN."""
     return bool(torch._use_cudnn_rnn_flatten_weight())
 
 
 def pack_recurrent_weights(weights: list[Tensor], *, inputs: int, mode: int, hidden: int) -> None:
     """Move the weights of an RNN with one layer and one direction into one block for cuDNN, as ``nn.LSTM`` does.
 
-    ``weights`` come in torch's order, ``mode`` is cuDNN's number of the cell. Known for torch 2.11 to 2.13.
+    ``weights`` come in torch's order, ``mode`` is cuDNN's number of the cell.
     """
     torch._cudnn_rnn_flatten_weight(weights, len(weights), inputs, mode, hidden, 0, 1, False, False)

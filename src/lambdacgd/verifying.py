@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
 from lambdacgd import cache
 from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.floating_point import DELTA_SHARE, set_aside
-from lambdacgd.errors import AccountingError, InvalidInput, number
+from lambdacgd.errors import AccountingError, InvalidInput, brief, number, shown
+from lambdacgd.files import read_json
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
 from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
 from lambdacgd.sampling import Sampling, sampling_from_dict
@@ -26,7 +27,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
 
     Args:
         source: A plan, a plan file, a privacy card, or the folder of a release that holds one. Earlier runs that a card
-            adds up are taken as it states them.
+            adds up are taken as it states them; what it claims must be at least their sum.
 
     Returns:
         The certificate of what is claimed, made now.
@@ -48,24 +49,35 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         return _certify("plan", source.mechanism, source.sampling, claim, source.sigma, bound=bound, aside=aside)
     path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        kind = data.get("format")
-    except (ValueError, RecursionError, AttributeError) as error:
-        raise InvalidInput("source", str(path), f"it must be a plan file or a privacy card ({error})") from None
+        data = read_json(path)
+        kind = str(data.get("format"))
+    except (ValueError, AttributeError) as error:
+        raise InvalidInput("source", f"{path} is no plan file and no privacy card ({brief(error)}).") from None
     if kind in (FIRST_FORMAT, FORMAT):
         return verify(Plan.load(path))
-    if not str(kind).startswith("lambdacgd-privacy-card-"):
-        raise InvalidInput("source", str(path), f"it must be a plan file, or a release's folder or {CARD}")
+    if not kind.startswith("lambdacgd-privacy-card-"):
+        raise InvalidInput("source", f"{path} is no plan file and no privacy card: its format is {shown(kind, 40)}.")
     try:
-        claim = float(data["this_run"]["epsilon"]), float(data["this_run"]["delta"])
-        total, sigma = float(data["epsilon"]), float(data["sigma"])
+        runs = [(float(run["epsilon"]), float(run["delta"])) for run in (*data["earlier_runs"], data["this_run"])]
+        stated, sigma = (float(data["epsilon"]), float(data["delta"])), float(data["sigma"])
+        sentence = re.match(r"\(([\d.e+-]+), ([\d.e+-]+)\)-differentially private", data["claim"])
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
         bound = data["certificate"]["kind"] == "bound"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InvalidInput("source", str(path), f"it is not a whole privacy card: {error}") from None
-    if not total >= claim[0]:
-        raise InvalidInput("source", str(path), f"it claims ε = {total:g}, less than its own run's {claim[0]:g}")
-    return _certify("card", mechanism, sampling, claim, sigma, bound=bound, aside=True)
+        raise InvalidInput("source", f"{path} is not a whole privacy card ({brief(error)}).") from None
+    if sentence is not None:  # or it says that nothing is claimed
+        _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
+    bound &= sentence is not None
+    return _certify("card", mechanism, sampling, runs[-1], sigma, bound=bound, aside=True)
+
+
+def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[float, float]) -> None:
+    """Refuse a card that claims less, in its numbers or in its sentence, than its runs add up to."""
+    for claim in claims:
+        for name, value, parts in zip("εδ", claim, zip(*runs, strict=True), strict=True):
+            least = min(1.0, sum(parts)) if name == "δ" else sum(parts)
+            if not value >= least * (1 - ROUNDING):
+                raise InvalidInput("source", f"{path} claims {name} = {value:g}, and its runs add up to {least:g}.")
 
 
 def _certify(
@@ -94,10 +106,8 @@ def _certify(
             holds = certificate.delta <= delta * (1 + ROUNDING)
             if not holds and certificate.confidence < 1:
                 calibration = accountant.sigma(epsilon, delta)
-                certificate, least = (
-                    calibration.certificate,
-                    f"it needs σ = {calibration.sigma:.6g} and has {sigma:.6g}",
-                )
+                certificate = calibration.certificate
+                least = f"it needs σ = {calibration.sigma:.6g} and has {sigma:.6g}"
                 holds = calibration.sigma <= sigma * (1 + SAMPLING)
     except AccountingError as error:
         holds, least = False, str(error)

@@ -166,7 +166,7 @@ def test_bad_numbers(name: str, value: float) -> None:
 
 
 def test_correlated_noise_under_poisson_is_refused() -> None:
-    with pytest.raises(lc.InvalidInput, match="Poisson sampling has no tight accountant"):
+    with pytest.raises(lc.InvalidInput, match="has 10 bands, and Poisson sampling with 1 groups"):
         accountant_for(lc.LambdaCGD(0.5), poisson(5, 2)).epsilon(1.0, 1e-5)
 
 

@@ -1,9 +1,16 @@
-"""Poisson DP-SGD: the paper's row, and the limits that have closed forms."""
+"""Poisson sampling: the paper's row of DP-SGD, closed forms, and banded C with cyclic groups."""
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
+import itertools
 
+import numpy as np
+import pytest
+from scipy import linalg
+
+import lambdacgd as lc
+from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError
@@ -39,3 +46,105 @@ def test_delta_falls_with_noise_and_epsilon():
 def test_delta_below_rounding_is_refused():
     with pytest.raises(AccountingError, match="too close to floating-point error"):
         PoissonSampled(*TABLE).sigma(1.0, 1e-12)
+
+
+# --- banded C with cyclic groups -------------------------------------------------------------------------------------
+
+SETTING = {"examples": 50_000, "batch_size": 128, "epochs": 10, "delta": 1e-5}
+SMALL = {"examples": 120, "batch_size": 20, "epochs": 4, "epsilon": 2.0, "delta": 1e-4}
+
+
+@pytest.mark.parametrize(("epsilon", "bands", "rmse"), [(8.0, 64, 7.16), (2.0, 32, 17.8), (0.5, 8, 53.4)])
+def test_the_best_bands_of_the_papers_setting(epsilon: float, bands: int, rmse: float) -> None:
+    """Computed outside of this library: BandMF with its best power of two."""
+    plan = lc.plan(**SETTING, epsilon=epsilon, mechanism=lc.BandMF("auto"), sampling=lc.Poisson())  # type: ignore[arg-type]
+    assert (plan.mechanism.bands, plan.sampling.groups) == (bands, bands)  # type: ignore[attr-defined]
+    assert plan.rmse == pytest.approx(rmse, abs=0.051 if rmse > 10 else 0.0075)
+    assert plan.certificate.kind == "bound"
+    assert plan.selection is not None
+    assert plan.selection["tried"][str(bands)] == pytest.approx(plan.rmse, rel=5e-3)
+
+
+def test_it_is_the_mixture_over_all_that_an_example_can_do() -> None:
+    """The slow twin: all 2³ patterns of an example of group 0 as means in R⁶, sampled (false alarms: 1e-4 each way)."""
+    sigma, epsilon = 1.3, 1.0
+    sampling = lc.Poisson(2, examples=60, steps_per_epoch=3, epochs=2)
+    mechanism = lc.BandMF(2, coefficients=(1.0, -0.6))  # of either sign
+    matrix = linalg.toeplitz(mechanism.strategy(6), np.zeros(6))
+    patterns = np.array(list(itertools.product((0, 1), repeat=3)))
+    chances = (2 / 3) ** patterns.sum(1) * (1 / 3) ** (3 - patterns.sum(1))
+    means = patterns @ matrix[:, ::2].T / sigma
+    rng = np.random.default_rng(0)
+    deltas = []
+    for present in (True, False):
+        drawn = means[rng.choice(8, size=400_000, p=chances)] if present else 0.0
+        x = drawn + rng.standard_normal((400_000, 6))
+        loss = np.log(np.exp(x @ means.T - 0.5 * (means**2).sum(1)) @ chances) * (1 if present else -1)
+        excess = np.maximum(0.0, -np.expm1(epsilon - loss))
+        deltas.append((excess.mean(), excess.std() / np.sqrt(len(excess))))
+    bound = accountant_for(mechanism, sampling).delta(sigma, epsilon).delta
+    worst, error = max(deltas)
+    assert worst - 3.8 * error <= bound <= worst + 3.8 * error + 1e-3 * worst
+
+
+def test_one_participation_is_the_amplified_gaussian_mechanism() -> None:
+    """As many groups as steps: one coin that always falls, and a Gaussian of sensitivity ‖c‖."""
+    mechanism = lc.BSR(6)
+    sampling = lc.Poisson(6, examples=60, steps_per_epoch=6, epochs=1)
+    norm = float(np.linalg.norm(mechanism.strategy(6)))
+    exact = gaussian_delta(1.5, 2.0 / norm)
+    assert exact <= accountant_for(mechanism, sampling).delta(2.0, 1.5).delta <= exact * 1.01
+
+
+def test_groups_of_one_are_dp_sgd() -> None:
+    sampling = lc.Poisson(examples=100, steps_per_epoch=5, epochs=2)
+    one = accountant_for(lc.Identity(), sampling).sigma(2.0, 1e-5)
+    assert accountant_for(lc.BandMF(1, coefficients=(1.0,)), sampling).sigma(2.0, 1e-5).sigma == one.sigma
+    assert accountant_for(lc.Identity(), dataclasses.replace(sampling, groups=1)).sigma(2.0, 1e-5) == one
+    assert lc.plan(**SMALL, mechanism=lc.Identity(), sampling=lc.Poisson()).sampling.kind == "poisson"  # type: ignore[arg-type]
+
+
+def test_more_bands_than_groups_have_no_proof() -> None:
+    sampling = lc.Poisson(2, examples=100, steps_per_epoch=5, epochs=2)
+    for mechanism in (lc.BSR(3), lc.LambdaCGD(1e-4), lc.BISR(2), lc.BLT(1, decays=(0.5,), weights=(0.1,))):
+        with pytest.raises(lc.InvalidInput, match=r"C of .* bands.*2 groups"):
+            accountant_for(mechanism, sampling).sigma(2.0, 1e-5)
+    assert accountant_for(lc.Identity(), sampling).sigma(2.0, 1e-5).certificate.details["steps_of_an_example"] == 5
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mechanism": lc.BandMF("auto"), "sampling": lc.Cyclic()},
+        {"mechanism": lc.BandMF("auto"), "sampling": lc.Poisson(), "epsilon": float("inf")},
+        {"mechanism": lc.BandMF(7), "sampling": lc.Poisson()},
+        {"mechanism": lc.LambdaCGD(0.5), "sampling": lc.Poisson()},
+        {"mechanism": lc.Identity(), "sampling": lc.Poisson(2)},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned(given: dict) -> None:
+    with pytest.raises(lc.InvalidInput):
+        lc.plan(**(SMALL | given))
+
+
+def test_a_plan_keeps_its_groups() -> None:
+    """Contract 1: neither a file nor a changed plan trains with groups that σ was not computed for."""
+    plan = lc.plan(**SMALL, mechanism=lc.BandMF(2), sampling=lc.Poisson())  # type: ignore[arg-type]
+    assert plan.sampling.kind == "cyclic poisson, 2 groups"
+    assert plan.batch_size == 20
+    again = lc.Plan.from_json(plan.to_json())
+    assert again == plan
+    again.check()
+    lc.Noiser(plan, lc.SecretKey.generate())
+    for groups in (0, 1, 3):
+        changed = dataclasses.replace(plan, sampling=dataclasses.replace(plan.sampling, groups=groups))
+        with pytest.raises(lc.InvalidInput, match="do not belong together"):
+            lc.Noiser(changed, lc.SecretKey.generate())
+    assert lc.plan(**SMALL, mechanism=lc.BandMF("auto"), sampling=lc.Poisson(3)).mechanism.bands == 3  # type: ignore[arg-type,attr-defined]
+
+
+def test_plan_files_without_groups_are_of_plain_poisson_sampling() -> None:
+    plan = lc.plan(**SMALL, mechanism=lc.Identity(), sampling=lc.Poisson())  # type: ignore[arg-type]
+    assert "groups" not in plan.to_dict()["sampling"]
+    assert lc.Plan.from_json(plan.to_json()) == plan

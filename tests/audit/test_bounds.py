@@ -60,6 +60,19 @@ def test_scores_of_poisson_add_up_over_steps() -> None:
     np.testing.assert_allclose(likelihood_ratios(plan, whitened), np.log(2 / 3 + ratio / 3).sum(0), rtol=1e-9)
 
 
+def test_scores_of_cyclic_poisson_add_up_over_the_steps_of_a_group() -> None:
+    plan = small_plan(lc.BSR(2), lc.Poisson())
+    assert plan.sampling.kind == "cyclic poisson, 2 groups"
+    matrix, whitened = strategy_matrix(plan) / plan.sigma, np.random.default_rng(0).standard_normal((6, 4))
+    groups, expected = np.array([0, 1, 1, 0]), np.zeros(4)
+    for i, group in enumerate(groups):
+        for t in range(group, 6, 2):
+            rows = slice(t, t + 2)
+            out = stats.norm.pdf(whitened[rows, i]).prod()
+            expected[i] += math.log(1 / 3 + 2 / 3 * stats.norm.pdf(whitened[rows, i], matrix[rows, t]).prod() / out)
+    np.testing.assert_allclose(likelihood_ratios(plan, whitened, groups), expected, rtol=1e-9)
+
+
 @pytest.mark.parametrize("mechanism", [lc.LambdaCGD(0.7, normalized=True), lc.BLT(2)], ids=lambda m: m.name)
 def test_the_strategy_matrix_undoes_the_noise_of_the_mechanism(mechanism: lc.Mechanism) -> None:
     plan = small_plan(mechanism, lc.Cyclic())

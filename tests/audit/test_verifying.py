@@ -123,9 +123,25 @@ def test_an_edited_card_is_refused(release: Path) -> None:
         verify(release)
 
 
-def test_a_card_that_claims_less_than_its_run_is_refused(release: Path) -> None:
-    edit_card(release, epsilon=0.5)
-    with pytest.raises(lc.InvalidInput, match="less than its own run"):
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epsilon": 0.5},
+        {"delta": 1e-9},
+        {"earlier_runs": [{"epsilon": 3.0, "delta": 1e-5}]},
+        {"claim": "(0.5, 1e-05)-differentially private"},
+    ],
+)
+def test_a_card_that_claims_less_than_its_runs_is_refused(release: Path, changes: dict[str, Any]) -> None:
+    edit_card(release, **changes)
+    with pytest.raises(lc.InvalidInput, match="its runs add up to"):
+        verify(release)
+
+
+@pytest.mark.parametrize("claim", ["none: trained for debugging", "private"])
+def test_a_card_without_a_claim_is_not_certified(release: Path, claim: str) -> None:
+    edit_card(release, claim=claim)
+    with pytest.raises(lc.InvalidInput, match="claims nothing"):
         verify(release)
 
 

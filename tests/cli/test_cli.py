@@ -41,8 +41,10 @@ def test_plan_for_people(capsys, tmp_path):
     assert main(["plan", *CYCLIC, "--plot", str(figure)]) == 0
     text = capsys.readouterr().out
     assert "noise multiplier" in text
-    assert "regenerates 1" in text
+    assert "stores none, regenerates 1" in text
     assert "was chosen by rmse" in text
+    assert "quick estimates" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 
@@ -74,6 +76,20 @@ def test_where_the_exact_accountant_does_not_answer_it_is_said(capsys):
     assert main(["plan", *small, "--lambda", "0.99999", "--bins", "fixed"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "The exact accountant does not answer here, so this σ is sampled: λ = 0.99999 lies beyond 0.9999" in said
+
+
+def test_bands_are_chosen_for_poisson_sampling_and_lambda_for_a_schedule(capsys):
+    small = ["--examples", "200", "--batch-size", "25", "--epochs", "2", "--epsilon", "4", "--delta", "1e-3", "--json"]
+    assert main(["plan", *small, "--mechanism", "bandmf", "--bands", "auto", "--sampling", "poisson"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["mechanism"]["bands"] == plan["sampling"]["groups"] in (2, 4, 8)
+    assert main(["plan", *small, "--sampling", "cyclic", "--schedule", "linear", "--warmup", "0.1"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["workload"]["schedule"], plan["workload"]["warmup"]) == ("linear", 0.1)
+    assert main(["plan", *small, "--mechanism", "bisr", "--bands", "auto"]) == 2
+    assert "--bands is 'auto'" in capsys.readouterr().err
+    assert main(["plan", *small, "--schedule", "step"]) == 2
+    assert "--schedule is 'step'" in capsys.readouterr().err
 
 
 def test_infinite_epsilon_is_loud(capsys):
@@ -153,7 +169,7 @@ def test_flags_follow_from_the_fields_of_mechanisms_and_samplings():
 
     described = parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()])
     assert set(described) == {"lam", "normalized", "bands", "buffers", "gamma", "amplified", "objective", "bins"}
-    assert set(plan_flags()) == {"mechanism", "sampling", *described}
+    assert set(plan_flags()) == {"mechanism", "sampling", "schedule", "warmup", "final_rate", *described}
     assert flag_of("lam") == "--lambda"
     for given, mechanism in [
         ({"lam": "0.5", "normalized": True}, lc.LambdaCGD(0.5, normalized=True)),
@@ -238,8 +254,9 @@ def test_what_is_compared():
 
     for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
         rows = compared(sampling, bands=4, buffers=3)
-        assert rows[0] == (lc.Identity(), lc.Poisson())
-        assert {drawn for _, drawn in rows[1:]} == {sampling}
+        assert rows[:2] == [(lc.Identity(), lc.Poisson()), (lc.BandMF("auto"), lc.Poisson())]
+        assert {drawn for _, drawn in rows[2:]} == {sampling}
+    assert compared(lc.Poisson(8), bands=4, buffers=3)[1] == (lc.BandMF("auto"), lc.Poisson(8))
     assert {drawn for _, drawn in compared(lc.Cyclic(), bands=4, buffers=3)} == {lc.Cyclic()}
     both = {drawn for _, drawn in compared(None, bands=4, buffers=3)}
     assert both == {lc.Poisson(), lc.BallsInBins("fresh"), lc.BallsInBins("fixed")}

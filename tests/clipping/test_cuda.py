@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, convert, gpu
+from lambdacgd.clipping.backward import outer
 from lambdacgd.clipping.layers.conv import pad_to_fit
-from lambdacgd.clipping.records import outer
 from reproduce.bench_models import CNN, ViT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

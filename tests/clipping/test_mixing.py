@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.run, self.first, self.last = run, nn.Linear(4, 4), nn.Linear(4, 3)
         self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
         self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.memory, self.peak, self.calls = torch.zeros(4), 0.0, 0
 
     def forward(self, x: Tensor) -> Any:
@@ -196,15 +197,22 @@ def _into_buffer(m: Any, x: Tensor) -> Tensor:
     return m.last(m.first(x))  # type: ignore[no-any-return]
 
 
+def _count(m: Any, x: Tensor) -> Tensor:
+    """Drawn batch sizes are not for a state_dict."""
+    m.seen += len(x)
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
     ("run", "what"),
     [
+        (_count, "buffer 'seen'"),
         (_into_frozen, "parameter 'frozen'"),
         (_into_attribute, "attribute 'memory'"),
         (_into_number, "attribute 'peak'"),
         (_into_buffer, "buffer 'average'"),
     ],
-    ids=["frozen parameter", "attribute", "number", "buffer"],
+    ids=["count", "frozen parameter", "attribute", "number", "buffer"],
 )
 def test_state_that_forward_writes(run: Any, what: str) -> None:
     model = Net(run)
@@ -269,6 +277,7 @@ class Counting(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         self.steps += 1
+        assert self.kept is None or self.calls > 1  # the probe leaves no cache, and no attribute less
         self.kept = x.detach()  # as long as the batch
         return self.layer(x) * (1 + 1 / self.calls)  # type: ignore[no-any-return]
 
@@ -328,6 +337,36 @@ def test_no_false_alarm(name: str, precision: str) -> None:
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
                 out = model(x)
             out.float().square().flatten(1).sum(1).mean().backward()
+
+
+@pytest.mark.parametrize("name", ["statistics", "fake quantisation", "mean times a hundredth"])
+def test_mild_mixing_is_seen_under_autocast(name: str) -> None:
+    """The probe looks in float32: 16 bits would hide it."""
+    mild = lambda m, x: m.last(m.first(x - 0.01 * x.mean(0)).tanh())  # noqa: E731
+    model = Net(MIXING.get(name, mild))
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes"), torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(64, 4))
+
+
+def test_kernels_for_16_bits_alone_are_probed_under_autocast() -> None:
+    class Low(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if h.dtype != torch.bfloat16:
+                raise RuntimeError("bfloat16 only")
+            return self.last(h)  # type: ignore[no-any-return]
+
+    model = Low()
+    clipper = attach(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randn(6, 4))
+    out.float().square().sum(1).mean().backward()
+    assert clipper.norms.numel() == 6
 
 
 def test_random_numbers_and_counters_are_put_back() -> None:

@@ -290,3 +290,32 @@ def test_check_model_passes_on_a_good_model() -> None:
     report = check_model(Bert(16, 1, 2, vocabulary=30), (torch.randint(1, 30, (3, 6)), labels(3)), loss=classify)
     assert report.examples == 3
     assert max(report.differences.values()) < 1e-9
+
+
+def _standardised(weight: Tensor) -> Tensor:
+    inner = tuple(range(1, weight.dim()))
+    return (weight - weight.mean(inner, keepdim=True)) / (weight.std(inner, keepdim=True) + 1e-5)
+
+
+class StandardisedConv(nn.Conv2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return self._conv_forward(input, _standardised(self.weight), self.bias)
+
+
+class Standardise(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return _standardised(weight)
+
+
+@pytest.mark.parametrize("how", ["subclass", "parametrisation"])
+@pytest.mark.parametrize(
+    "options", [{"padding": 1}, {"stride": 2, "groups": 2}, {"padding": 1, "padding_mode": "circular"}]
+)
+def test_weight_standardised_convolutions(oracle: Oracle, how: str, options: dict[str, Any]) -> None:
+    kind = StandardisedConv if how == "subclass" else nn.Conv2d
+    layers = [kind(4, 4, 3, **options) for _ in range(2)]
+    if how == "parametrisation":
+        for layer in layers:
+            nn.utils.parametrize.register_parametrization(layer, "weight", Standardise())
+    model = nn.Sequential(layers[0], nn.GroupNorm(2, 4), nn.ReLU(), layers[1], nn.Flatten())
+    oracle(model, torch.randn(5, 4, 9, 9, dtype=torch.float64), 5)

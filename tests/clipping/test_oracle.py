@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import ClippingError, attach, convert
-from lambdacgd.clipping.records import Stored
+from lambdacgd.clipping.backward import Stored
 from lambdacgd.clipping.rules import register, tap
 
 quick = settings(

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
 from lambdacgd.integrations.shared import check_internals, internals, need
+
+ROOT = Path(__file__).parents[2]
+KNOWN = ((1, 0), (99, 0))
 
 
 class Theirs:
@@ -21,8 +29,8 @@ class Theirs:
 
 
 def test_what_is_as_it_was_passes():
-    check_internals("pytest", "hf", "1 to 2", internals(Theirs, step="model batch", setting=None))
-    check_internals("pytest", "hf", "1 to 2", internals(Theirs, step="model"))
+    check_internals("pytest", "hf", KNOWN, internals(Theirs, step="model batch", setting=None))
+    check_internals("pytest", "hf", KNOWN, internals(Theirs, step="model"))
 
 
 @pytest.mark.parametrize(
@@ -37,9 +45,41 @@ def test_what_is_as_it_was_passes():
 )
 def test_what_has_changed_is_refused_with_the_version_and_the_bound(given, says):
     with pytest.raises(ImportError, match=says) as caught:
-        check_internals("pytest", "hf", "1 to 2", internals(Theirs, **given))
+        check_internals("pytest", "hf", KNOWN, internals(Theirs, **given))
     assert f"pytest {pytest.__version__} is not one" in str(caught.value)
-    assert "known to work with pytest 1 to 2: pip install 'lambdacgd[hf]'" in str(caught.value)
+    assert "known to work with pytest 1.0 to 99.0: pip install 'lambdacgd[hf]'" in str(caught.value)
+
+
+@pytest.mark.parametrize("known", [((1, 0), (2, 6)), ((98, 0), (99, 0))])
+def test_a_version_that_was_not_tested_is_refused(known):
+    """Its methods may look the same and be called by nobody."""
+    with pytest.raises(ImportError, match=r"its version was not tested.*Training might not be private"):
+        check_internals("pytest", "hf", known, internals(Theirs, step="model"))
+
+
+def test_importing_an_integration_checks_the_library_beneath():
+    package = "lightning"
+    pytest.importorskip(package)
+    script = (
+        f"import importlib.metadata as m; real = m.version\n"
+        f"m.version = lambda name: '99.0' if name == '{package}' else real(name)\n"
+        f"import lambdacgd.integrations.lightning"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
+    assert result.returncode == 1
+    assert f"ImportError: {package} 99.0 is not one that this integration knows" in result.stderr
+
+
+@pytest.mark.parametrize("package", ["transformers", "lightning"])
+def test_the_package_asks_for_the_versions_that_are_checked(package):
+    pytest.importorskip(package)
+    module = "lightning" if package == "lightning" else "huggingface/trainer"
+    source = (ROOT / "src" / "lambdacgd" / "integrations" / f"{module}.py").read_text(encoding="utf-8")
+    call = re.search(rf'check_internals\("{package}", "\w+", \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)', source)
+    first, last = (int(call[1]), int(call[2])), (int(call[3]), int(call[4]))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    wanted = f"{package}>={first[0]}.{first[1]},<{last[0]}.{last[1] + 1}"
+    assert wanted in [requirement for extra in extras.values() for requirement in extra]
 
 
 def test_what_is_missing_is_named_with_its_extra():

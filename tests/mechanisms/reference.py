@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 from scipy.linalg import toeplitz
@@ -76,11 +77,22 @@ def left_factor(mechanism: Mechanism, n: int, workload: Workload) -> np.ndarray:
 
 
 def workload_matrix(n: int, workload: Workload) -> np.ndarray:
-    A = np.zeros((n, n))
-    for start in range(n):  # SGD with momentum and decay, run on the start-th unit gradient
+    A, rates = np.zeros((n, n)), workload_rates(n, workload)
+    for start in range(n):  # SGD with momentum, decay and a schedule, run on the start-th unit gradient
         velocity, weight = 0.0, 0.0
         for t in range(start, n):
             velocity = workload.momentum * velocity + (1.0 if t == start else 0.0)
-            weight = workload.decay * weight + velocity
+            weight = workload.decay * weight + rates[t] * velocity
             A[t, start] = weight
     return A
+
+
+def workload_rates(n: int, workload: Workload) -> list[float]:
+    """A rise in equal steps to 1, then a fall that would reach ``final_rate`` one step after the last."""
+    rising = round(workload.warmup * n)
+    rates = [(t + 1) / rising for t in range(rising)]
+    for t in range(n - rising):
+        way = t / (n - rising)
+        shape = {"constant": 1.0, "linear": 1 - way, "cosine": math.cos(math.pi * way / 2) ** 2}[workload.schedule]
+        rates.append(workload.final_rate + (1 - workload.final_rate) * shape)
+    return rates

@@ -97,7 +97,19 @@ def test_min_separation_value_is_exact_where_it_says_so_and_a_bound_elsewhere(ca
         assert found.value == pytest.approx(brute, rel=1e-8)
 
 
-@given(mechanisms_and_horizons(), st.sampled_from([PREFIX_SUM, Workload(0.9), Workload(0.5, 0.97), Workload(0.8, 0.8)]))
+WORKLOADS = [
+    PREFIX_SUM,
+    Workload(0.9),
+    Workload(0.5, 0.97),
+    Workload(0.8, 0.8),
+    Workload(schedule="linear"),
+    Workload(schedule="cosine", warmup=0.3, final_rate=0.1),
+    Workload(0.9, 0.98, schedule="linear", warmup=0.2),
+    Workload(0.0, 0.9, schedule="constant", warmup=0.5),
+]
+
+
+@given(mechanisms_and_horizons(), st.sampled_from(WORKLOADS))
 def test_errors_match_dense_matrices(case, workload):
     mechanism, horizon = case
     B = reference.left_factor(mechanism, horizon.steps, workload)

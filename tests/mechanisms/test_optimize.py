@@ -11,8 +11,8 @@ from scipy.optimize import minimize
 from lambdacgd import cache
 from lambdacgd.mechanisms import BISR, BLT, BandInvMF, BandMF, Horizon, rmse, sensitivity
 from lambdacgd.mechanisms.base import inverse_pullback, multiply, series_inverse
+from lambdacgd.mechanisms.error import participation_sum
 from lambdacgd.mechanisms.optimised import log_squared_rmse
-from lambdacgd.mechanisms.sensitivity import participation_sum
 
 SEED = 20260131
 

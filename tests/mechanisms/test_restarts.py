@@ -30,7 +30,17 @@ from lambdacgd.mechanisms.error import squared_row_norms
 from tests.mechanisms import reference
 from tests.mechanisms.test_mechanisms import fractions, horizons, mechanisms_and_horizons
 
-WORKLOADS = [PREFIX_SUM, Workload(0.9), Workload(0.5, 0.97), Workload(0.8, 0.8), Workload(0.0, 0.9)]
+WORKLOADS = [
+    PREFIX_SUM,
+    Workload(0.9),
+    Workload(0.5, 0.97),
+    Workload(0.8, 0.8),
+    Workload(0.0, 0.9),
+    Workload(schedule="linear"),
+    Workload(schedule="cosine", warmup=0.3, final_rate=0.1),
+    Workload(0.9, 0.98, schedule="linear", warmup=0.2),
+    Workload(0.0, 0.9, schedule="constant", warmup=0.5),
+]
 RESOLVED = [
     Identity(), Diagonal(), LambdaCGD(0.9), LambdaCGD(0.9, normalized=True), BISR(4), BandInvMF(3), GammaBIFR(4, 0.7),
     BLT(2), BSR(4), BandMF(4),

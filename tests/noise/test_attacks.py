@@ -1,15 +1,17 @@
-"""Two attacks that read the lowest bits of released numbers, without the key: format 1 of the noise lost to both.
+"""Attacks that read the lowest bits of released numbers, without the key (`lambdacgd.auditing.floating`).
 
-*Angles*: a generator with few angles puts every Box–Muller pair on a ray of a known fan; subtracting the right
-candidate for the sum leaves pairs on rays, subtracting a wrong one does not. *Grid*: float32(g + noise) lies on a
-coarser grid than float32(0 + noise) where g is larger than the result. Each test states a false-alarm rate of at most
-10⁻⁶: with true and false positive rates that are equal, Fisher's exact test gives a smaller p-value no more often than
-that. That the attacks work is tested on format 1's own numbers.
+Each guesses whether a gradient was in the sums, in trials where it was and in as many where it was not. A test fails if
+Fisher's exact test says, with a p-value below 10⁻⁶, that the true and the false positive rate of an attack differ. If
+they are equal this happens with probability 10⁻⁶ at most for each attack of each test, below 10⁻⁴ for the whole file.
+The keys are new in every trial. That the attacks work is shown on the same releases, with the lattice taken away.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -17,157 +19,263 @@ import torch
 from scipy import stats
 
 import lambdacgd as lc
+from lambdacgd.auditing import floating
+from lambdacgd.noise import cpu
+from lambdacgd.noise.layout import Combination, Job
+from lambdacgd.training.step import PrivateStep
 
-TRIALS = 40
 Array = np.ndarray
+ATTACKS = ("granularity", "angles", "shared bits")
+MANTISSA = {torch.bfloat16: 7, torch.float32: 23, torch.float64: 52}
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"))
 
 
-def angle_score(noise: Array, error: Array, angles: float, half: int) -> float:
-    """Log-likelihood ratio that pairs lie on the rays of the fan, against anywhere; ``error`` is their rounding."""
-    whole = len(noise) // (2 * half) * 2 * half
-    x, y = noise[:whole].reshape(-1, 2, half).transpose(1, 0, 2).reshape(2, -1)
-    ex, ey = np.broadcast_to(error, noise.shape)[:whole].reshape(-1, 2, half).transpose(1, 0, 2).reshape(2, -1)
-    turn = np.arctan2(y, x) / (2 * np.pi) * angles - 0.5
-    spread = np.maximum(np.sqrt((y * ex) ** 2 + (x * ey) ** 2) / (x * x + y * y) / (2 * np.pi) * angles, 1e-3)
-    residual = turn - np.round(turn)
-    # Spread wider than a ray's distance tells nothing: its wrapped density is 1.
-    clear = spread < 1.0
-    density = sum(np.exp(-0.5 * ((residual + k) / spread) ** 2) for k in range(-4, 5)) / (spread * math.sqrt(2 * np.pi))
-    return float(np.log(0.001 + 0.999 * density[clear]).sum())
+class Release(NamedTuple):
+    """What an attacker sees of the first steps, and the sums if the gradient was in them. The other candidate is 0."""
+
+    numbers: list[Array]
+    candidates: list[Array]
+    exact: int  # in so many steps the numbers are those released: later ones of weights are differences, rounded again
 
 
-def ulp(x: Array, dtype: torch.dtype) -> Array:
-    bits = {torch.float32: 23, torch.float64: 52, torch.bfloat16: 7}[dtype]
-    return 2.0 ** (np.floor(np.log2(np.maximum(np.abs(x), 2.0**-120))) - bits)
+class Setting(NamedTuple):
+    """The public terms of a run, and how its numbers are shown."""
+
+    dtype: torch.dtype
+    lam: float
+    sigma: float
+    restart: bool
 
 
-def grid_score(out: Array, g: Array, dtype: torch.dtype = torch.float32) -> float:
-    """Log-likelihood ratio (sum = g : sum = 0) from the grid of g and of the noise; −∞ for a number off that grid."""
-    use = (g != 0) & (out != 0)
-    out, g = out[use], g[use]
-    step = np.minimum(ulp(g, dtype), ulp(out - g, dtype) / 2)
-    gained = np.log2(step / ulp(out, dtype))
-    coarse = gained > 0
-    if np.any(np.mod(out[coarse] / step[coarse], 1) != 0):
-        return -math.inf
-    return float(gained[coarse].sum() * math.log(2))
+def guesses(seen: Release, to: Setting) -> tuple[bool, ...]:
+    """Whether each attack says "present". The noise z of each step is computed under both hypotheses."""
+    scores = np.zeros((3, 2))
+    before = [np.zeros_like(seen.candidates[0])] * 2
+    for t, (out, g) in enumerate(zip(seen.numbers, seen.candidates, strict=True)):
+        if t < seen.exact:
+            scores[0, 1] += floating.granularity(out, g, mantissa=MANTISSA[to.dtype])
+        for h in (0, 1):
+            before[h] = (out - h * g) / to.sigma + (0.0 if to.restart else to.lam) * before[h]
+            scores[1:, h] += floating.angles(before[h]), floating.shared_bits(before[h])
+    return tuple(bool(a) for a in (scores[0, 1] > -math.inf, *(scores[1:, 1] > scores[1:, 0])))
 
 
-def equal_rates(present: list[bool], absent: list[bool]) -> bool:
-    table = [[sum(present), len(present) - sum(present)], [sum(absent), len(absent) - sum(absent)]]
-    return stats.fisher_exact(table).pvalue > 1e-6
+def rates(release: Callable[[int, bool], Release], to: Setting, trials: int) -> dict[str, tuple[float, float, float]]:
+    """For each attack the true and false positive rate and Fisher's p-value."""
+    said = np.array([[guesses(release(trial, here), to) for here in (True, False)] for trial in range(trials)])
+    found = {}
+    for name, (right, wrong) in zip(ATTACKS, said.sum(axis=0).T.tolist(), strict=True):
+        p = stats.fisher_exact([[right, wrong], [trials - right, trials - wrong]]).pvalue
+        found[name] = (right / trials, wrong / trials, float(p))
+    return found
 
 
-def canary(d: int, trial: int) -> Array:
-    g = np.random.default_rng(trial).standard_normal(d)
-    return (g / np.linalg.norm(g)).astype(np.float32).astype(np.float64)
-
-
-def plan(lam: float, sigma: float, *, epochs: int, steps: int = 1, bins: str = "fixed") -> lc.Plan:
-    examples = 8 * steps
+def plan(to: Setting, steps: int) -> lc.Plan:
+    """Epochs of one step, so all examples take part in all steps. With fresh bins each of them restarts the noise."""
     return lc.plan(
-        examples, 8, epochs=epochs, noise_multiplier=sigma, delta=1e-3, mechanism=lc.LambdaCGD(lam),
-        sampling=lc.BallsInBins(bins), steps_per_epoch=steps,
+        8, 8, epochs=steps, noise_multiplier=to.sigma, delta=1e-3, mechanism=lc.LambdaCGD(to.lam),
+        sampling=lc.BallsInBins("fresh" if to.restart else "fixed"),
     )  # fmt: skip
 
 
-def verdicts(outputs: list[Array], g: Array, lam: float, sigma: float, restart: int | None) -> tuple[bool, bool]:
-    """Whether each attack says "present" of the first steps' numbers, the sum being g or 0 in all of them."""
-    angle, before = {0: 0.0, 1: 0.0}, {0: np.zeros(len(g)), 1: np.zeros(len(g))}
-    for t, out in enumerate(outputs):
-        if restart and t % restart == 0:
-            before = dict.fromkeys(before, np.zeros(len(g)))
-        for h in (0, 1):
-            noise = (out - h * g) / sigma + lam * before[h]
-            # An adversary who hopes that the noise is exact: an error of a rounding only.
-            angle[h] += angle_score(noise, np.abs(noise) * 2.0**-53, 2.0**50, 160)
-            before[h] = noise
-    return angle[1] > angle[0], sum(grid_score(out, g) for out in outputs) > -math.inf
+def sums(to: Setting, *, d: int = 20_000, steps: int = 3, device: str = "cpu") -> Callable[[int, bool], Release]:
+    """Releases of a ``Noiser``. bfloat16 numbers are made of float32 ones, as gradients of bfloat16 weights are."""
+    p = plan(to, steps)
+    kind = torch.float64 if to.dtype == torch.float64 else torch.float32
+
+    def release(trial: int, present: bool) -> Release:
+        g = np.random.default_rng(trial).standard_normal(d)
+        g = (g / np.linalg.norm(g)).astype(np.float32).astype(np.float64)
+        noiser, numbers = lc.Noiser(p, lc.SecretKey.generate(), max_grad_norm=1.0), []
+        for _ in range(steps):
+            total = torch.tensor(g * present, dtype=kind, device=device)
+            numbers.append(noiser.add({"w": total})["w"].to(to.dtype).cpu().double().numpy())
+        return Release(numbers, [g] * steps, steps)
+
+    return release
+
+
+class LoRA(torch.nn.Module):
+    """A frozen layer and a low-rank change of it, whose second factor B begins at zero."""
+
+    def __init__(self, d: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base = torch.nn.Linear(64, d // 4, bias=False, dtype=dtype).requires_grad_(False)
+        self.A = torch.nn.Linear(64, 4, bias=False, dtype=dtype)
+        self.B = torch.nn.Linear(4, d // 4, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.B(self.A(x))  # type: ignore[no-any-return]
+
+
+def weights(to: Setting, patch: pytest.MonkeyPatch, *, lora: bool) -> Callable[[int, bool], Release]:
+    """What weights that begin at zero show of a real loop: B/η = 1 times their change is the released sum itself.
+
+    With LoRA one step is attacked: later the sums depend on the weights.
+    """
+    d, steps, name = 4 * 384, 1 if lora else 2, "B.weight" if lora else "weight"
+    p = plan(to, steps)
+    adds = PrivateStep.add_noise_
+    gathered: list[Array] = []
+    candidates: dict[int, list[Array]] = {}
+
+    def add_noise_(self: PrivateStep, totals: dict[str, torch.Tensor], *rest: object, **more: object) -> None:
+        gathered.append(totals[name].double().numpy().ravel().copy())
+        adds(self, totals, *rest, **more)  # type: ignore[arg-type]
+
+    patch.setattr(PrivateStep, "add_noise_", add_noise_)
+
+    def release(trial: int, present: bool) -> Release:
+        torch.manual_seed(trial)
+        model = LoRA(d, to.dtype) if lora else torch.nn.Linear(d, 1, bias=False, dtype=to.dtype)
+        shown = model.B.weight if isinstance(model, LoRA) else model.weight
+        torch.nn.init.zeros_(shown)
+        # All examples are zero but one, whose gradient is far longer than ζ at any weights, and so clipped to it.
+        x = torch.zeros(8, 64 if lora else d, dtype=to.dtype)
+        x[0] = present * torch.randn(x.shape[1], dtype=to.dtype)
+        data = torch.utils.data.TensorDataset(x, torch.full((8, d // 4 if lora else 1), -1e6, dtype=to.dtype))
+        optimizer = torch.optim.SGD([w for w in model.parameters() if w.requires_grad], lr=8.0)
+        private = lc.privatize(model, optimizer, data, p, max_grad_norm=1.0)
+        gathered.clear()
+        seen = [np.zeros(d)]
+        for a, b in private.loader:
+            torch.nn.functional.mse_loss(model(a), b).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append(shown.detach().double().numpy().ravel().copy())
+        private.detach()
+        assert all(total.any() == present for total in gathered)
+        if present:
+            candidates[trial] = list(gathered)
+        return Release([before - now for before, now in itertools.pairwise(seen)], candidates[trial], 1)
+
+    return release
+
+
+def alike(found: dict[str, tuple[float, float, float]]) -> bool:
+    return all(p > 1e-6 for *_, p in found.values())
+
+
+def wins(found: dict[str, tuple[float, float, float]]) -> set[str]:
+    """The attacks that were right in (almost) all trials."""
+    return {name for name, (right, wrong, p) in found.items() if right > 0.9 and wrong < 0.1 and p < 1e-6}
+
+
+SETTINGS = [
+    Setting(torch.float32, 0.0, 4.0, restart=False),
+    Setting(torch.float32, 0.9, 4.0, restart=False),
+    Setting(torch.float32, 0.9, 100.0, restart=True),
+    Setting(torch.float64, 0.0, 4.0, restart=False),
+    Setting(torch.float64, 0.9, 4.0, restart=False),
+    Setting(torch.float64, 0.9, 100.0, restart=True),
+    Setting(torch.bfloat16, 0.9, 4.0, restart=False),
+]
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("to", SETTINGS, ids=str)
+def test_released_sums(to: Setting, device: str) -> None:
+    """First steps of a run, and steps after a restart."""
+    found = rates(sums(to, device=device), to, 40)
+    assert alike(found), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", SETTINGS, ids=str)
+def test_released_sums_in_many_trials(to: Setting) -> None:
+    """400 trials and twice the numbers: rates that differ by 0.25 would be seen in nine of ten runs of this test."""
+    found = rates(sums(to, d=40_000), to, 400)
+    assert alike(found), found
+
+
+@pytest.mark.parametrize(("lora", "restart"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_weights_of_a_real_loop(dtype: torch.dtype, lora: bool, restart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    to = Setting(dtype, 0.9, 1.0, restart)
+    found = rates(weights(to, monkeypatch, lora=lora), to, 20)
+    assert alike(found), found
+
+
+# --- The same attacks where the library is broken: they win -----------------------------------------------------------
+
+
+def without_lattice(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Combination, "lattice_at", lambda self, step: 0.0)
+
+
+def added_in_float32(patch: pytest.MonkeyPatch) -> None:
+    """As format 1 did: noise in float32, added to sums in float32."""
+    real = cpu.apply
+
+    def apply(jobs: list[Job], *numbers: object, read: bool = True) -> bool:
+        for job in jobs:
+            noise = torch.empty(job.source.shape)
+            real([Job(job.entry, noise, noise, job.offset)], *numbers, read=False)  # type: ignore[arg-type]
+            job.target.copy_(job.source.float() + noise)
+        return True
+
+    patch.setattr(cpu, "apply", apply)
+
+
+def fineness(bits: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        real = Combination.lattice_at
+        patch.setattr(Combination, "lattice_at", lambda self, step: math.ldexp(real(self, step), self.fineness - bits))
+
+    return plant
 
 
 @pytest.mark.parametrize(
-    ("dtype", "lam", "bins"),
+    ("plant", "dtype", "lam", "winners"),
     [
-        (torch.float32, 0.0, "fixed"),
-        (torch.float32, 0.9, "fixed"),
-        (torch.float32, 0.9, "fresh"),
-        (torch.float64, 0.9, "fixed"),
-        (torch.float64, 0.9, "fresh"),
-        (torch.bfloat16, 0.9, "fixed"),
+        (without_lattice, torch.float64, 0.0, set(ATTACKS)),
+        (without_lattice, torch.float64, 0.9, set(ATTACKS)),
+        (fineness(40), torch.float64, 0.0, {"shared bits"}),
+        (fineness(30), torch.float64, 0.0, set()),  # a lattice a million times finer than ours would still do
+        (added_in_float32, torch.float32, 0.9, {"granularity"}),
     ],
 )
-def test_sums(dtype: torch.dtype, lam: float, bins: str) -> None:
-    """First steps, and steps after a restart (fresh bins restart at every epoch, here of one step)."""
-    d, sigma, steps = 20_000, 4.0, 3
-    p = plan(lam, sigma, epochs=steps, bins=bins)
-    said: dict[bool, list[tuple[bool, bool]]] = {True: [], False: []}
-    for trial in range(TRIALS):
-        g = canary(d, trial)
-        for present in (True, False):
-            noiser = lc.Noiser(p, lc.SecretKey.generate(), max_grad_norm=1.0)
-            outputs = []
-            for _ in range(steps):
-                kind = torch.float32 if dtype == torch.bfloat16 else dtype
-                sums = {"w": torch.tensor(g * present, dtype=kind)}
-                outputs.append(noiser.add(sums)["w"].to(dtype).double().numpy())
-            said[present].append(verdicts(outputs, g, lam, sigma, 1 if bins == "fresh" else None))
-    for attack in (0, 1):
-        assert equal_rates([v[attack] for v in said[True]], [v[attack] for v in said[False]]), (said[True], said[False])
+def test_the_attacks_win_without_a_lattice(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    dtype: torch.dtype,
+    lam: float,
+    winners: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    to = Setting(dtype, lam, 4.0, restart=False)
+    found = rates(sums(to), to, 20)
+    assert wins(found) == winners, found
+    assert alike(found) == (not winners)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_weights_of_a_real_loop(dtype: torch.dtype) -> None:
-    """A layer that starts at zero shows B/η times its change: the released sum itself, at the first step and later."""
-    d, sigma = 4000, 1.0
-    p = plan(0.9, sigma, epochs=2, steps=2, bins="fresh")  # restarts at step 3
-    said: dict[bool, list[tuple[bool, bool]]] = {True: [], False: []}
-    for trial in range(TRIALS // 2):
-        g = canary(d, trial)
-        for present in (True, False):
-            model = torch.nn.Linear(d, 1, bias=False, dtype=dtype)
-            torch.nn.init.zeros_(model.weight)
-            # All examples are zero but one, whose gradient at any weights is longer than ζ and so clipped to it.
-            x = torch.zeros(16, d, dtype=dtype)
-            x[0] = torch.tensor(1e3 * g * present, dtype=dtype)
-            data = torch.utils.data.TensorDataset(x, torch.full((16, 1), -1e3, dtype=dtype))
-            optimizer = torch.optim.SGD(model.parameters(), lr=8.0)
-            private = lc.privatize(model, optimizer, data, p, max_grad_norm=1.0)
-            outputs, before = [], np.zeros(d)
-            for a, b in private.loader:
-                torch.nn.functional.mse_loss(model(a), b).backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                weights = model.weight.detach().double().numpy().ravel().copy()
-                outputs.append(before - weights)
-                before = weights
-            private.detach()
-            said[present].append(verdicts(outputs, g, 0.9, sigma, 2))
-    for attack in (0, 1):
-        assert equal_rates([v[attack] for v in said[True]], [v[attack] for v in said[False]]), (said[True], said[False])
+@pytest.mark.parametrize("lora", [False, True], ids=["zero layer", "LoRA"])
+@pytest.mark.parametrize(
+    ("plant", "dtype", "winners"),
+    [(without_lattice, torch.float64, set(ATTACKS)), (added_in_float32, torch.float32, {"granularity"})],
+)
+def test_the_attacks_win_on_weights_without_a_lattice(
+    plant: Callable[[pytest.MonkeyPatch], None],
+    dtype: torch.dtype,
+    winners: set[str],
+    lora: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    to = Setting(dtype, 0.9, 1.0, restart=False)
+    found = rates(weights(to, monkeypatch, lora=lora), to, 20)
+    assert wins(found) == winners, found
 
 
-def format_1(d: int, rng: np.random.Generator) -> Array:
-    """Format 1's pairs: a radius of 48 bits and one of 2³² angles, elements i and i + 256."""
-    a, b = rng.integers(0, 1 << 32, (2, d // 512, 256))
-    radius = np.sqrt(-2 * np.log((a * 2.0**16 + b % 2**16 + 0.5) * 2.0**-48))
-    turn = 2 * np.pi * (b + 0.5) * 2.0**-32
-    return np.stack([radius * np.cos(turn), radius * np.sin(turn)], axis=1).ravel()
-
-
-def test_the_attacks_win_against_format_1() -> None:
-    """So a leak of that kind would be seen: both are right in all of their trials, and equal_rates says so."""
-    rng, d, sigma = np.random.default_rng(0), 512 * 40, 4.0
-    angle: dict[bool, list[bool]] = {True: [], False: []}
-    grid: dict[bool, list[bool]] = {True: [], False: []}
-    for trial in range(20):
-        g = canary(d, trial)
-        for present in (True, False):
-            out = g * present + sigma * format_1(d, rng)  # float64
-            scores = [angle_score((out - h * g) / sigma, np.abs(out) * 2.0**-52, 2.0**32, 256) for h in (0, 1)]
-            angle[present].append(scores[1] > scores[0])
-            narrow = (g * present).astype(np.float32) + (sigma * format_1(d, rng)).astype(np.float32)
-            grid[present].append(grid_score(narrow.astype(np.float64), g) > -math.inf)
-    for said in (angle, grid):
-        assert all(said[True])
-        assert not any(said[False])
-        assert not equal_rates(said[True], said[False])
+def test_an_audit_runs_the_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They pass on what is shipped (false alarms: 10⁻⁶ each) and catch a lattice that is missing."""
+    monkeypatch.setattr(floating, "HALF", 15)
+    monkeypatch.setattr(floating, "ELEMENTS", 50 * 384)
+    p = lc.plan(1000, 250, epochs=2, epsilon=2.0, delta=1e-2, mechanism=lc.LambdaCGD(0.9, normalized=True))
+    shipped = floating.floating_point(p, np.random.default_rng(0))
+    assert shipped["covered"]
+    assert set(shipped["attacks"]) == set(ATTACKS)
+    assert all(attack["p_value"] > 1e-6 for attack in shipped["attacks"].values())
+    without_lattice(monkeypatch)
+    broken = floating.floating_point(p, np.random.default_rng(0))["attacks"]
+    assert all(broken[name]["tpr"] == 1 and broken[name]["fpr"] == 0 for name in ("angles", "shared bits"))

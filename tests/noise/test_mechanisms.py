@@ -20,9 +20,8 @@ from lambdacgd.mechanisms import (
     Mechanism,
 )
 from lambdacgd.noise import BufferedNoise, RegeneratedNoise
-from lambdacgd.noise.reference import correlated
 
-from .helpers import SUBKEY, field
+from .helpers import SUBKEY, correlated, field
 
 HORIZON = Horizon(steps_per_epoch=10, epochs=5)
 REGENERATED: list[Mechanism] = [

@@ -27,15 +27,20 @@ def precise() -> object:
     flint.ctx.prec = before
 
 
-def exact(words: np.ndarray, second: np.ndarray, pair: int) -> tuple[float, object, object]:
-    """The radius, x and y of a pair, as the format's text says."""
-    w, s = [int(v) for v in words], [int(v) for v in second]
-    m = w[10 + pair] >> 12 << 32 | w[pair]
-    u = (arb(m) + arb(0.5)) / 2**52
-    if min(m, 2**52 - 1 - m) < 2**37:
-        more = ((s[10 + pair] >> 12 << 32 | s[pair]) + (arb(s[5 + pair]) + arb(0.5)) / 2**32) / 2**52
-        u = (m + more) / 2**52 if m < 2**51 else 1 - (2**52 - 1 - m + more) / 2**52
-    k = (w[15] >> 6 * pair & 63) << 44 | (w[10 + pair] & 0xFFF) << 32 | w[5 + pair]
+def exact(words: np.ndarray, more: np.ndarray, pair: int) -> tuple[float, object, object]:
+    """The radius, x and y of a pair, as the format's text says; ``more`` are the words of its own second block."""
+    w = [int(v) for v in words]
+    half = w[12 + pair % 3] >> 16 * (pair // 3) & 0xFFFF
+    own = w[pair] ^ 1 << 31
+    u = (arb(own << 20 | half % 2**10 << 10 | w[15] % 2**10) + arb(0.5)) / 2**52
+    if min(own, 2**32 - 1 - own) < 2**17:
+        far = own >= 2**31
+        distance = 2**32 - 1 - own if far else own
+        for word in more[:4]:
+            distance = distance << 32 | int(word)
+        u = (arb(distance) + arb(0.5)) / arb(2) ** 160
+        u = 1 - u if far else u
+    k = w[6 + pair] << 18 | half >> 10 << 12 | w[15] >> 10 & 0xFFF
     turn = 2 * arb.pi() * (arb(k) + arb(0.5)) / 2**50
     radius = (-2 * u.log()).sqrt()
     return float(radius), radius * turn.cos(), radius * turn.sin()
@@ -44,14 +49,15 @@ def exact(words: np.ndarray, second: np.ndarray, pair: int) -> tuple[float, obje
 def edges(rng: np.random.Generator) -> np.ndarray:
     """Blocks whose words are extreme: radii next to 0, in the tail, and on either side of where more bits are taken."""
     words = rng.integers(0, 1 << 32, (400, 16), dtype=np.uint32)
-    tops = [0, 1, 31, 32, 33, 63, 2**19 - 1, 2**19, 2**20 - 33, 2**20 - 32, 2**20 - 31, 2**20 - 1]
+    tops = np.array([0, 1, 2**17 - 1, 2**17, 2**17 + 1, 2**31 - 1, 2**31, 2**31 + 1])
+    tops = np.concatenate([tops, 2**32 - 1 - tops]).astype(np.uint32) ^ np.uint32(1 << 31)
+    extremes = np.array([0, 1, 2**31, 2**32 - 1], dtype=np.uint32)
     for row, block in enumerate(words[:300]):
-        block[10:15] = (tops[row % len(tops)] << 12) | (block[10:15] & 0xFFF)
+        block[:6] = tops[(row + np.arange(6)) % len(tops)]
         if row % 3 == 0:
-            block[:5] = rng.choice(np.array([0, 1, 2**31, 2**32 - 1], dtype=np.uint32), 5)
+            block[6:12] = rng.choice(extremes, 6)
         if row % 5 == 0:
-            block[5:10] = rng.choice(np.array([0, 2**32 - 1], dtype=np.uint32), 5)
-            block[15] = rng.choice(np.array([0, 2**32 - 1, 0x15555555, 0x2AAAAAAA], dtype=np.uint32))
+            block[12:] = rng.choice(extremes, 4)
     return words
 
 
@@ -60,23 +66,25 @@ def test_the_cpu_is_within_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     words = np.concatenate([edges(rng), rng.integers(0, 1 << 32, (368, 16), dtype=np.uint32)])
     groups = len(words) // 32
-    tails = np.array([[block, layout.SECOND, 7, 0] for block in range(len(words))], dtype=np.uint32)
-    second = scattered_blocks(SUBKEY, tails)
 
     def fill(subkey: bytes, block: int, count: int, step: int) -> None:
         memoryview(cpu._scratch.bytes)[: 64 * count] = words[block : block + count].astype("<u4").tobytes()
 
     monkeypatch.setattr(cpu, "_fill_words", fill)
-    ours = cpu.combined(SUBKEY, 0, groups, [(7, 1.0)], 1.0).numpy().reshape(groups, 10, 32)
-    for block, row in enumerate(words):
-        group, lane = divmod(block, 32)
-        for pair in range(5):
-            radius, x, y = exact(row, second[block], pair)
-            top = int(row[10 + pair]) >> 12
-            rare = top < 32 or top >= 2**20 - 32
+    ours = cpu.combined(SUBKEY, 0, groups, [(7, 1.0)], 1.0).numpy().reshape(groups, 12, 32)
+    tested = 0
+    for pair in range(6):
+        tails = [[block, layout.MORE | pair << 28, 7, 0] for block in range(len(words))]
+        more = scattered_blocks(SUBKEY, np.array(tails, dtype=np.uint32))
+        for block, row in enumerate(words):
+            group, lane = divmod(block, 32)
+            radius, x, y = exact(row, more[block], pair)
+            rare = abs(int(row[pair]) - 2**31 + 0.5) < 2**17
+            tested += rare
             bound = 2.0**-49 * radius + (0 if rare else 2.0**-50 / radius)
-            for got, want in ((ours[group, pair, lane], x), (ours[group, 5 + pair, lane], y)):
+            for got, want in ((ours[group, pair, lane], x), (ours[group, 6 + pair, lane], y)):
                 assert abs(float(arb(float(got)) - want)) <= bound, (block, pair)
+    assert tested > 500
 
 
 def coefficients(function: str, letter: str) -> list[float]:
@@ -123,7 +131,7 @@ def test_the_kernels_polynomials_are_within_the_bound() -> None:
 
 def test_displacements_are_those_of_the_words() -> None:
     """The shells' table is above what moving a word by half its cell does to the radius and the angle, everywhere."""
-    probability, largest = floating_point._displacements(2.0**-9)
+    probability, largest = floating_point._displacements(2.0**-9, 2.0**-53, 2.0**-51)
     assert abs(probability.sum() - 1) < 1e-12
     u = np.concatenate([np.geomspace(2.0**-15, 0.5, 4000), 1 - np.geomspace(2.0**-15, 0.5, 4000)[::-1]])
     radius = np.sqrt(-2 * np.log(u))
@@ -133,6 +141,16 @@ def test_displacements_are_those_of_the_words() -> None:
     moved = step + radius * math.pi * 2.0**-50 + 2.0**-49 * radius + 2.0**-50 / radius
     assert (largest[shell] >= moved).all()
     assert math.sqrt((probability * largest**2).sum()) < 1.6 * 2.0**-47  # their root mean square
+
+
+def test_the_proof_quotes_the_code() -> None:
+    """Every constant of docs/noise-proof.md stands beside the code that has it."""
+    source = Path(cpu.__file__).parents[1]
+    page = (source.parents[1] / "docs" / "noise-proof.md").read_text()
+    quotations = re.findall(r"\*In code\*: `([^`]+)` has `([^`]+)`", page)
+    assert len(quotations) == page.count("*In code*") > 30
+    for path, text in quotations:
+        assert text in (source / path).read_text(), (path, text)
 
 
 def test_what_a_run_costs() -> None:

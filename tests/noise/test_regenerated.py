@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy
 from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NonFiniteSum, RegeneratedNoise
-from lambdacgd.noise.reference import released
 
-from .helpers import SHAPES, expected, field, tensors
+from .helpers import SHAPES, expected, field, released, tensors
 
 LAMBDA = BandedInverse((1.0, -0.9))
 

@@ -200,7 +200,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path, monkeyp
 
     with monkeypatch.context() as patch:
         if moment == "save":
-            patch.setattr("lambdacgd.training.private.checkpoint.save", die)
+            patch.setattr("lambdacgd.training.checkpoint.save", die)
         elif moment == "Private":
             patch.setattr(sessions, "privatize", die)
         else:

@@ -1,8 +1,10 @@
 """What every sampling promises, and what each one adds to it."""
 
+import itertools
 import json
 import math
 from collections import Counter
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from scipy.stats import binom, chi2
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.keys import SecretKey
-from lambdacgd.mechanisms import Horizon
+from lambdacgd.keys import SecretKey, prf64
+from lambdacgd.mechanisms import BSR, Horizon, LambdaCGD
 from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
-from lambdacgd.sampling.balls_in_bins import _sorted_by
+from lambdacgd.sampling.samplings import _fallen, _sorted_by, _survival
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 OTHER = SecretKey.from_bytes(bytes(range(1, 33)))
@@ -22,6 +24,7 @@ ALL = [
     BallsInBins("fixed", examples=200, steps_per_epoch=7, epochs=3),
     BallsInBins("fresh", examples=200, steps_per_epoch=7, epochs=3),
     Poisson(examples=200, steps_per_epoch=7, epochs=3),
+    Poisson(3, examples=200, steps_per_epoch=7, epochs=3),
     Cyclic(examples=200, steps_per_epoch=7, epochs=3, batch_size=28),
 ]
 
@@ -30,7 +33,7 @@ GOLDEN = [[16, 25, 25, 42, 43, 19], [2, 5, 42, 13, 13, 36]]
 
 
 def named(sampling: Sampling) -> str:
-    return " ".join([getattr(sampling, "bins", ""), sampling.name]).strip()
+    return sampling.kind
 
 
 @pytest.mark.parametrize("sampling", ALL, ids=named)
@@ -52,7 +55,7 @@ def test_batches_are_a_function_of_key_run_and_step(sampling: Sampling) -> None:
 @pytest.mark.parametrize("sampling", ALL, ids=named)
 def test_samplings_are_public_and_serialisable(sampling: Sampling) -> None:
     assert sampling_from_dict(json.loads(json.dumps(sampling.to_dict()))) == sampling
-    with pytest.raises(InvalidInput, match="takes"):
+    with pytest.raises(InvalidInput, match="key was given"):
         sampling_from_dict(sampling.to_dict() | {"key": 1})
     with pytest.raises(InvalidInput, match="one of balls-in-bins, poisson, cyclic"):
         sampling_from_dict({"name": "shuffle"})
@@ -148,13 +151,6 @@ def test_bins_do_not_depend_on_order_or_company(ids: list[int]) -> None:
     assert sampling.bin_of(KEY, np.array(ids, dtype=np.int64)).tolist() == [whole[i] for i in ids]
 
 
-def test_bins_of_other_key_run_or_count_are_other_bins() -> None:
-    sampling = BallsInBins("fixed", examples=1000, steps_per_epoch=50, epochs=1)
-    mine = sampling.bin_of(KEY, range(1000))
-    assert (sampling.bin_of(OTHER, range(1000)) != mine).mean() > 0.9
-    assert (sampling.bin_of(KEY, range(1000), run="1") != mine).mean() > 0.9
-
-
 def test_bins_are_uniform_and_independent() -> None:
     """Five χ² tests at N = 10⁶, each with a false-alarm rate of 1e-6 (fixed key: it either always passes or never)."""
     sampling = BallsInBins("fixed", examples=1_000_000, steps_per_epoch=37, epochs=1)
@@ -189,6 +185,16 @@ def test_sorting_by_bin_is_a_stable_sort(count: int) -> None:
     assert (_sorted_by(bins, count) == np.argsort(bins, kind="stable")).all()
 
 
+@pytest.mark.parametrize("steps", [9, 70_000])
+def test_bins_are_laid_out_in_parts_as_in_one(steps: int) -> None:
+    """More examples than one part holds; 2²⁰ of them at least."""
+    sampling = BallsInBins("fresh", examples=(1 << 21) + 5, steps_per_epoch=steps, epochs=1)
+    bins = sampling.bin_of(KEY, np.arange(sampling.examples), epoch=1)
+    order, edges = sampling._laid_out(KEY, "0", 1)
+    assert (order == np.argsort(bins, kind="stable")).all()
+    assert (edges == np.searchsorted(bins[order], np.arange(steps + 1))).all()
+
+
 def test_more_bins_than_examples_is_an_error() -> None:
     with pytest.raises(InvalidInput, match=r"only 10 examples.*at most 10"):
         BallsInBins("fixed", examples=10, steps_per_epoch=11, epochs=1)
@@ -201,17 +207,95 @@ def test_ids_outside_the_data_set_are_refused(ids: list[int]) -> None:
     assert BallsInBins("fixed", examples=10, steps_per_epoch=2, epochs=1).bin_of(KEY, []).shape == (0,)
 
 
-def test_poisson_sizes_are_binomial_and_steps_independent() -> None:
+@pytest.mark.parametrize("groups", [1, 4])
+def test_poisson_sizes_are_binomial_and_steps_independent(groups: int) -> None:
     """Total count within the central 1 − 1e-6; repeats between steps as independence says (5 standard errors)."""
-    sampling = Poisson(examples=20_000, steps_per_epoch=10, epochs=3)
+    sampling = Poisson(groups, examples=20_000, steps_per_epoch=16, epochs=3)
     batches = list(sampling.batches(KEY))
-    total = sum(len(batch) for batch in batches)
-    assert binom.ppf(5e-7, 600_000, 0.1) <= total <= binom.ppf(1 - 5e-7, 600_000, 0.1)
+    total, rate = sum(len(batch) for batch in batches), groups / 16
+    coins = 20_000 * 48 // groups
+    assert binom.ppf(5e-7, coins, rate) <= total <= binom.ppf(1 - 5e-7, coins, rate)
     times = np.bincount(np.concatenate(batches), minlength=20_000)
-    assert abs(times.var() - 30 * 0.1 * 0.9) < 5 * math.sqrt(2 / 20_000) * 2.7 * 1.1
-    assert sampling.rate == 0.1
+    variance = 48 / groups * rate * (1 - rate)
+    assert abs(times.var() - variance) < 5 * math.sqrt(2 / 20_000) * variance * 1.1
+    assert sampling.rate == rate
+    assert sampling.batch_size == 20_000 / 16
     assert (sampling.members(KEY, 7) == batches[6]).all()
     assert (sampling.members(KEY, np.int64(7)) == batches[6]).all()
+
+
+@pytest.mark.parametrize(("groups", "steps"), [(1, 3), (2, 3), (3, 4)])
+def test_every_set_of_examples_is_as_likely_as_independent_coins_make_it(groups: int, steps: int) -> None:
+    """χ² over the 64 subsets of six examples in 20 000 steps, with a false-alarm rate of 1e-6 (fixed key)."""
+    sampling = Poisson(groups, examples=6 * groups, steps_per_epoch=steps, epochs=20_000 // steps)
+    counts = np.zeros(64)
+    for step, batch in enumerate(sampling.batches(KEY)):
+        assert (batch % groups == step % groups).all()  # of the step's group
+        counts[(1 << batch // groups).sum()] += 1
+    sizes = np.array([bin(subset).count("1") for subset in range(64)])
+    expected = counts.sum() * sampling.rate**sizes * (1 - sampling.rate) ** (6 - sizes)
+    assert chi2.sf(float(((counts - expected) ** 2 / expected).sum()), 63) > 1e-6
+
+
+@given(size=st.integers(0, 400), steps=st.integers(2, 300), data=st.data())
+def test_coins_are_those_of_a_walk_from_gap_to_gap(size: int, steps: int, data: st.DataObject) -> None:
+    """The slow twin: one word after the other, compared with thresholds in exact arithmetic."""
+    groups = data.draw(st.integers(1, steps - 1))
+    rate = Fraction(groups, steps) * (1 - Fraction(1, 1 << 20))
+    words, subkey = 0, KEY.derive("test", size)
+    fallen: list[int] = []
+    at = 0
+    while at < size:
+        word, gap, survives = int(prf64(subkey, np.array([words]))[0]), 0, 1 << 64
+        words += 1
+        while survives >= 1 << 62:
+            survives -= math.floor(survives * rate)
+            if word >= survives:
+                fallen.append(at + gap)
+                break
+            gap += 1
+        at = fallen[-1] + 1 if word >= survives else at + gap
+    assert _fallen(subkey, size, groups, steps).tolist() == [place for place in fallen if place < size]
+
+
+@pytest.mark.parametrize(("groups", "steps"), [(1, 2), (1, 390), (64, 390), (389, 390), (1, 10**5), (3, 10**9)])
+def test_a_coin_never_falls_too_often_and_hardly_too_seldom(groups: int, steps: int) -> None:
+    thresholds = [1 << 64, *map(int, _survival(groups, steps)[::-1])]
+    wanted = Fraction(groups, steps) * (1 - Fraction(1, 1 << 20))
+    for above, below in itertools.pairwise(thresholds):
+        assert wanted - Fraction(1, 1 << 62) < Fraction(above - below, above) <= wanted
+    assert len(thresholds) == 2 or 1 - wanted > Fraction(1, 5)  # what the proof in _survival takes for granted
+
+
+@pytest.mark.parametrize(("groups", "steps"), [(1, 2), (1, 3), (2, 3), (5, 6), (1, 50)])
+def test_given_all_other_coins_one_falls_with_at_most_its_chance(groups: int, steps: int) -> None:
+    """The Guarantee, in exact arithmetic over all sets of seven examples."""
+    thresholds = [1 << 64, *map(int, _survival(groups, steps)[::-1])]
+    falls = [Fraction(above - below, above) for above, below in itertools.pairwise(thresholds)]
+    chances = {}
+    for drawn in itertools.product((0, 1), repeat=7):
+        chance, gap = Fraction(1), 0
+        for coin in drawn:
+            chance *= falls[gap] if coin else 1 - falls[gap]
+            gap = 0 if coin else (gap + 1) % len(falls)
+        chances[drawn] = chance
+    rate = Fraction(groups, steps)
+    assert sum(chances.values()) == 1
+    for drawn, chance in chances.items():
+        for i in (i for i in range(7) if drawn[i]):
+            without = chances[(*drawn[:i], 0, *drawn[i + 1 :])]
+            assert rate * (1 - Fraction(1, 1 << 19)) <= chance / (chance + without) <= rate
+
+
+def test_groups_that_cannot_be_used_are_refused() -> None:
+    for bad in (-1, 8, 1.5, True):
+        with pytest.raises(InvalidInput, match=r"^groups is"):
+            Poisson(bad, examples=70, steps_per_epoch=7, epochs=1)  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="groups = 3 and the plan has 2"):
+        Poisson(3, examples=70, steps_per_epoch=7, epochs=1).fitted(BSR(2))
+    with pytest.raises(InvalidInput, match=r"14 bands.*at most as many as an epoch has steps, 7"):
+        Poisson(examples=70, steps_per_epoch=7, epochs=2).fitted(LambdaCGD(0.5))
+    assert Poisson(examples=70, steps_per_epoch=7, epochs=1).fitted(BSR(2)).groups == 2
 
 
 def test_poisson_with_one_step_an_epoch_takes_everyone() -> None:

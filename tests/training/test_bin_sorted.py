@@ -81,7 +81,7 @@ def test_a_captured_step_reads_the_files_bins(prepared, monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     private = lc.privatize(model, optimizer, file, plan, max_grad_norm=1.0, key=key, run_id=run_id, collate_fn=collate)
     rows = collate([file[i] for i in range(N)])
-    Eager(private._loop, private.loader, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
+    Eager(private, private.loader, lambda model, x, y: F.cross_entropy(model(x), y), rows, None).run()
     torch.testing.assert_close(model.weight.detach(), expected)
 
 
@@ -104,5 +104,5 @@ def test_a_prepared_run_that_released_weights_does_not_start_over(prepared, tmp_
     key.ledger().record(run_id, 3, digest="weights", kind="checkpoint")
     with pytest.raises(LedgerError, match="released weights after step 3"):
         train(memory, key, run_id, plan, options={})
-    with pytest.raises(lc.InvalidInput, match="run_id"):
+    with pytest.raises(lc.InvalidInput, match="A prepared run is in the ledger"):
         train(memory, lc.SecretKey.generate(), run_id, plan, options={})

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.clipping import records
+from lambdacgd.clipping import backward as records
 from lambdacgd.training import TrainingError, privatize
 from lambdacgd.training.captured import _check
 from tests.training import oracle
@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private._loop, private.loader, loss, data, padded)
+    graphs.step = Captured(private, private.loader, loss, data, padded)
     return private, graphs.step
 
 
@@ -176,5 +176,5 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     tensor = SimpleNamespace(device=torch.device("cuda", 1))
     loop = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
-    with pytest.raises(lc.InvalidInput, match="cuda:1, while the current device is cuda:0"):
+    with pytest.raises(lc.InvalidInput, match="on cuda:1, and a graph captures work of the current device, cuda:0"):
         _check(loop, PLAN, (tensor,))

@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
-from lambdacgd.training.loader import KeepsApart
+from lambdacgd.training.data import KeepsApart
 from tests.training import oracle
 
 ITEMS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), i % 2) for i in range(6)]

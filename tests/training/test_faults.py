@@ -56,7 +56,7 @@ def test_ctrl_c_while_noise_is_added(monkeypatch):
     def pressed(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(private._step, "add_noise_", pressed)
+    monkeypatch.setattr(private.private_step, "add_noise_", pressed)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     monkeypatch.undo()

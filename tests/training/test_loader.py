@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
+from multiprocessing import active_children
 from types import SimpleNamespace
 
 import numpy as np
@@ -18,7 +19,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
     StepLR,
 )
+from torch.utils.data import TensorDataset
 
+from lambdacgd import SecretKey
 from lambdacgd.training import privatize
 from tests.training import oracle
 
@@ -82,6 +85,46 @@ def test_reading_leaves_the_generators_of_the_process_alone():
     private = privatize(module, optimizer, Indices(), oracle.binned_plan(30, 5, 2), max_grad_norm=1.0)
     next(iter(private.loader))
     assert (torch.rand(1), random.random(), np.random.rand()) == expected  # noqa: NPY002
+
+
+class ItemByItem(TensorDataset):
+    """Read and collated one by one: only a plain ``TensorDataset`` is read by rows."""
+
+
+@pytest.mark.parametrize("options", [{}, {"max_physical_batch_size": 4, "augmentations": 2}, {"num_workers": 1}])
+def test_a_tensor_dataset_read_by_rows_gives_the_batches_of_its_items(options):
+    seen = []
+    for kind in (TensorDataset, ItemByItem):
+        module = oracle.model()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        data = kind(*oracle.data().tensors)
+        key = SecretKey.for_tests(3)  # one run id, so the same batches
+        private = privatize(module, optimizer, data, oracle.plan(), max_grad_norm=1.0, key=key, **options)
+        batches = []
+        for batch in private.loader:
+            batches.append(batch)
+            F.cross_entropy(module(batch[0]), batch[1]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(batches)
+    for one, two in zip(*seen, strict=True):
+        assert type(one) is type(two)
+        assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(one, two, strict=True))
+
+
+@pytest.mark.parametrize("end", ["the last step", "detach"])
+def test_workers_end_with_the_run(end):
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, num_workers=1)
+    before = set(active_children())
+    if end == "detach":
+        next(iter(private.loader))
+        assert set(active_children()) - before
+        private.detach()
+    else:
+        oracle.loop(private, module, optimizer)
+    assert not set(active_children()) - before
 
 
 def test_length():
@@ -181,3 +224,46 @@ def test_cudnns_search_at_every_batch_size_is_warned_of(monkeypatch, sampling, b
     about = [warning for warning in found if "cudnn.benchmark" in str(warning.message)]
     assert len(about) == warned
     assert all(warning.filename == __file__ for warning in about)
+
+
+@pytest.mark.parametrize(("views", "size"), [(1, None), (1, 9), (2, 9)])
+def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
+    """What fills a batch up has weight zero; augmentation does not move by it."""
+
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 48
+
+        def __getitem__(self, i):
+            x, y = oracle.data()[i]
+            return x + torch.randn(x.shape), y
+
+    runs = []
+    for multiple in (1, 4):
+        module = oracle.model(dtype=torch.float64)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        private = privatize(
+            module,
+            optimizer,
+            Noisy(),
+            oracle.binned_plan(48, 8, 3),
+            max_grad_norm=0.3,
+            key=oracle.key(),
+            augmentations=views,
+            max_physical_batch_size=size,
+            pad_batches=multiple,
+        )
+        private.run._id = "one"
+        sizes = set()
+        for x, y in private.loader:
+            F.cross_entropy(module(x.double()), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            sizes.add(len(x) // views)
+        runs.append((sizes, {name: p.detach().clone() for name, p in module.named_parameters()}))
+        private.detach()
+    (few, weights), (padded, others) = runs
+    assert all(n % 4 == 0 or n == size for n in padded)
+    assert len(padded) < len(few)
+    for name, p in weights.items():
+        torch.testing.assert_close(others[name], p, rtol=1e-9, atol=1e-11)

@@ -86,9 +86,9 @@ def test_cards_of_before_count_their_sums():
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ([{"epsilon": 2.0}], "must be a privacy card"),
+        ([{"epsilon": 2.0}], "a dict is none of them"),
         (["nowhere"], "no privacy card to be read"),
-        ({"format": "lambdacgd-privacy-card-1"}, "give a list"),
+        ({"format": "lambdacgd-privacy-card-1"}, "earlier must be a list of cards, .*a dict was given"),
         ([EMPTY], "damaged"),
         ([EMPTY | {"epsilon": -1, "delta": 0}], "damaged"),
     ],

@@ -7,7 +7,7 @@ import pytest
 from torch.utils.data import ConcatDataset, Subset
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.training.privatize import check_no_repeats
+from lambdacgd.training.data import check_no_repeats
 from tests.training import oracle
 from tests.training.saved import start
 

@@ -162,7 +162,20 @@ def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):
     private.save(tmp_path / "c")
     x, y = next(iter(private.loader))
     F.cross_entropy(private.model(x), y).backward()
-    private._loop._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
+    private._before_step(private.optimizer, (private.optimizer,), {})  # noised, and the optimizer never ran
     private.load(tmp_path / "c")
     steps(private, 99)
     assert private.finished
+
+
+def test_a_job_that_was_killed_after_its_last_step_ends_when_it_is_started_again(tmp_path):
+    """The same script, with its loop over the loader, was refused: all steps are done."""
+    private = start(tmp_path)
+    steps(private, 99)
+    private.save(tmp_path / "checkpoint")
+    private.detach()
+    again = start(tmp_path, module=oracle.model(seed=9))
+    assert again.resume(tmp_path / "checkpoint") is not None
+    assert list(again.loader) == []
+    assert list(again.epochs()) == []
+    lc.export(again, tmp_path / "release")

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, Subset
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import CheckpointError
-from lambdacgd.training.sample import Sample, sample_of
+from lambdacgd.training.data import Sample, sample_of
 from tests.training import oracle
 from tests.training.saved import start, steps
 

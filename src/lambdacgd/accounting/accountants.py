@@ -3,7 +3,7 @@
 | sampling | mechanism | accountant |
 |---|---|---|
 | cyclic | any | ``gaussian.Unamplified`` |
-| Poisson | independent noise (DP-SGD) | ``poisson.PoissonSampled`` |
+| Poisson | C with as many bands as there are groups: one for DP-SGD | ``poisson.PoissonSampled`` |
 | Balls-in-Bins, fixed bins or one epoch | λCGD in any guise, so DP-SGD too | ``exact.TransferMatrix`` |
 | | BLT with one buffer | ``exact.TransferMatrix`` of a chain with a nugget |
 | | others, where that takes less noise | ``exact.TransferMatrix`` of a chain with a nugget that dominates them |
@@ -36,7 +36,7 @@ from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as LARGEST_SAMPLED
 from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
-from lambdacgd.accounting.poisson import PoissonSampled
+from lambdacgd.accounting.poisson import poisson_accountant
 from lambdacgd.errors import AccountingError, InvalidInput, number
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
@@ -292,7 +292,7 @@ class BySampling:
 
     def _cached(self, kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
         question |= self.mechanism.question(self.sampling.block.steps)
-        question |= {"b": self.sampling.steps_per_epoch, "k": self.sampling.epochs}
+        question |= self.sampling.question
         return cache.cached(f"{kind}-{self.methods[0]}", question, compute)
 
 
@@ -307,20 +307,14 @@ class _Cyclic(BySampling):
 
 
 class _Poisson(BySampling):
-    """Poisson sampling, which is accounted for DP-SGD alone."""
+    """Poisson sampling, in as many groups as C has bands."""
 
     methods = ("pld",)
 
     @cached_property
     def _accountant(self) -> Accountant:
-        if not adds_independent_noise(self.mechanism, self.sampling.horizon):
-            raise InvalidInput(
-                "sampling",
-                self.sampling.name,
-                f"{self.mechanism.name} correlates its noise and Poisson sampling has no tight accountant for that; "
-                "use balls-in-bins or cyclic, or the mechanism dp-sgd",
-            )
-        return PoissonSampled(1 / self.sampling.steps_per_epoch, self.sampling.steps)
+        assert isinstance(self.sampling, Poisson)
+        return poisson_accountant(self.mechanism, self.sampling)
 
 
 CLOSE = 0.004

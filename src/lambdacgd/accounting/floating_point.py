@@ -21,11 +21,12 @@ from lambdacgd.mechanisms import Mechanism
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, Recurrence
 
 DELTA_SHARE = 2.0**-8  #: of a plan's δ, set aside for floating point; for ε see ``set_aside``
+PAIRS = 6  #: of normals that one ChaCha20 block makes (``noise.layout``; no torch here)
 FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
 
 _LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
-_LONG = 10.92  # beyond it, u < 2⁻⁸⁶, the 136 bits of u are coarse
-_SEEN = 14.0  # the later noise that hides a number inside its cell is covered up to this size
+_SMALL = 0.09  # lemmas 5 and 7 cover log-likelihood ratios up to this size
+_SEEN = 16.66  # the later noise of a pair, |N₁| + |N₂|, is covered up to √2·11.78: a radius beyond it is as improbable
 
 
 @dataclass(frozen=True)
@@ -90,10 +91,9 @@ def cover(
             return cost
     raise InvalidInput(
         "plan",
-        f"{steps} steps of a model with {parameters} parameters",
-        f"floating-point noise cannot be proven to keep ε = {epsilon:g}, δ = {delta:g} over so many numbers: at "
-        f"best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets {share['epsilon']:.1e} aside. Train fewer "
-        f"parameters or steps, or plan for a larger ε",
+        f"Over {steps} steps of a model with {parameters} parameters, floating-point noise cannot be proven to keep "
+        f"ε = {epsilon:g}, δ = {delta:g}: at best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets "
+        f"{share['epsilon']:.1e} aside. Train fewer parameters or steps, or plan for a larger ε.",
     )
 
 
@@ -120,9 +120,9 @@ def floating_point_cost(
     computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
 
     # |ℓ| of a pair whose cells are seen is at most κ = 4·tilt·(displacement)/narrow (lemma 1).
-    probability, displacement = _displacements(wide)
+    probability, displacement = _displacements(wide, 2.0**-53, 2.0**-51)
     factor = 4 * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
-    log = math.log(4 * steps / delta)
+    log = math.log(10 * steps / delta)
 
     def kappa(numbers: int, share: float | np.ndarray = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """Typical size, for noise of the size that so many numbers have together, and largest size."""
@@ -131,40 +131,66 @@ def floating_point_cost(
         usual_size, largest_size = (factor * size[:, None] * share for size in sizes)
         return usual_size.ravel(), largest_size.ravel()
 
-    epsilon = _composed(steps * parameters / 2, probability, *kappa(steps * parameters), delta / 4)
+    epsilon = _composed(steps * parameters / 2, probability, *kappa(steps * parameters), delta / 5)
 
-    # What later steps show of a number inside its cell, one position in a block after the other: at most 4κoe^{2o}.
+    # What it costs that the pairs of a ChaCha20 block share bits: |x| of a pair, given those bits (lemma 6).
+    farthest = _displacements(wide, 2.0**-42, 2.0**-38)[1] + computed * _LONGEST
+    if farthest.max() > narrow**2 / 8:  # lemma 1 needs this much room
+        return FloatingPointCost(math.inf, 1.0, fineness)
+    coarse = factor * farthest
+    given = np.expm1(coarse + factor * (displacement + computed * _LONGEST))
+    shared, size = _products(probability, given)
+    size *= math.comb(PAIRS, 2) * math.exp(PAIRS * given.max() + 2.0**-10)
+    epsilon += _composed(steps * parameters / PAIRS, shared, size, size, delta / 5)
+
+    # What later steps show of a number inside its cell, one position in a block after the other (lemma 5).
     if later > 0:
-        ends = np.append(np.linspace(0.0, 8.0, 41), np.linspace(8.0, 2 * _SEEN, 6)[1:])
+        ends = np.append(np.linspace(0.0, 8.0, 41), np.linspace(8.0, _SEEN, 6)[1:])
         beyond = np.array([math.erfc(x / 2) * (2 - math.erfc(x / 2)) for x in ends])
         share = beyond[:-1] - beyond[1:]  # of |N₁| + |N₂|, two standard normals
         o = later * wide * (ends[1:] + 4 * later * wide)
-        joint = (probability[:, None] * share).ravel()
+        relative = np.minimum(4 * o * np.exp(np.minimum(2 * o, 300.0)), 2 + o / 2)
         numbers = blocks * parameters
-        most = kappa(numbers, 4 * o * np.exp(np.minimum(2 * o, 300.0)))
-        epsilon += period * _composed(numbers / 2, joint, *most, delta / 4 / period)
-    outside = steps * parameters * (2.0**-100 + 2 * math.erfc(_SEEN / math.sqrt(2)))
+        joint = (probability[:, None] * share).ravel()
+        epsilon += period * _composed(numbers / 2, joint, *kappa(numbers, relative), delta / 5 / period)
+        # The same for the bits that a block shares (lemma 7).
+        if coarse.max() * relative.max() > _SMALL:
+            return FloatingPointCost(math.inf, 1.0, fineness)
+        more = (1 + 1.2 * relative) ** 2 - 1 + math.expm1(PAIRS * given.max()) * ((1 + 1.2 * relative) ** PAIRS - 1)
+        joint, sizes = (shared[:, None] * share).ravel(), (size[:, None] * more).ravel()
+        epsilon += period * _composed(numbers / PAIRS, joint, sizes, sizes, delta / 5 / period)
+    outside = steps * parameters * 2.0**-100  # for each pair one event of u and one of N₁, N₂
     return FloatingPointCost(epsilon, math.exp(min(epsilon, 1.0)) * delta + outside, fineness)
 
 
-def _displacements(wide: float) -> tuple[np.ndarray, np.ndarray]:
+def _displacements(wide: float, unit: float, turn: float) -> tuple[np.ndarray, np.ndarray]:
     """The law of a pair's displacement, rounded up: probabilities of shells of the plane, and the largest in each.
 
-    A pair of normals is that far, at most, from the one that the exact transform of an ideal uniform gives (lemma 2).
-    A cell may reach out of its shell by three times its width.
+    A pair of normals is that far, at most, from the one that the exact transform of an ideal uniform gives, if the
+    uniforms u and v are within ``unit`` and ``turn`` of ideal ones (lemma 2). A cell may reach out of its shell by
+    three times its width.
     """
-    low, high = math.sqrt(-2 * math.log1p(-(2.0**-15))), math.sqrt(30 * math.log(2))  # between them u has 52 bits
+    low, high = math.sqrt(-2 * math.log1p(-(2.0**-15))), math.sqrt(30 * math.log(2))  # beyond them u has 160 bits
 
     def farthest(r: np.ndarray) -> np.ndarray:
-        inner = 2.0**-53 * (1 + 2.0**-10) * np.exp(r * r / 2) / r + 2.0**-50 / r
-        return inner + r * (math.pi * 2.0**-50 + 2.0**-49)
+        inner = unit * (1 + 2.0**-10) * np.exp(r * r / 2) / r + 2.0**-50 / r
+        return inner + r * (2 * math.pi * turn + 2.0**-49)
 
-    ends = np.concatenate([[0.0], np.geomspace(low, 1.0, 24), np.linspace(1.0, high, 97)[1:], [_LONG, _LONGEST]])
+    ends = np.concatenate([[0.0], np.geomspace(low, 1.0, 24), np.linspace(1.0, high, 97)[1:], [_LONGEST]])
     reach = np.stack([ends[:-1] - 3 * wide, ends[1:] + 3 * wide])
     coarse = farthest(np.clip(reach, low, high)).max(axis=0)  # convex: the largest is at an end
-    fine = 2.0**-51 + _LONGEST * (math.pi * 2.0**-50 + 2.0**-49)  # where u has 136 bits
+    fine = 2.0**-51 + _LONGEST * (2 * math.pi * turn + 2.0**-49)  # where u has 160 bits
     largest = np.where((reach[1] < low) | (reach[0] > high), fine, np.maximum(coarse, fine * (reach[1] > high)))
-    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), np.where(ends[1:] > _LONG, 2.0**-40, largest)
+    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), largest
+
+
+def _products(probability: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The law of a product of two independent numbers with these values, each rounded up to a power of 2^(1/16)."""
+    place = np.ceil(16 * np.log2(values)).astype(int)
+    law = np.bincount(place - place.min(), weights=probability)
+    law = np.convolve(law, law)
+    kept = np.flatnonzero(law)
+    return law[kept], 2.0 ** ((2 * place.min() + kept) / 16)
 
 
 def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np.ndarray, delta: float) -> float:
@@ -172,7 +198,7 @@ def _composed(count: float, probability: np.ndarray, usual: np.ndarray, most: np
 
     Each is at most ``most`` in size with these probabilities; their squares add up to no more than those of ``usual``.
     """
-    if most.max() > 0.09:  # beyond what lemma 5 covers
+    if most.max() > _SMALL:
         return math.inf
     log = math.log(1 / delta)
     order = np.geomspace(2.0, 2.0**50, 100)[:, None]

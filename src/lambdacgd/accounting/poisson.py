@@ -1,13 +1,18 @@
-"""DP-SGD under Poisson sampling, through dp-accounting's privacy loss distributions."""
+"""Poisson sampling, through dp-accounting's privacy loss distributions: DP-SGD, and banded C with cyclic groups."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import Any
 
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.accounting.root import smallest
-from lambdacgd.errors import AccountingError
+from lambdacgd.errors import AccountingError, InvalidInput
+from lambdacgd.mechanisms import Mechanism
+from lambdacgd.mechanisms.error import largest_column_norm
+from lambdacgd.sampling import Poisson
 
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
 ROUND_OFF = 2e-12
@@ -15,11 +20,13 @@ ROUND_OFF = 2e-12
 
 @dataclass(frozen=True)
 class PoissonSampled:
-    """Accountant of DP-SGD whose every step draws each example with the same probability.
+    """Accountant of Gaussian steps, each of which an example enters with the same probability.
 
     Args:
         rate: q, that probability.
-        steps: n, the number of steps.
+        steps: how many such steps an example has: all of DP-SGD's.
+        norm: how far it moves one of them, 1 for DP-SGD.
+        details: what certificates say besides.
 
     Guarantee
     ---------
@@ -29,30 +36,72 @@ class PoissonSampled:
 
     rate: float
     steps: int
+    norm: float = 1.0
+    details: dict[str, Any] = field(default_factory=dict, compare=False)
 
     def delta(self, sigma: float, epsilon: float) -> Certificate:
-        return Certificate("pld", "both", 1.0, epsilon, self._delta(sigma, epsilon))
+        return self._certificate(epsilon, self._delta(sigma / self.norm, epsilon))
 
     def epsilon(self, sigma: float, delta: float) -> Certificate:
         _check_delta(delta)
         epsilon = 1.0
         for _ in range(2):  # the first answer says how finely to compute the second
-            composed = _composed(sigma, self.rate, self.steps, _interval(epsilon))
+            composed = _composed(sigma / self.norm, self.rate, self.steps, _interval(epsilon))
             epsilon = float(composed.get_epsilon_for_delta(delta - ROUND_OFF))
-        return Certificate("pld", "both", 1.0, epsilon, delta)
+        return self._certificate(epsilon, delta)
 
     def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
         _check_delta(delta)
         sigma = smallest(lambda s: self._delta(s, epsilon), delta, rtol=2e-5, limits=(0.05, 1e7))
-        return Calibration(sigma, Certificate("pld", "both", 1.0, epsilon, delta))
+        return Calibration(sigma * self.norm, self._certificate(epsilon, delta))
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
-        return self.sigma(epsilon, delta).sigma
+        return self.norm * smallest(lambda s: self._delta(s, epsilon, 10.0), delta, rtol=1e-3, limits=(0.05, 1e7))
 
-    def _delta(self, sigma: float, epsilon: float) -> float:
-        """An upper bound on δ(ε) of n Gaussian steps, each on a Poisson sample."""
-        composed = _composed(sigma, self.rate, self.steps, _interval(epsilon))
+    def _delta(self, sigma: float, epsilon: float, coarser: float = 1.0) -> float:
+        """An upper bound on δ(ε) of the steps at sensitivity 1; ``coarser`` widens the cells."""
+        composed = _composed(sigma, self.rate, self.steps, coarser * _interval(epsilon))
         return max(float(composed.get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
+
+    def _certificate(self, epsilon: float, delta: float) -> Certificate:
+        return Certificate("pld", "both", 1.0, epsilon, delta, details=self.details)
+
+
+def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSampled:
+    """The accountant of a mechanism whose C has at most as many bands as the sampling has groups.
+
+    Args:
+        mechanism: resolved for the whole run.
+        sampling: with p groups; one group is plain Poisson sampling, where C must be diagonal.
+
+    Raises:
+        InvalidInput: C has more bands than there are groups.
+
+    Guarantee
+    ---------
+    Choquette-Choo et al. 2023, "(Amplified) Banded Matrix Factorization". An example of group g can take part at steps
+    t = g, g + p, g + 2p, … only, ⌈n/p⌉ of them at most, and at each by a coin of its own that falls with probability at
+    most p/b. Column t of C is zero outside rows t … t + p − 1, so what it adds to C·G at one of these steps and at
+    another lies in different rows. Given all earlier rows and all other examples, the rows t … t + p − 1 are therefore
+    a Gaussian mechanism that one coin decides about, of sensitivity ‖C[:, t]‖; and the rows of all these steps compose
+    adaptively. C may have any sign. The largest column norm stands for all of them.
+    """
+    n, groups = sampling.steps, max(1, sampling.groups)
+    bands = mechanism.strategy_bands(n)
+    if bands > groups:
+        raise InvalidInput(
+            "sampling",
+            sampling.kind,
+            f"C of {mechanism.name} has {bands} bands, and Poisson sampling with {groups} groups is accounted for up "
+            f"to {groups}: an example's columns would overlap. Use balls-in-bins or cyclic, or a mechanism with a "
+            "banded C (bandmf, bsr, dp-sgd) and as many groups",
+        )
+    norm = largest_column_norm(mechanism, n)
+    if groups == 1 and norm == 1.0:
+        return PoissonSampled(sampling.rate, n)
+    steps = math.ceil(n / groups)
+    details = {"groups": groups, "steps_of_an_example": steps, "column_norm": norm}
+    return PoissonSampled(sampling.rate, steps, norm, details)
 
 
 def _check_delta(delta: float) -> None:

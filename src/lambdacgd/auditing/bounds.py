@@ -41,15 +41,15 @@ def in_blocks(plan: Plan, matrix: Array, values: Array) -> Array:
 def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | None = None) -> Array:
     """log P(W | canary in) / P(W | zeroed out) for each canary, the most powerful score by Neyman and Pearson.
 
-    W = CY/(ζσ) has a row per step and a column per canary. ``places`` tells each canary's step in an epoch, from 0,
-    where the sampling does not hide it (``Cyclic``); −1 where it never takes part.
+    W = CY/(ζσ) has a row per step and a column per canary. ``places`` tells what the sampling does not hide of each
+    canary: its step in an epoch, from 0, and −1 where it never takes part (``Cyclic``); its group (``Poisson``).
     """
     sigma, b = plan.sigma, plan.steps_per_epoch
     if isinstance(plan.sampling, Poisson):
-        step = np.logaddexp(
-            math.log1p(-1 / b) if b > 1 else -math.inf, -math.log(b) + whitened / sigma - 0.5 / sigma**2
-        )
-        return np.asarray(step.sum(0))
+        matrix, rate = strategy_matrix(plan) / sigma, plan.sampling.rate
+        exponents = matrix.T @ whitened - 0.5 * (matrix**2).sum(0)[:, None]
+        step = np.logaddexp(math.log1p(-rate) if rate < 1 else -math.inf, math.log(rate) + exponents)
+        return np.asarray(step.sum(0) if places is None else (step * _in_group(plan, places)).sum(0))
     size = plan.block.steps
     means = strategy_matrix(plan).reshape(size, size // b, b).sum(1).T / sigma  # a row per bin: m_j / σ
     halves = 0.5 * (means**2).sum(1)[:, None]
@@ -67,6 +67,12 @@ def likelihood_ratios(plan: Plan, whitened: Array, places: NDArray[np.int64] | N
     return total
 
 
+def _in_group(plan: Plan, groups: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """For each step (a row), whether it draws from these groups of Poisson sampling."""
+    assert isinstance(plan.sampling, Poisson)
+    return (np.arange(plan.steps)[:, None] - groups[None, :]) % max(1, plan.sampling.groups) == 0
+
+
 def ideal_scores(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[Array, Array]:
     """Scores of simulated canaries, in and zeroed out: what a mechanism that does exactly what the plan says shows."""
     n, b, k = plan.steps, plan.steps_per_epoch, plan.epochs
@@ -74,7 +80,8 @@ def ideal_scores(plan: Plan, canaries: int, rng: np.random.Generator) -> tuple[A
     for present in np.array_split(coins, math.ceil(canaries * n / CHUNK)):
         size, places = len(present), None
         if isinstance(plan.sampling, Poisson):
-            x = (rng.random((n, size)) < 1 / b).astype(np.float64)
+            places = rng.integers(0, max(1, plan.sampling.groups), size)
+            x = ((rng.random((n, size)) < plan.sampling.rate) & _in_group(plan, places)).astype(np.float64)
         else:
             bins = rng.integers(0, b, (k, size)) if plan.restart_every else np.tile(rng.integers(0, b, size), (k, 1))
             x = (bins[:, None, :] == np.arange(b)[None, :, None]).reshape(n, size).astype(np.float64)
@@ -208,7 +215,7 @@ def one_run_bound(
     number("confidence", confidence, above=0, below=1)
     m = len(inside) + len(outside)
     if inside.ndim != 1 or outside.ndim != 1 or m < 8 or not (np.isfinite(inside).all() and np.isfinite(outside).all()):
-        raise InvalidInput("included", f"{m} scores", "give finite scores of eight or more canaries in two lists")
+        raise InvalidInput("included", f"Give finite scores of eight or more canaries, in two lists: there are {m}.")
     sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
     pairs = [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
     pairs = pairs if guesses is None else [guesses]

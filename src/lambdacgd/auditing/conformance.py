@@ -62,6 +62,8 @@ class Measured:
         self.bins[self.times != 1] = -1
         self.residual: Array = whitened - in_blocks(plan, matrix, self.taking_part.astype(np.float64)) / plan.sigma
         places = self.bins[0, recording.ids] if isinstance(plan.sampling, Cyclic) else None
+        if isinstance(plan.sampling, Poisson):
+            places = recording.ids % max(1, plan.sampling.groups)
         self.scores = likelihood_ratios(plan, whitened, places)
 
 
@@ -171,8 +173,14 @@ def _weights(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 def _participation(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     drawn, times = np.array([run.drawn for run in runs]), np.array([run.times for run in runs])
     if isinstance(plan.sampling, Poisson):
-        p_value = _binomial(int(drawn.sum()), drawn.size * plan.examples, 1 / plan.steps_per_epoch)
+        groups, ids = max(1, plan.sampling.groups), np.arange(plan.examples)
+        coins = sum(len(range(step % groups, plan.examples, groups)) for step in range(plan.steps))
+        p_value = _binomial(int(drawn.sum()), len(runs) * coins, plan.sampling.rate)
         yield Check("participation", p_value, f"{drawn.mean():.2f} examples a step, {plan.batch_size:.2f} planned")
+        if groups > 1:
+            first = plan.steps_per_epoch * np.arange(plan.epochs)[:, None]  # the first step of each epoch
+            wrong = sum(int(((run.bins >= 0) & ((first + run.bins - ids) % groups != 0)).sum()) for run in runs)
+            yield Check("groups", float(wrong == 0), f"{wrong} times an example was seen outside its group")
         return
     cyclic = isinstance(plan.sampling, Cyclic)
     wrong = int((times > 1).sum() + (drawn != plan.batch_size).sum() if cyclic else (times != 1).sum())

@@ -1,7 +1,8 @@
-"""What the last bits of released numbers tell: two attacks on floating point, which no accountant of real numbers sees.
+"""What the last bits of released numbers tell: attacks on floating point, which no accountant of real numbers sees.
 
-Both know two candidates for a sum, g and 0, and ask which of them, taken off the release, leaves something that the
-noise generator can have made. They need neither the key nor little noise.
+All of them know two candidates for a sum, g and 0, and ask which of them, taken off the release, leaves something that
+the noise generator can have made. They need neither the key nor little noise. What stands in their way is the lattice
+on which sum plus noise is released (`docs/noise-proof.md`). Without it they win: tests show that.
 """
 
 from __future__ import annotations
@@ -14,31 +15,42 @@ import torch
 from scipy import stats
 
 from lambdacgd.auditing.bounds import Array, bound_of_counts
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS
 from lambdacgd.planning import Plan
 from lambdacgd.training.card import NOT_COVERED
 from lambdacgd.training.noiser import Noiser
 
-ELEMENTS = 1 << 17
+ELEMENTS = 200 * GROUP_ELEMENTS
 HALF = 50  # trials with g, and as many with 0
-PAIR = 256  # Box–Muller made elements i and i + PAIR of one angle of 32 bits
 
 
 def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
-    """Guess from first releases whether a gradient g of norm ζ = 1 was in the sum, by the grids that floats lie on.
+    """Guess from first releases whether a gradient g of norm ζ = 1 was in the sum, by the bits of the numbers.
+
+    Args:
+        plan: The plan whose noise is attacked: on float32 sums for granularity, on float64 sums for the others.
+        rng: Chooses the gradients and in which trials they take part.
 
     Returns:
         For each attack its true and false positive rates, a lower bound on ε at 95%, and the p-value of Fisher's exact
         test that its guesses have nothing to do with the truth; and whether the claim covers floating point at all.
     """
+    steps = plan.block.steps
+    scales = plan.mechanism.column_scales(steps)
+    size = plan.sigma * float(plan.mechanism.recurrence(steps).noising(steps)[0])  # of the first step's noise
+    size *= 1.0 if scales is None else float(scales[0])
     truth = rng.permutation(np.arange(2 * HALF) % 2 == 0)
-    guesses: dict[str, list[bool]] = {"granularity": [], "angles": []}
+    guesses: dict[str, list[bool]] = {"granularity": [], "angles": [], "shared bits": []}
     for present in truth:
         g = rng.standard_normal(ELEMENTS)
-        g = (g / np.linalg.norm(g)).astype(np.float32)
-        total = torch.from_numpy(g.copy() if present else np.zeros_like(g))
-        released = Noiser(plan, max_grad_norm=1.0).add({"sum": total})["sum"].numpy().astype(np.float64)
-        guesses["granularity"].append(_granularity(released, g.astype(np.float64)) > 0)
-        guesses["angles"].append(_angles(released, g.astype(np.float64), plan.sigma) > 0)
+        g = (g / np.linalg.norm(g)).astype(np.float32).astype(np.float64)
+        narrow, wide = (
+            Noiser(plan, max_grad_norm=1.0).add({"sum": torch.tensor(g * present, dtype=dtype)})["sum"].double().numpy()
+            for dtype in (torch.float32, torch.float64)
+        )
+        guesses["granularity"].append(granularity(narrow, g) > 0)
+        guesses["angles"].append(angles((wide - g) / size) > angles(wide / size))
+        guesses["shared bits"].append(shared_bits((wide - g) / size) > shared_bits(wide / size))
     attacks = {}
     for name, guess in guesses.items():
         right, wrong = int((np.array(guess) & truth).sum()), int((np.array(guess) & ~truth).sum())
@@ -52,33 +64,51 @@ def floating_point(plan: Plan, rng: np.random.Generator) -> dict[str, Any]:
     return {"covered": covered, "trials": 2 * HALF, "elements": ELEMENTS, "attacks": attacks}
 
 
-def _granularity(released: Array, g: Array) -> float:
-    """float32(g + noise) is a multiple of the finer of two units in the last place; float32(0 + noise) need not be."""
+def granularity(released: Array, g: Array, *, mantissa: int = 23) -> float:
+    """How many bits of the release say that the sum was g and not 0; −∞ if one of them says that it cannot have been g.
+
+    If sum and noise are added in a type with so many mantissa bits, the result is a multiple of the finer of their two
+    units in the last place. That unit can be coarser than the result's own. Noise alone need not be such a multiple.
+    """
+
+    def unit(values: Array) -> Array:
+        return np.exp2(np.floor(np.log2(np.maximum(np.abs(values), 2.0**-120))) - mantissa)
+
     rest = released - g
-    unit = np.minimum.reduce([_unit(g), _unit(rest), _unit(rest * (1 + 2**-22)), _unit(rest * (1 - 2**-22))])
-    gain = np.log2(unit / _unit(released))
+    coarse = np.minimum(unit(g), np.minimum(unit(rest * (1 + 2.0**-22)), unit(rest * (1 - 2.0**-22))))
+    gain = np.log2(coarse / unit(released))
     informative = (gain > 0) & (released != 0)
-    if (np.mod(released[informative] / unit[informative], 1) != 0).any():
+    if (np.mod(released[informative] / coarse[informative], 1) != 0).any():
         return -math.inf
     return float(gain[informative].sum())
 
 
-def _unit(values: Array) -> Array:
-    return np.spacing(np.maximum(np.abs(values), 2.0**-120).astype(np.float32)).astype(np.float64)
+def angles(noise: Array) -> float:
+    """Evidence that pairs of normals lie on the 2⁵⁰ angles of the generator, and not anywhere: the v of Box–Muller."""
+    x, y = _pairs(noise)
+    return _near_whole(np.arctan2(y, x) / (2 * math.pi) * 2.0**50 - 0.5)
 
 
-def _angles(released: Array, g: Array, sigma: float) -> float:
-    """A pair of Gaussians by Box and Muller lies on one of 2³² angles: which candidate leaves such pairs?"""
-    error = (np.abs(released) + np.abs(released - g)) * 2.0**-24 * 0.6 / sigma
-    return _on_angles((released - g) / sigma, error) - _on_angles(released / sigma, error)
+def shared_bits(noise: Array) -> float:
+    """Evidence that the six pairs of a ChaCha20 block have the same lowest ten bits of u and twelve of v.
+
+    u has 52 bits and v has 50, so the differences of two pairs are multiples of 2⁻⁴² and of 2⁻³⁸. (Six pairs in 10⁵
+    have a u whose lowest bits are its own. They add a little chance.)
+    """
+    x, y = _pairs(noise)
+    u, v = np.exp(-(x * x + y * y) / 2), np.arctan2(y, x) / (2 * math.pi)
+    one, other = np.triu_indices(PAIRS, 1)
+    return sum(_near_whole(place[:, one] - place[:, other]) for place in (u * 2.0**42, v * 2.0**38))
 
 
-def _on_angles(noise: Array, error: Array) -> float:
-    (x, y), (dx, dy) = (np.moveaxis(values.reshape(-1, 2, PAIR), 1, 0) for values in (noise, error))
-    turns = np.arctan2(y, x) / (2 * math.pi) * 2.0**32 - 0.5
-    distance = turns - np.round(turns)
-    spread = np.sqrt((y * dx) ** 2 + (x * dy) ** 2) / (x * x + y * y) / (2 * math.pi) * 2.0**32
-    sharp = spread < 0.3
-    distance, spread = distance[sharp], np.maximum(spread[sharp], 1e-3)
-    density = sum(np.exp(-0.5 * ((distance + k) / spread) ** 2) for k in (-1, 0, 1)) / (spread * math.sqrt(2 * math.pi))
-    return float(np.log(0.001 + 0.999 * density).sum())
+def _pairs(noise: Array) -> tuple[Array, Array]:
+    """The pairs of all whole groups: two arrays of (groups, pairs of a block, blocks of a group)."""
+    whole = len(noise) // GROUP_ELEMENTS * GROUP_ELEMENTS
+    x, y = np.moveaxis(noise[:whole].reshape(-1, 2, PAIRS, GROUP_BLOCKS), 1, 0)
+    return x, y
+
+
+def _near_whole(places: Array) -> float:
+    """Log-likelihood ratio that half of the numbers are whole, but for errors of 1/16, against uniform numbers."""
+    distance = 16 * (places - np.round(places))
+    return float(np.log(0.5 + np.exp(-0.5 * distance**2) * (8 / math.sqrt(2 * math.pi))).sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,30 +121,9 @@ class Report:
         for name, attack in self.floating_point["attacks"].items():
             rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
             lines.append(f"    {name}: {rates}, ε ≥ {attack['epsilon_at_least']:.2f}")
-        return "\n".join([*lines, f"  {self.verdict}"])
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the trade-off between false and true positives, with what (ε, δ) allows. Needs matplotlib.
-
-        Args:
-            path: The file; its ending says of which kind it is.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 4.5))
-        axes = figure.subplots()
-        for name, points in self.trade_off.items():
-            shown = [(x, y) for x, y in points if x > 0 and y > 0]
-            axes.loglog(*zip(*shown, strict=True), "." if name == "released" else "-", label=name)
-        rates = np.geomspace(1e-5, 1, 200)
-        epsilon, delta = self.plan.epsilon, self.plan.delta
-        allowed = np.minimum(np.exp(epsilon) * rates + delta, 1 - np.exp(-epsilon) * (1 - delta - rates))
-        axes.loglog(rates, np.minimum(allowed, 1), "k--", label=f"allowed by ε = {epsilon:g}, δ = {delta:g}")
-        axes.set_xlabel("false positive rate")
-        axes.set_ylabel("true positive rate")
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=150)
+        told = "\n".join([*lines, f"  {self.verdict}"]).replace(" = ", "\xa0=\xa0")  # lines break elsewhere
+        wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * 9, break_on_hyphens=False)
+        return "\n".join(map(wrapper.fill, told.splitlines())).replace("\xa0", " ")
 
 
 def audit(
@@ -182,20 +162,20 @@ def audit(
     stay unseen.
     """
     if not isinstance(plan, Plan):
-        raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one, Plan.load reads one")
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
     plan.check()
     if not plan.sigma or not math.isfinite(plan.epsilon):
         raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")
     if plan.steps > MOST_STEPS:
         raise InvalidInput(
             "plan",
-            f"{plan.steps} steps",
-            f"an audit takes at most {MOST_STEPS}: audit a shorter plan of the same mechanism and sampling",
+            f"The plan has {plan.steps} steps, and an audit takes at most {MOST_STEPS}. Audit a shorter plan of the "
+            "same mechanism and sampling.",
         )
     number("max_grad_norm", max_grad_norm, above=0)
     most = plan.examples - 1
     if most < 32:
-        raise InvalidInput("plan", f"{plan.examples} examples", "an audit needs at least 33, for canaries")
+        raise InvalidInput("plan", f"The plan has {plan.examples} examples, and an audit needs at least 33.")
     size = min(most, max(64, LARGEST // plan.steps))
     if canaries is not None:
         size = integer("canaries", canaries, minimum=32, maximum=most, why=" (the examples without one)")

@@ -37,13 +37,13 @@ def place_for(parameter: str, path: Path | None) -> Path | None:
 
 
 def number_or_auto(parameter: str, text: str | None) -> float | str | None:
-    """The value of --lambda or --gamma: a number, ``auto``, or nothing."""
+    """The value of --lambda, --gamma or --bands: a number, ``auto``, or nothing."""
     if text is None or text == "auto":
         return text
     try:
-        return float(text)
+        return int(text) if text.isdecimal() else float(text)
     except ValueError:
-        raise InvalidInput(parameter, text, "it must be a number in [0, 1) or auto") from None
+        raise InvalidInput(parameter, text, "it must be a number or auto") from None
 
 
 def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
@@ -53,7 +53,7 @@ def parameters_of(classes: Iterable[type[Any]]) -> dict[str, Field[Any]]:
 
 def plan_flags() -> dict[str, Any]:
     """The flags that describe a mechanism and a sampling, as annotations by parameter: read off the dataclasses."""
-    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD, Workload
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
     named = {
@@ -63,12 +63,12 @@ def plan_flags() -> dict[str, Any]:
     options: dict[str, Any] = {
         name: Annotated[str | None, typer.Option(flag_of(name), help=help)] for name, help in named.items()
     }
-    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values()]).items():
+    for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values(), Workload]).items():
         help = field.metadata["help"]
         if isinstance(field.default, bool):
             options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
         else:
-            kind = int if isinstance(field.default, int) else str
+            kind = {"int": int, "float": float}.get(str(field.type), str)
             options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
     return options
 
@@ -104,10 +104,12 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidInput: a name is not known, or a parameter does not apply to what is named.
     """
-    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD
+    from lambdacgd.mechanisms import MECHANISMS, LambdaCGD, Workload
     from lambdacgd.sampling import SAMPLINGS, BallsInBins
 
     given = {name: value for name, value in request.items() if value is not None}
+    if used := {name: given.pop(name) for name in parameters_of([Workload]) if name in given}:
+        given["workload"] = Workload(**used)
     default = not {"mechanism", *parameters_of(MECHANISMS.values())} & set(given)
     mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
     if default:  # as ``lc.plan`` has it
@@ -132,5 +134,6 @@ def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]],
         if key not in takes:
             owners = [other for other, cls in classes.items() if key in parameters_of([cls])]
             raise InvalidInput(key, value, f"it applies to {', '.join(owners)}, not to {name}; leave it out")
-        values[key] = number_or_auto(key, value) if takes[key].default == "auto" and isinstance(value, str) else value
+        numeric = takes[key].default == "auto" or isinstance(takes[key].default, int)
+        values[key] = number_or_auto(key, value) if numeric and isinstance(value, str) else value
     return classes[name](**values)

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
-from lambdacgd.cli.options import place_for, plan_arguments
+from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
@@ -51,7 +51,8 @@ def show_plan(
     if out:
         plan.save(out)
     if plot:
-        plots().plan_figure(plan, plot)
+        with _busy(as_json, "drawing"):
+            plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
@@ -66,7 +67,8 @@ def show_plan(
 
 def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
-    bands, buffers = request.pop("bands", None), request.pop("buffers", None)
+    bands: Any = number_or_auto("bands", request.pop("bands", None))
+    buffers = request.pop("buffers", None)
     arguments = plan_arguments(request)
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
@@ -116,21 +118,22 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
     add(
         "training",
-        f"{plan.examples} examples, {plan.epochs} epochs × {plan.steps_per_epoch} steps of about "
+        f"{plan.examples} examples, {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'} × "
+        f"{plan.steps_per_epoch} steps of about "
         f"{plan.described_batch_size}",
     )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
-    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
+    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}  (of the sum of gradients)")
+    add("optimizer assumed", str(plan.workload))
     past = plan.mechanism.past_vectors(plan.block.steps)
-    verb = "stores" if _stored(plan) else "regenerates"
-    add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")
+    kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
+    add("past noise vectors", kept if past else "none needed")
     certificate = plan.certificate
-    sure = (
-        "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
-    )
+    sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
     kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
-    add(kind, f"{certificate.method}, {certificate.direction}, {sure}")
+    only = "" if certificate.direction == "both" else f", {certificate.direction} only"
+    add(kind, f"{certificate.method}{only}, {sure}")
     if "estimate" in certificate.details:
         error = certificate.details.get("estimate_standard_error", 0.0)
         add("its estimate", f"σ ≈ {certificate.details['estimate']:.5g} ± {error:.2g}, which claims nothing")
@@ -156,10 +159,13 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(
             f"{plan.selection['parameter']} was chosen by {plan.selection['objective']}: {plan.selection['because']}"
         )
-        for candidate in plan.selection.get("candidates", ()):
-            where = "amplified" if candidate["amplified"] else "at unit noise"
+        candidates = plan.selection.get("candidates", ())
+        if candidates:
+            lines.append("What each objective would choose, by quick estimates:")
+        for candidate in candidates:
+            where = "" if candidate["amplified"] else " at unit noise"
             lines.append(
-                f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}"
+                f"  {candidate['objective']:<15} {candidate['value']:.4f}   RMSE ~{candidate['rmse']:.3g}{where}"
             )
     return lines
 

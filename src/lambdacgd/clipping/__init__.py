@@ -1,11 +1,10 @@
 """Per-example clipped gradient sums in one backward pass. Other rooms of the package import from here."""
 
-from lambdacgd.clipping.backward import LossReduction, Totals
+from lambdacgd.clipping.backward import LossReduction, Record, Stored, Totals, outer
 from lambdacgd.clipping.bounds import Mode, accumulator
 from lambdacgd.clipping.check import Report, check_model, register
 from lambdacgd.clipping.clipper import Clipper, Replaced, attach, batch_size, compute_device
 from lambdacgd.clipping.convert import convert
-from lambdacgd.clipping.records import Record, Stored, outer
 from lambdacgd.clipping.rules import Layer, tap
 from lambdacgd.errors import ClippingError
 

@@ -1,15 +1,24 @@
 """One backward pass: records come in layer by layer; at its end all norms are known, and the clipped sums are added.
 
+A *record* is what one call of a layer leaves behind for one parameter, until the clip factors are known. It knows its
+parameter's name and can do three things: say its per-example gradient norms (`norm`), form the per-example gradients of
+some examples (`materialise`, the slow twin, used where records of one parameter meet), and add the weighted sum of its
+per-example gradients to a total (`add`). Two kinds serve every layer:
+
+* `Stored`: the per-example gradients themselves. Biases, scales and every layer for which they are smaller than what
+  they are made of.
+* `Outer`: per-example gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
+
 Records arrive while autograd walks the graph (`BackwardPass.receive`), and the norms of many layers are formed as they
-come (`NormPass`). When the walk has ended, norms become clip factors (`bounds`), and each record adds the weighted sum
-of its per-example gradients to a buffer (`Totals`).
+come (`NormPass`). When the walk has ended, norms become clip factors (`bounds`), and each record adds its weighted sum
+to a buffer (`Totals`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -17,12 +26,15 @@ from torch import Tensor, nn
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.bounds import Factors, Mode, Norm, clip_factors
-from lambdacgd.clipping.records import ColumnSum, Outer, Record, Stored
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import after_backward, backward_task, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
-NonFinite = Literal["zero", "raise"]
+
+# Temporaries of the norm pass are cut into groups of examples of at most this many elements.
+CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
+# Per-example gradients of a convolution are kept up to this many elements, even where Gram matrices would cost less.
+_KEPT_PATCHES = 1 << 25
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
 _SMALL = 1 << 13
@@ -34,6 +46,299 @@ _PACKS = 16
 _REMEMBERED = 4096
 
 
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def in_chunks(examples: int, elements_each: int, device: torch.device) -> list[slice]:
+    """The examples, as many at a time as temporaries of ``elements_each`` numbers each allow."""
+    budget = CHUNK_CUDA if device.type == "cuda" else CHUNK_CPU
+    step = max(1, min(examples, budget // max(1, elements_each)))
+    return [slice(i, min(i + step, examples)) for i in range(0, examples, step)]
+
+
+class Record:
+    """One parameter's share of one backward pass."""
+
+    name: str
+
+    def norm(self) -> Norm:
+        raise NotImplementedError
+
+    def materialise(self, rows: slice) -> Tensor:
+        raise NotImplementedError
+
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        """``total += Σ_i factor_i g_i`` over the examples kept; ``fresh``: overwrite what the buffer holds."""
+        raise NotImplementedError
+
+    def merge(self, other: Record) -> Record | None:
+        """One record for two calls that used the same parameter, cross terms included; None if they do not fit."""
+        return None
+
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        """The same for a layer that saw several rows of every example: their gradients are added up.
+
+        Args:
+            examples: How many there are.
+            minor: Whether the first row of every example comes first, then the second of every example.
+        """
+        return Stored(self.name, fold(self.materialise(slice(0, self.examples)), examples, minor=minor).sum(1))
+
+    @property
+    def examples(self) -> int:
+        raise NotImplementedError
+
+
+def fold(x: Tensor, examples: int, *, minor: bool) -> Tensor:
+    """[rows, …] as [examples, rows of each, …]; see `Record.folded`."""
+    each = x.shape[0] // examples
+    if minor:
+        return x.reshape(each, examples, *x.shape[1:]).transpose(0, 1)
+    return x.reshape(examples, each, *x.shape[1:])
+
+
+def masked(x: Tensor, keep: Tensor | None) -> Tensor:
+    """``x`` with the examples not kept set to zero, whatever they hold (0·NaN is NaN, so multiplying is not enough)."""
+    if keep is None:
+        return x
+    return torch.where(keep.view(-1, *([1] * (x.dim() - 1))), x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
+def scaled(x: Tensor, factor: Tensor) -> Tensor:
+    """``x_i · factor_i``, computed in the factor's precision and rounded once to ``x``'s (float16 becomes float32)."""
+    weight = factor.view(-1, *([1] * (x.dim() - 1)))
+    if x.dtype == torch.bfloat16:
+        return torch.mul(x, weight, out=torch.empty_like(x))
+    return x * weight
+
+
+@dataclass
+class Stored(Record):
+    """Per-example gradients of a parameter, [B, *shape], in float32 or float64; ``square`` [B] where it is known."""
+
+    name: str
+    gradients: Tensor
+    square: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Numbers in one example's gradient."""
+        return self.gradients.numel() // max(1, self.gradients.shape[0])
+
+    def flat(self) -> Tensor:
+        g = self.gradients
+        return g if g.dim() == 2 else g.reshape(g.shape[0], self.size)
+
+    def norm(self) -> Norm:
+        if self.square is not None:
+            return Norm(self.square)
+        return Norm(bounds.squared_norms(self.flat()))
+
+    def materialise(self, rows: slice) -> Tensor:
+        return self.gradients[rows]
+
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        if total.device.type == gpu.DEVICE and gpu.weighted_sum(total, self.gradients, factor, keep, fresh=fresh):
+            return
+        flat = masked(self.flat(), keep).t()
+        if fresh:
+            torch.mv(flat, factor, out=total.view(-1))
+        else:
+            total.view(-1).addmv_(flat, factor)
+
+    def merge(self, other: Record) -> Record | None:
+        if isinstance(other, Stored):
+            return Stored(self.name, self.gradients + other.gradients)
+        return None
+
+    @property
+    def examples(self) -> int:
+        return self.gradients.shape[0]
+
+
+@dataclass
+class ColumnSum(Record):
+    """Per-example gradients Σ_t b_it of a bias, not formed yet: the norm pass forms those of all layers together."""
+
+    name: str
+    b: Tensor  # [B, T, d]
+
+    def formed(self) -> Stored:
+        return Stored(self.name, self.b.sum(1, dtype=bounds.accumulator(self.b.dtype)))
+
+    def materialise(self, rows: slice) -> Tensor:
+        return self.formed().gradients[rows]
+
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
+
+    @property
+    def examples(self) -> int:
+        return self.b.shape[0]
+
+
+Tokens = Tensor | Callable[[slice], Tensor]
+
+
+@dataclass
+class Outer(Record):
+    """Per-example gradients Σ_t b_it a_itᵀ of a parameter viewed as a matrix [out, in].
+
+    ``a`` is [B, T, in] or makes the rows asked for (patches of a convolution's input); ``b`` is [B, T, out].
+    """
+
+    name: str
+    a: Tokens
+    b: Tokens
+    sizes: tuple[int, int, int, int]  # B, T, in, out
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
+
+    def left(self, rows: slice) -> Tensor:
+        return self.a(rows) if callable(self.a) else self.a[rows]
+
+    def right(self, rows: slice) -> Tensor:
+        return self.b(rows) if callable(self.b) else self.b[rows]
+
+    @property
+    def examples(self) -> int:
+        return self.sizes[0]
+
+    def folded(self, examples: int, *, minor: bool) -> Record:
+        """Rows of an example are more of its tokens."""
+        rows, tokens, inner, out = self.sizes
+        if isinstance(self.a, Tensor) and isinstance(self.b, Tensor):
+            a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
+            return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        if minor:
+            return super().folded(examples, minor=minor)
+        each = rows // examples
+
+        def more(of: Callable[[slice], Tensor]) -> Callable[[slice], Tensor]:
+            return lambda some: of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
+
+        sizes = (examples, each * tokens, inner, out)
+        return replace(self, a=more(self.left), b=more(self.right), sizes=sizes)
+
+    def resolve(self) -> Record:
+        """The record to keep: the gradients themselves where they are the cheaper way."""
+        if not direct(self.sizes, patches=callable(self.a)):
+            return self
+        return Stored(self.name, self.materialise(slice(0, self.examples)))
+
+    def materialise(self, rows: slice) -> Tensor:
+        start, stop = rows.start or 0, min(rows.stop, self.examples)
+        _, tokens, inner, _ = self.sizes
+        kept = bounds.accumulator(self.dtype)
+        whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
+        for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
+            here = slice(start + part.start, start + part.stop)
+            a, b = self.left(here), self.right(here)
+            first, second = (a, b) if self.transposed else (b, a)
+            bounds.bmm_into(whole[part], first.transpose(1, 2), second)
+        return whole.view(-1, *self.shape)
+
+    def norm(self) -> Norm:
+        examples, tokens, inner, outer = self.sizes
+        fold_a = inner < outer
+        gamma = bounds.accumulation_unit(max(inner, outer), self.dtype)
+        kappa = bounds.folding_unit(self.dtype, self.device)
+        if callable(self.a):  # their sum is formed in float32
+            kappa = max(kappa, bounds.folding_unit(bounds.accumulator(self.dtype), self.device))
+        if tokens == 1:
+            every = slice(0, examples)
+            kept = bounds.accumulator(self.dtype)
+            trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
+            trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
+            product = trace_a * trace_b
+            return Norm(product, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa, fold_a=fold_a)
+        each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
+        groups = in_chunks(examples, each, self.device)
+        parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
+        sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
+        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
+
+    def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
+        _, tokens, inner, _ = self.sizes
+        shape = self._matrix_shape()
+        matrix = total if total.shape == shape else total.view(shape)
+        if not callable(self.a) and not callable(self.b):
+            self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
+            return
+        for rows in in_chunks(self.examples, tokens * inner, self.device):
+            kept = None if keep is None else keep[rows]
+            self._add_rows(matrix, masked(self.left(rows), kept), masked(self.right(rows), kept), factor[rows], fresh)
+            fresh = False
+
+    def _add_rows(self, matrix: Tensor, a: Tensor, b: Tensor, factor: Tensor, fresh: bool) -> None:
+        """The factor goes into the smaller operand; then one product over all tokens of all examples."""
+        _, _, inner, outer = self.sizes
+        if inner < outer:
+            a = scaled(a, factor)
+            b = b if b.dtype == a.dtype else b.to(a.dtype)
+        else:
+            b = scaled(b, factor)
+            a = a if b.dtype == a.dtype else a.to(b.dtype)
+        if callable(self.a):
+            bounds.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
+            return
+        a, b = a.flatten(0, 1), b.flatten(0, 1)
+        first, second = (a, b) if self.transposed else (b, a)
+        bounds.mm_into(matrix, first.t(), second, fresh=fresh)
+
+    def _matrix_shape(self) -> tuple[int, int]:
+        _, _, inner, outer = self.sizes
+        return (inner, outer) if self.transposed else (outer, inner)
+
+    def merge(self, other: Record) -> Record | None:
+        """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
+        if not isinstance(other, Outer) or callable(self.a) or callable(other.a):
+            return None
+        if callable(self.b) or callable(other.b) or self.transposed != other.transposed or self.dtype != other.dtype:
+            return None
+        a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
+        return outer(self.name, a, b, self.shape, transposed=self.transposed)
+
+
+def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
+    """Whether forming the per-example gradients (B, T, in, out) costs less than the two Gram matrices."""
+    examples, tokens, inner, outer = sizes
+    if tokens == 1:
+        return False
+    if inner * outer <= tokens * (inner + outer):
+        return True
+    # Kept gradients also save making patches again: worth their memory while they are small.
+    return patches and examples * inner * outer <= _KEPT_PATCHES
+
+
+def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
+    """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
+    a, b = same_type(a, b)
+    sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
+    return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
+
+
+def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Both in the wider type: a layer kept in float32 under autocast has two, say."""
+    if x.dtype == y.dtype:
+        return x, y
+    wide = torch.promote_types(x.dtype, y.dtype)
+    return x.to(wide), y.to(wide)
+
+
+def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Σ_ts (a_t·a_s)(b_t·b_s) = ‖Σ_t b_t a_tᵀ‖² per example, with traces and Frobenius norms of both Gram matrices."""
+    gram_a, gram_b = bounds.bmm(a, a.transpose(1, 2)), bounds.bmm(b, b.transpose(1, 2))
+    trace_a, trace_b = gram_a.diagonal(dim1=1, dim2=2).sum(1), gram_b.diagonal(dim1=1, dim2=2).sum(1)
+    norm_a, norm_b = torch.linalg.vector_norm(gram_a, dim=(1, 2)), torch.linalg.vector_norm(gram_b, dim=(1, 2))
+    return gram_a.mul_(gram_b).sum((1, 2)), trace_a, trace_b, norm_a, norm_b
+
+
+# --- the pass ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class Settings:
     """How the examples of a batch are clipped and added up; see `attach` for what the fields mean."""
@@ -41,11 +346,10 @@ class Settings:
     max_grad_norm: float
     loss_reduction: LossReduction = "mean"
     mode: Mode = "flat"
-    nonfinite: NonFinite = "zero"
-    loss_scale: float | Tensor = 1.0  #: by how much the loss was multiplied (GradScaler; the views of an example)
+    views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode), ("nonfinite", NonFinite)):
+        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode)):
             given, allowed = getattr(self, name), get_args(kind)
             if given not in allowed:
                 raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
@@ -67,8 +371,7 @@ class BackwardPass:
     Attributes:
         anchor: A leaf that every tap hangs on; autograd reaches it in every pass that is for the parameters.
         totals: Where the sums are kept.
-        norms: Per-example norms of each pass since the last `forget`. Not private.
-        dropped: How many examples had a non-finite gradient since then, on the device; None: nobody counted.
+        norms: Per-example norms of each pass since the last `forget`, and the examples' weights. Not private.
         weights: One weight per example for the next pass, or None.
         before_adding: Called before a pass writes the sums.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
@@ -81,8 +384,7 @@ class BackwardPass:
         self._groups = len({settings.group(name) for name in parameters})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.totals = Totals()
-        self.norms: list[Tensor] = []
-        self.dropped: Tensor | None = None
+        self.norms: list[tuple[Tensor, Tensor | None]] = []
         self.weights: Tensor | None = None
         self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
@@ -94,13 +396,12 @@ class BackwardPass:
     def reset(self) -> None:
         """Forget the pass under way: what an interrupted one left behind."""
         self._pending: dict[str, list[Record]] = {}
-        self._norm_pass, self._task, self._batch = NormPass(), -1, 0
-        self._forward_passes: set[int] = set()
+        self._norm_pass, self._task, self._batch, self._generation = NormPass(), -1, 0, -1
 
     def forget(self) -> None:
-        """Forget the sums, norms and counts gathered so far."""
+        """Forget the sums and norms gathered so far."""
         self.totals.clear()
-        self.norms, self.dropped = [], None
+        self.norms = []
 
     def gathers(self) -> bool:
         """Whether the backward pass under way is for the parameters.
@@ -114,10 +415,12 @@ class BackwardPass:
             self._for_parameters = (task, will_execute(node))
         return self._for_parameters[1]
 
-    def receive(
-        self, records: Iterable[Record], *, batch: int, generation: int, refuse: Callable[[str], ClippingError]
-    ) -> None:
-        """Keep what one call of a layer yields, in forward pass ``generation`` over ``batch`` examples."""
+    def begin(self, batch: int, generation: int, refuse: Callable[[str], ClippingError]) -> None:
+        """A call of a layer is about to deliver, from forward pass ``generation`` over ``batch`` examples.
+
+        Raises:
+            ClippingError: Its gradient would be clipped in parts, or twice.
+        """
         task = backward_task()
         if task != self._task:
             if self._pending:
@@ -128,36 +431,35 @@ class BackwardPass:
                 )
             if self.before_adding is not None and self.looking is None:
                 self.before_adding()
-            self._task, self._batch, self._forward_passes = task, batch, set()
+            self._task, self._batch, self._generation = task, batch, generation
             after_backward(self._finish)
         if generation in self._clipped:
             raise refuse(
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
                 "up and call backward() once."
             )
-        self._forward_passes.add(generation)
-        if len(self._forward_passes) > 1:
+        if generation != self._generation:
             raise refuse(
                 "one backward pass covers two forward passes of the model. Where they saw different examples, call "
                 "backward() for each; where row i is one example in both (two views of it), let one module call the "
                 "model twice in its forward, and attach to that."
             )
-        for record in records:
-            if record.examples != batch:
-                raise refuse(
-                    f"expected {batch} examples, found {record.examples}: the batch must be the first dimension."
-                )
-            if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
-                raise refuse(
-                    f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
-                    f"the parameter has {tuple(self._shapes[record.name])}."
-                )
-            self._pending.setdefault(record.name, []).append(record)
-            self._norm_pass.add(record)
+
+    def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
+        """Keep what a call yields for one parameter."""
+        if type(record) is Outer:
+            record = record.resolve()
+        if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
+            raise refuse(
+                f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
+                f"the parameter has {tuple(self._shapes[record.name])}."
+            )
+        self._pending.setdefault(record.name, []).append(record)
+        self._norm_pass.add(record)
 
     def _finish(self) -> None:
         pending, norm_pass, batch = self._pending, self._norm_pass, self._batch
-        self._clipped |= self._forward_passes
+        self._clipped.add(self._generation)
         self.reset()
         if len(self._clipped) > _REMEMBERED:
             newest = max(self._clipped)
@@ -189,18 +491,41 @@ class BackwardPass:
         factors = self._factors(list(groups.values()), batch, weights)
         if self.looking is not None:
             return
-        keep = _kept(factors, weighed=weights is not None)
         factor_of = dict(zip(groups, factors.weight.unbind(0), strict=True))
-        try:
+
+        def add(keep: Tensor | None) -> None:
             for record in alone:
                 factor = factor_of[self.settings.group(record.name)]
                 self.totals.add(record, self._parameters[record.name], factor, keep)
             for pack in packs:
                 self.totals.add_pack(pack, factor_of[""], keep)
             self.totals.finish()
+
+        try:
+            self._add_finite(add, factors)
         except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
             self.forget()
             raise
+
+    def _add_finite(self, add: Callable[[Tensor | None], None], factors: Factors) -> None:
+        """Add the examples whose gradients are finite: masked where some are not, since 0·NaN is NaN.
+
+        On CUDA the host would wait for that answer with nothing queued. So the sums are first formed as if all were
+        finite, where they can be formed again (nothing else is in their buffers), and the answer is read behind that.
+        """
+        if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
+            add(factors.keep)
+            return
+        finite = on_its_way(factors.finite.all())
+        hopeful = not self.sharded and not self.totals.filled
+        if hopeful:
+            add(None)
+        if not finite():
+            if hopeful:
+                self.totals.clear()
+            add(factors.keep)
+        elif not hopeful:
+            add(None)
 
     def _factors(self, groups: list[list[Norm]], batch: int, weights: Tensor | None) -> Factors:
         s = self.settings
@@ -208,28 +533,37 @@ class BackwardPass:
             groups,
             max_grad_norm=s.max_grad_norm,
             mode=s.mode,
-            scale=1.0 / s.loss_scale * (batch if s.loss_reduction == "mean" else 1),
+            scale=float(batch) if s.loss_reduction == "mean" else 1.0 / s.views,
             weights=weights,
             layers=self._groups,
         )
         if self.looking is not None:
             self.looking.append(factors.norms)
-            return factors
-        self.norms.append(factors.norms)
-        missing = (~factors.finite if weights is None else ~factors.finite & (weights.to(factors.norms) != 0)).sum()
-        self.dropped = missing if self.dropped is None else self.dropped + missing
-        if s.nonfinite == "raise" and bool(missing > 0):
-            raise ClippingError(f"{int(missing)} example(s) have a non-finite gradient (nonfinite='raise').")
+        else:
+            self.norms.append((factors.norms, weights))
         return factors
 
+    def dropped(self) -> int:
+        """How many examples had a non-finite gradient, and a weight, since the last `forget`. Waits for the device."""
+        return sum(
+            int((~norms.isfinite() if weights is None else ~norms.isfinite() & (weights.to(norms) != 0)).sum())
+            for norms, weights in self.norms
+        )
 
-def _kept(factors: Factors, *, weighed: bool) -> Tensor | None:
-    """None where every example is kept: then nothing needs masking. On CUDA that question is a synchronisation: not
-    asked where weights are given (padding is expected) nor in a graph.
-    """
-    if factors.keep.is_cuda and (weighed or torch.cuda.is_current_stream_capturing()):
-        return factors.keep
-    return None if bool(factors.keep.all()) else factors.keep
+
+def on_its_way(answer: Tensor) -> Callable[[], bool]:
+    """A yes or no of the device, to be read later: what is queued meanwhile need not be over then."""
+    if not answer.is_cuda:
+        return lambda: bool(answer)
+    copy = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(answer, non_blocking=True)
+    event = torch.cuda.Event()
+    event.record()
+
+    def read() -> bool:
+        event.synchronize()
+        return bool(copy)
+
+    return read
 
 
 # --- norms ------------------------------------------------------------------------------------------------------------
@@ -255,7 +589,7 @@ def resolve_sums(merged: dict[str, Record]) -> list[Record]:
     """Form the biases' gradients, on CUDA those of all layers in one launch."""
     waiting = [r for r in merged.values() if isinstance(r, ColumnSum)]
     formed: dict[str, Record] = {}
-    if len(waiting) > 1 and gpu.may_use_tables(waiting[0].b.device):
+    if len(waiting) > 1 and waiting[0].b.device.type == gpu.DEVICE and gpu.may_use_tables():
         sums = gpu.column_sums([r.b for r in waiting])
         if sums is not None:
             formed = {r.name: Stored(r.name, s) for r, s in zip(waiting, sums, strict=True)}
@@ -281,7 +615,7 @@ class NormPass:
         if type(record) is not Outer:
             return
         if self._with_tables is None:
-            self._with_tables = gpu.may_use_tables(record.device)
+            self._with_tables = record.device.type == gpu.DEVICE and gpu.may_use_tables()
         if self._with_tables and isinstance(record.a, Tensor) and isinstance(record.b, Tensor):
             self._waiting.append((record.name, record.a, record.b))
             if len(self._waiting) >= _TOGETHER:

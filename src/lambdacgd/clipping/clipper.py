@@ -19,28 +19,41 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lambdacgd.clipping import bounds
-from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
-from lambdacgd.clipping.batch_free import BatchFree, check_output, own_parameters_of, parameter_stand_in, standing_in
+from lambdacgd.clipping.backward import BackwardPass, LossReduction, Settings, Totals
+from lambdacgd.clipping.batch_free import (
+    BatchFree,
+    exchanged,
+    own_parameters_of,
+    parameter_stand_in,
+    refuse_stand_ins,
+    standing_in,
+)
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import Loss, Probe, check_loss
+from lambdacgd.clipping.probe import Loss, Probe, check_loss, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
     AnyInstanceNorm,
     AnyLazyNorm,
+    AnyNormWithStatistics,
     backward_hooks,
     backward_task,
     functorch_is_active,
+    non_persistent_buffers,
     not_compiled,
+    own_buffers,
     own_modules,
     own_parameters,
     tree_leaves,
+    version,
+    versions,
 )
 
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 Undo = Callable[[], None]
+_MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_values", "input_features", "x", "input", "inputs")
@@ -52,7 +65,6 @@ def attach(
     *,
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
-    nonfinite: NonFinite = "zero",
     batch_of: BatchOf | None = None,
     probe: bool = True,
 ) -> Clipper:
@@ -64,12 +76,10 @@ def attach(
         loss_reduction: How the loss combines the examples of the batch it saw.
         mode: One norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or normalising instead
             of clipping ("automatic"). The sum's sensitivity is ζ in each.
-        nonfinite: What an example with a non-finite gradient does: contribute zero, or raise an error, which tells
-            everybody something about one example.
         batch_of: ``batch_of(args, kwargs)`` gives the number of examples where it is not the first dimension of the
             model's first tensor argument.
-        probe: Whether the first batch is run twice more, once without its last example, to learn which dimensions are
-            the batch and whether examples stay in their rows (see `probe`).
+        probe: Whether a few examples of some batches are run again, to learn which dimensions are the batch and
+            whether examples stay in their rows (see `probe`).
 
     Returns:
         The clipper, which gathers the sums.
@@ -77,8 +87,7 @@ def attach(
     Raises:
         ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    settings = Settings(max_grad_norm, loss_reduction, mode, nonfinite)
-    return Clipper(model, settings, batch_of=batch_of, probe=probe)
+    return Clipper(model, Settings(max_grad_norm, loss_reduction, mode), batch_of=batch_of, probe=probe)
 
 
 class Clipper:
@@ -101,7 +110,7 @@ class Clipper:
             raise ClippingError(
                 "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
             )
-        self._snapshot = Snapshot(model, self.parameters)
+        self._watch = Watch(model, self.parameters)
         device = compute_device(next(iter(self.parameters.values())))
         self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
         self._probe = Probe(
@@ -109,9 +118,9 @@ class Clipper:
             self._forward_pass,
             self._backward_pass.anchor,
             self.count,
-            enabled=probe,
             mean=settings.loss_reduction == "mean",
         )
+        self._probes, self._may_probe = probe, True
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._standing_in: contextlib.AbstractContextManager[None] | None = None
@@ -175,7 +184,12 @@ class Clipper:
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
                 the loss.
         """
-        check_loss(self.model, self._backward_pass, loss, items, collate, anchor=self.anchor)
+        allowed = self._may_probe
+        try:
+            probed = partial(self.allow_probe, False)
+            check_loss(self.model, self._backward_pass, loss, items, collate, probed=probed)
+        finally:
+            self._may_probe = allowed
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -189,12 +203,18 @@ class Clipper:
     @property
     def norms(self) -> Tensor:
         """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
-        return torch.cat(self._backward_pass.norms) if self._backward_pass.norms else torch.zeros(0)
+        norms = [norms for norms, _ in self._backward_pass.norms]
+        return torch.cat(norms) if norms else torch.zeros(0)
+
+    @property
+    def examples(self) -> int:
+        """How many examples backward passes have covered since the last `take`."""
+        return sum(len(norms) for norms, _ in self._backward_pass.norms)
 
     @property
     def dropped(self) -> int:
         """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
-        return 0 if self._backward_pass.dropped is None else int(self._backward_pass.dropped)
+        return self._backward_pass.dropped()
 
     @property
     def max_grad_norm(self) -> float:
@@ -247,20 +267,15 @@ class Clipper:
         self._backward_pass.weights = weights
 
     def expect_views(self, views: int) -> None:
-        """Every example comes as this many rows of the model's arguments, one view of all after another.
+        """Every example comes as this many rows of the model's arguments, which are neighbours.
 
-        The gradient of an example is the mean over its views: a loss that adds examples up has ``views`` times as many.
+        The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
         """
-        self._probe.views = views
-        self._settings.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
-
-    def expect_loss_scale(self, scale: float | Tensor) -> None:
-        """The loss is multiplied by ``scale`` before ``backward()`` (GradScaler, under float16)."""
-        self._settings.loss_scale = scale
+        self._settings.views = views
 
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
-        self._probe.allowed = allowed
+        self._may_probe = allowed
 
     def call_before_adding(self, callback: Callable[[], None] | None) -> None:
         """Call this before a backward pass writes the sums."""
@@ -269,29 +284,42 @@ class Clipper:
     @property
     def views(self) -> int:
         """K, the readings of an example that are averaged before clipping."""
-        return self._probe.views
+        return self._settings.views
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
 
     def count(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """The number of examples in the model's arguments."""
+        """The number of examples in the model's arguments; of rows, where each has several views."""
         return self._batch_of(args, kwargs) if self._batch_of else batch_size(args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
-            self._probe.begin_quietly()
+            if self._probes:
+                self._watch.begin_quietly(sharded)
             return
         batch = self.count(args, kwargs)
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
+        if batch % self.views:
+            raise ClippingError(
+                f"the model was given {batch} rows, which is not a multiple of augmentations={self.views}. Run other "
+                "data through it under torch.no_grad()."
+            )
         if backward_task() != -1:  # a recomputation by checkpointing
             self._forward_pass.batch = batch
             return
         self._forward_pass.begin()
         self._backward_pass.reset()
-        self._snapshot.check()
-        self._probe.begin(args, kwargs, batch)
-        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers, self.anchor.device)
+        self._watch.refuse_changes()
+        if self._probes:
+            capturing = self.anchor.is_cuda and torch.cuda.is_current_stream_capturing()
+            # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
+            if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
+                with self._watch.probing():
+                    self._probe.look((args, kwargs), batch, self._watch.mode)
+            self._watch.begin(sharded)
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
         if self._probe.read_elsewhere:
             self._standing_in = standing_in(self._probe.read_elsewhere)
@@ -305,11 +333,16 @@ class Clipper:
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.is_grad_enabled():
-            self._probe.end_quietly()
+            if self._probes:
+                self._watch.end_quietly()
             return
-        check_output(output, self._forward_pass.batch)
-        if backward_task() == -1:
-            self._probe.end(output)
+        if type(output) is not Tensor:
+            refuse_stand_ins(output, self._forward_pass.batch)
+        if self._probes and backward_task() == -1:
+            self._watch.end()
+            suspects = self._probe.suspects.get(self._watch.mode)
+            if suspects:
+                refuse_gradients(output, suspects)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -365,7 +398,7 @@ class Clipper:
                 "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
             )
         if layer.forward_pass.sharded:
-            self._watch(layer)
+            self._hook_gathered(layer)
         else:
             for slots, local, parameter in layer.slots:
                 if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
@@ -378,7 +411,7 @@ class Clipper:
                 return _by_rule(layer, rule, *args, **kwargs)
         return _by_rule(layer, rule, *args, **kwargs)
 
-    def _watch(self, layer: Layer) -> None:
+    def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
         for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
             gathered = slots[last]
@@ -390,15 +423,40 @@ class Clipper:
                 self._undo.append(gathered.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
 
 
-class Snapshot:
-    """What the model's parameters were when clipping was attached."""
+class Watch:
+    """What is looked at in every forward pass, and when one is to be probed.
+
+    Something may begin later: a warm-up, mixup every other batch, another mode of a module. So a probe is due at
+    forward passes 1, 2, 4, 8, …, in modes that were not probed, and after a buffer was written that no probe has seen
+    written. A parameter must not be written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
+
+    Attributes:
+        mode: Which modules were in train mode when `due` was asked last.
+    """
 
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
         self._trained = [(name, p, p.shape, p.dtype) for name, p in trained.items()]
         self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._modules = list(model.modules())
+        self._buffers = [
+            (f"{path}.{name}" if path else name, own_buffers(module), name)
+            for path, module in model.named_modules()
+            for name in own_buffers(module)
+            if name not in non_persistent_buffers(module)
+        ]
+        self._norms = [(path, m) for path, m in model.named_modules() if isinstance(m, AnyNormWithStatistics)]
+        named = [(name, p) for name, p in model.named_parameters() if not p.is_inference()]
+        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self.mode, self._probed_modes = b"", set[bytes]()
+        self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
+        self._due, self._probed = True, False  # whether a probe is, and whether the pass under way was probed
+        self._buffers_before: list[tuple[int, int]] = []
+        self._parameters_before: list[int] | None = None
+        self._compared: set[str] = set()  # buffers that a probe has seen written
+        self._quietly: set[str] = set()  # those that passes without gradients wrote, which no probe compares
 
-    def check(self) -> None:
-        """Compare with now.
+    def refuse_changes(self) -> None:
+        """Compare the parameters with what they were when clipping was attached.
 
         Raises:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
@@ -416,6 +474,94 @@ class Snapshot:
         for name, p in self._frozen:
             if p.requires_grad:
                 raise _changed(name, "was unfrozen")
+
+    def due(self, *, again: bool) -> bool:
+        """Whether the forward pass that begins is to be probed; ``again``: also for its number alone."""
+        self._passes, self._probed = self._passes + 1, False
+        if not self._due:
+            self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
+        self.mode = bytes([m.training for m in self._modules])
+        new = self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
+        self._due |= new or (again and self._passes >= self._next)
+        return self._due
+
+    @contextlib.contextmanager
+    def probing(self) -> Iterator[None]:
+        """While the probe runs. Where it raises, it stays due."""
+        while self._next <= self._passes:
+            self._next *= 2
+        yield
+        self._probed_modes.add(self.mode)
+        self._due, self._probed = False, True
+
+    def begin(self, sharded: bool) -> None:
+        """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
+        self._buffers_before = self._versions()
+        self._parameters_before = None if sharded else versions(self._parameters)
+
+    def end(self) -> None:
+        """After a forward pass with gradients.
+
+        Raises:
+            ClippingError: It wrote a parameter, or what a pass without gradients wrote is refused now.
+        """
+        self._refuse_parameters()
+        written = self._written() if self._buffers else []
+        if not self._probed:
+            self._due |= bool(written)  # compared in the next forward pass
+            return
+        self._compared.update(written)  # the probe has seen it written: it does not depend on the examples
+        self._due = True  # where it is refused, it stays refused
+        self._refuse_unseen()
+        self._due = False
+
+    def begin_quietly(self, sharded: bool) -> None:
+        """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
+        for path, m in self._norms:
+            if m.training and m.running_mean is not None:
+                raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
+        self.begin(sharded)
+
+    def end_quietly(self) -> None:
+        """After a forward pass without gradients. Counters tell nothing about examples."""
+        self._refuse_parameters()
+        held = {name: buffers.get(local) for name, buffers, local in self._buffers}
+        self._quietly.update(n for n in self._written() if (b := held[n]) is not None and b.is_floating_point())
+        if not self._due:
+            self._refuse_unseen()
+
+    def _written(self) -> list[str]:
+        """Buffers that the pass under way has written and that no probe has seen written."""
+        places = zip(self._buffers, self._buffers_before, self._versions(), strict=False)
+        return [name for (name, _, _), before, now in places if before != now and name not in self._compared]
+
+    def _refuse_parameters(self) -> None:
+        before, now = self._parameters_before, versions(self._parameters)
+        if before is None or now == before:
+            return
+        name = next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
+        raise ClippingError(
+            f"the forward pass writes the parameter '{name}': what it holds of examples would leave the model with "
+            "its state_dict, without clipping or noise (a running average, a table that is renormalised where it "
+            "is read: Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
+        )
+
+    def _refuse_unseen(self) -> None:
+        """Once a probe has seen what passes with gradients write: others may write no more."""
+        for name in sorted(self._quietly - self._compared):
+            raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
+
+    def _versions(self) -> list[tuple[int, int]]:
+        held = (buffers.get(name) for _, buffers, name in self._buffers)
+        return [(0, 0) if b is None or b.is_inference() else (id(b), version(b)) for b in held]
+
+
+def _quiet(what: str) -> ClippingError:
+    return ClippingError(
+        f"a forward pass without gradients {what}: what it holds of examples would leave the model with its "
+        "state_dict, without clipping or noise. Call the model in eval mode there, or, if the data is public, before "
+        "it is private (detach first)."
+    )
 
 
 def _changed(name: str, what: str) -> ClippingError:
@@ -503,15 +649,9 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
-        kept.append((slots, last, slots[last]))
-        slots[last] = parameter_stand_in(layer, name, slots[last])
-    try:
+    places = zip(_slots(layer), layer.names.values(), strict=True)
+    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last), name in places):
         return layer.original(*args, **kwargs)
-    finally:
-        for slots, last, parameter in kept:
-            slots[last] = parameter
 
 
 def _stray(name: str, parameter: Tensor) -> None:

@@ -2,9 +2,9 @@
 
 Two families. *Tables*: norms and sums of many layers in one launch, their tensors in a table of addresses, because in
 bfloat16 a transformer's step is bound by launches, not arithmetic; eight launches a layer for its norm would double it.
-Twins: `records.Outer.norm` and ``Tensor.sum``. *Kept gradients*: a convolution's without its patches, and their
+Twins: `backward.Outer.norm` and ``Tensor.sum``. *Kept gradients*: a convolution's without its patches, and their
 weighted sum in one reading; these hold no addresses, so that CUDA graphs may replay them. Twins:
-`records.Outer.materialise` and `records.Stored`.
+`backward.Outer.materialise` and `backward.Stored`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from lambdacgd.clipping import bounds
 from lambdacgd.clipping.bounds import Norm
 
+DEVICE = "cuda"  #: callers ask for it before they call: on other devices no step comes here
 _TILE, _DEPTH = 64, 64
 
 
@@ -34,16 +35,12 @@ def kernels() -> Any:
     return module
 
 
-def _usable(x: Tensor) -> bool:
-    return x.device.type == "cuda" and kernels() is not None
-
-
 # --- many layers in one launch ----------------------------------------------------------------------------------------
 
 
-def may_use_tables(device: torch.device) -> bool:
-    """On CUDA, outside a graph capture, whose replays would read a stale table of addresses."""
-    return device.type == "cuda" and kernels() is not None and not torch.cuda.is_current_stream_capturing()
+def may_use_tables() -> bool:
+    """Outside a graph capture, whose replays would read a stale table of addresses."""
+    return kernels() is not None and not torch.cuda.is_current_stream_capturing()
 
 
 def _fits(a: Tensor, b: Tensor) -> bool:
@@ -123,7 +120,7 @@ def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
 
 def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
     """Per-example Σ_t b∘x̂ and Σ_t b [B, size] in one launch; None where the kernel does not fit."""
-    if not may_use_tables(x.device) or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
+    if not may_use_tables() or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
         return None
     gradient = gradient.contiguous()
     examples = x.shape[0]
@@ -145,7 +142,7 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
     up in float32.
     """
-    if not _usable(image) or image.dim() != 4 or image.dtype == torch.float64:
+    if kernels() is None or image.dim() != 4 or image.dtype == torch.float64:
         return None
     if image.dtype == torch.float32 and not bounds.tf32_in_use(image.device):
         return None
@@ -177,7 +174,7 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor 
     """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
     [B, *shape] once; False where the kernel does not fit.
     """
-    if not _usable(gradients) or not gradients.is_contiguous():
+    if kernels() is None or not gradients.is_contiguous():
         return False
     if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
         return False
@@ -195,7 +192,7 @@ def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> 
     """Per-example Σ b∘x̂ and Σ b [B, C] over the positions of contiguous x and b [B, C, *space]; None where the kernel
     does not fit.
     """
-    if not _usable(x) or x.dtype != torch.float32 or gradient.dtype != torch.float32:
+    if kernels() is None or x.dtype != torch.float32 or gradient.dtype != torch.float32:
         return None
     examples, channels = x.shape[:2]
     positions = math.prod(x.shape[2:])

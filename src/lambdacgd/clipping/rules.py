@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.backward import BackwardPass
+from lambdacgd.clipping.backward import BackwardPass, Record
 from lambdacgd.clipping.bounds import without_autocast
-from lambdacgd.clipping.records import Record
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
 
@@ -40,17 +39,9 @@ _BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its fo
 def register(
     *kinds: type[nn.Module] | str, finds_batch: bool = False, pointwise: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Use the decorated rule for these classes of layers.
+    """Use the decorated rule for these classes of layers, or names of classes that need not be importable.
 
-    Args:
-        kinds: Classes, or names of classes ("package.module.Class") that need not be importable.
-        finds_batch: Whether the rule looks for the batch dimension itself. Otherwise it is called only if its first
-            argument has the batch first.
-        pointwise: Whether the layer treats all leading dimensions of its only argument alike (Linear, LayerNorm). Then
-            inputs whose second dimension is the batch are taken, too.
-
-    Returns:
-        A decorator that keeps the rule and returns it.
+    `clipping.register`, which tries a rule before it keeps it, says what ``finds_batch`` and ``pointwise`` mean.
     """
 
     def keep(rule: Rule) -> Rule:
@@ -327,25 +318,22 @@ class Call:
         without_autocast(self._deliver, gradient, *saved)
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        layer, records = self.layer, self.recorder(gradient, *saved)
-        layer.backward_pass.receive(
-            (self._by_example(record) for record in records),
-            batch=self.batch,
-            generation=self.generation,
-            refuse=layer.refuse,
-        )
+        backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
+        examples = self.batch // backward_pass.settings.views
+        backward_pass.begin(examples, self.generation, refuse)
+        for record in self.recorder(gradient, *saved):
+            backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
 
-    def _by_example(self, record: Record) -> Record:
-        """A record with one row per example, of one with several."""
-        each, rest = divmod(record.examples, self.batch)
-        if each == 1 and not rest:
-            return record
-        if rest or self.layer.layout is None:
-            raise self.layer.refuse(
-                f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could not "
-                "be seen from the first batches. Keep the batch as the first dimension of its input."
-            )
-        return record.folded(self.batch, minor=self.layer.layout == MINOR)
+    def _by_example(self, record: Record, examples: int) -> Record:
+        """A record with one row per example, of one with several: frames or steps of it, then its views."""
+        if record.examples != self.batch:
+            if record.examples % self.batch or self.layer.layout is None:
+                raise self.layer.refuse(
+                    f"its input has {record.examples} rows for {self.batch} examples, and which rows are whose could "
+                    "not be seen from the first batches. Keep the batch as the first dimension of its input."
+                )
+            record = record.folded(self.batch, minor=self.layer.layout == MINOR)
+        return record if self.batch == examples else record.folded(examples, minor=False)
 
 
 class Tap(torch.autograd.Function):

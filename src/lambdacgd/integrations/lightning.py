@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +23,7 @@ from lambdacgd.integrations.shared import (
     check_key,
     internals,
     load_or_make,
+    logged_claim,
     need,
 )
 from lambdacgd.planning import Plan
@@ -71,7 +71,7 @@ INTERNALS = (
     *internals(Precision, _after_closure="model optimizer"),
     *internals(Trainer, _results=None),
 )
-check_internals("lightning", "lightning", "2.6", INTERNALS)
+check_internals("lightning", "lightning", ((2, 6), (2, 6)), INTERNALS)
 
 _Base: Any = object  # stands before a strategy of Lightning in the method resolution order
 _SingleDevice: Any = SingleDeviceStrategy  # their hooks are annotated more loosely than they are called
@@ -121,11 +121,11 @@ class Privatising(_Base):
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise InvalidInput("plan", type(plan).__name__, "it must be a Plan: lc.plan(…) makes one")
+            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
         check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
-        self.loader = StrategyLoader(self)
+        self.loader = LogicalLoader(self, dataset)
         self._key, self._submodule = key, submodule
         self._options = options | {
             "max_grad_norm": max_grad_norm,
@@ -192,15 +192,16 @@ class Privatising(_Base):
                 f"training got a {type(batch).__name__} from a loader that is not the plan's. Pass strategy.loader to "
                 "fit, or return it from train_dataloader()"
             )
-        output = None
+        output, results = None, self.lightning_module.trainer._results
         with self._randomness.step():
             for part, last in batch.parts():
                 moved = super().batch_to_device(self.precision_plugin.convert_input(part))
-                self._show_batch(moved)
+                if results is not None:  # Lightning weighs logged values by the size of the batch it knows of
+                    results.batch, results.batch_size = moved, None
                 output = super().training_step(moved, *args, **kwargs)
                 if not last:
                     self.backward(_loss(output), None)
-        self._log_privacy()
+        self.lightning_module.log_dict(logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
         check_monitors(self.lightning_module.trainer)  # before this step changes a weight
         return output
 
@@ -208,17 +209,6 @@ class Privatising(_Base):
         """What the last epoch's end has logged, a stopping time may have followed."""
         super().on_train_end()
         check_monitors(self.lightning_module.trainer)
-
-    def _show_batch(self, part: Any) -> None:
-        """Lightning weighs logged values by the size of the batch it knows of."""
-        results = self.lightning_module.trainer._results
-        if results is not None:
-            results.batch, results.batch_size = part, None
-
-    def _log_privacy(self) -> None:
-        for_tests = self.private is not None and self.private.run.key.is_for_tests  # then nothing is claimed
-        spent = {"privacy_epsilon": math.inf if for_tests else self.plan.epsilon, "privacy_delta": self.plan.delta}
-        self.lightning_module.log_dict(spent, on_step=True, on_epoch=False, batch_size=1)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure's backward pass first, then a step without it: noise comes in between."""
@@ -354,23 +344,6 @@ class LambdaCGDDDPStrategy(Privatising, _DDP):
         """Nothing is wrapped: `privatize` reduces the sums."""
 
 
-class StrategyLoader:
-    """What ``fit`` takes as its training loader: the plan's logical batches, once the run has begun."""
-
-    def __init__(self, strategy: Privatising) -> None:
-        self._strategy, self.dataset = strategy, strategy.dataset
-
-    def __len__(self) -> int:
-        """Logical steps in an epoch."""
-        return self._strategy.plan.steps_per_epoch
-
-    def __iter__(self) -> Iterator[LogicalBatch]:
-        private = self._strategy.private
-        if private is None:
-            raise TrainingError("the plan's batches exist once trainer.fit has bound the plan to the module")
-        yield from LogicalLoader(private)
-
-
 def _loss(output: Any) -> Tensor:
     with contextlib.suppress(TypeError, KeyError):
         found = output if isinstance(output, Tensor) else output["loss"]
@@ -401,8 +374,8 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
         warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         name = type(trainer.strategy.checkpoint_io).__name__
-        advice = "the strategy writes checkpoints by itself: one must be whole before the ledger knows it. Leave it out"
-        raise InvalidInput("plugins", name, advice)
+        advice = "The strategy writes checkpoints by itself: one must be whole before the ledger knows it."
+        raise InvalidInput("plugins", f"{advice} Leave {name} out.")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
             "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
@@ -423,7 +396,7 @@ def _check_callbacks(callbacks: list[Any]) -> None:
         (GradientAccumulationScheduler, _ACCUMULATE),
     ):
         if any(isinstance(callback, kind) for callback in callbacks):
-            raise InvalidInput("callbacks", kind.__name__, advice)
+            raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
 
 
 def check_monitors(trainer: Any) -> None:
@@ -434,7 +407,7 @@ def check_monitors(trainer: Any) -> None:
     watched += [(c.monitor, "ReduceLROnPlateau") for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
     for monitor, by in watched:
         if monitor in logged:
-            raise InvalidInput("monitor", f"{monitor} ({by})", _STEERED)
+            raise InvalidInput("monitor", f"{by} monitors {monitor!r}, which {_STEERED}.")
 
 
 def check_module(module: Any, optimizers: list[Any]) -> None:
@@ -448,14 +421,15 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
         )
     if len(optimizers) != 1:
         raise InvalidInput(
-            "configure_optimizers", f"{len(optimizers)} optimizers", "give one: an example's gradient has one norm"
+            "configure_optimizers",
+            f"configure_optimizers returned {len(optimizers)} optimizers. Return one: a gradient has one norm.",
         )
     for hook, advice in (
         ("configure_gradient_clipping", _CLIP),
         ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
     ):
         if is_overridden(hook, module):
-            raise InvalidInput(hook, "overridden", advice)
+            raise InvalidInput(hook, f"The module overrides {hook}: {advice}.")
 
 
 def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
@@ -473,9 +447,9 @@ _SEARCH = (
     "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
 )
 _STEERED = (
-    "training logged it, from private data and without noise: a learning rate, a stopping time or a choice of weights "
-    "that follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what "
-    "validation_step logs of public data"
+    "training logged from private data and without noise: a learning rate, a stopping time or a choice of weights that "
+    "follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what validation_step "
+    "logs of public data"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"

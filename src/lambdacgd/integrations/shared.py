@@ -6,7 +6,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import inspect
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.checkpoint import generators, set_generators
-from lambdacgd.training.guards import Phase
+from lambdacgd.training.loop import Phase
 
 # --- the library beneath an integration ------------------------------------------------------------------------------
 
@@ -32,6 +34,9 @@ def need(extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"{', '.join(missing)} is not installed. Install the extra: pip install 'lambdacgd[{extra}]'")
+
+
+Version = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -64,21 +69,26 @@ def internals(owner: type, **parameters: str | None) -> tuple[Internal, ...]:
     return tuple(Internal(owner, name, None if p is None else tuple(p.split())) for name, p in parameters.items())
 
 
-def check_internals(package: str, extra: str, known: str, used: Sequence[Internal]) -> None:
-    """Refuse a version of ``package`` whose internals are not those that the integration was written for.
+def check_internals(package: str, extra: str, known: tuple[Version, Version], used: Sequence[Internal]) -> None:
+    """Refuse a version of ``package`` that the integration was not tested with, or whose internals are others.
 
     An override of a method that nobody calls any more would leave gradients without noise, or weights without an
     entry in the ledger, and no test of ours would run at the user's.
 
     Raises:
-        ImportError: Something in ``used`` is missing, or takes other arguments.
+        ImportError: The version is not from the first to the last of ``known``, or something in ``used`` is missing or
+            takes other arguments.
     """
+    version = importlib.metadata.version(package)
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     problems = [problem for problem in (item.problem() for item in used) if problem is not None]
+    if not known[0] <= numbers <= known[1]:
+        problems.insert(0, "its version was not tested")
     if problems:
-        version = importlib.metadata.version(package)
+        first, last = (".".join(map(str, each)) for each in known)
         raise ImportError(
-            f"{package} {version} is not one that this integration knows: {'; '.join(problems)}. Training would not be "
-            f"private. It is known to work with {package} {known}: pip install 'lambdacgd[{extra}]'"
+            f"{package} {version} is not one that this integration knows: {'; '.join(problems)}. Training might not be "
+            f"private. It is known to work with {package} {first} to {last}: pip install 'lambdacgd[{extra}]'"
         )
 
 
@@ -100,8 +110,13 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
     if key is None:
         key = default_key_path(output_dir)
     path = key.path if isinstance(key, SecretKey) else key
-    if isinstance(path, (str, os.PathLike)):
-        check_outside(Path(path), output_dir)
+    if isinstance(path, (str, os.PathLike)) and Path(path).resolve().is_relative_to(Path(output_dir).resolve()):
+        raise InvalidInput(
+            "key",
+            str(path),
+            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
+            f"it at {default_key_path(output_dir)}",
+        )
     return load_or_make(key)
 
 
@@ -121,17 +136,13 @@ def load_or_make(key: KeyLike) -> SecretKey:
 
 def check_key(key: object) -> None:
     if not isinstance(key, (SecretKey, str, os.PathLike)):
-        raise InvalidInput("key", type(key).__name__, "it must be a SecretKey or the path of a key file")
+        raise InvalidInput.of_type("key", key, "a SecretKey or the path of a key file")
 
 
-def check_outside(path: Path, output_dir: str | os.PathLike[str]) -> None:
-    if path.resolve().is_relative_to(Path(output_dir).resolve()):
-        raise InvalidInput(
-            "key",
-            str(path),
-            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
-            f"it at {default_key_path(output_dir)}",
-        )
+def logged_claim(private: Private) -> dict[str, float]:
+    """The plan's (ε, δ), for logs beside the loss. With a key for tests nothing is claimed."""
+    epsilon = math.inf if private.run.key.is_for_tests else private.plan.epsilon
+    return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -191,17 +202,21 @@ class LogicalBatch:
 
 
 class LogicalLoader:
-    """The plan's logical batches, an epoch an iteration, from where the run stands."""
+    """The plan's logical batches, an epoch an iteration, from where the run of a Trainer or strategy stands."""
 
-    def __init__(self, private: Private) -> None:
-        self.private, self.dataset = private, private.dataset
+    def __init__(self, owner: Any, dataset: Any) -> None:
+        """``owner`` has a ``plan`` and, once it trains, a run: ``private``."""
+        self._owner, self.dataset = owner, dataset
 
     def __len__(self) -> int:
         """Logical steps in an epoch."""
-        return self.private.plan.steps_per_epoch
+        steps: int = self._owner.plan.steps_per_epoch
+        return steps
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        private = self.private
+        private: Private | None = self._owner.private
+        if private is None:
+            raise TrainingError("the plan's batches exist once training has bound the plan to the model")
         if private.finished:
             return
         end = (private.steps_taken // len(self) + 1) * len(self)

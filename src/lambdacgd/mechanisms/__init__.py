@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from lambdacgd.errors import InvalidInput
@@ -16,10 +17,9 @@ from lambdacgd.mechanisms.base import (
     Objective,
     Workload,
 )
-from lambdacgd.mechanisms.error import error_norms, maxse, rmse
+from lambdacgd.mechanisms.error import Sensitivity, error_norms, maxse, rmse, sensitivity
 from lambdacgd.mechanisms.families import BISR, BSR, Diagonal, GammaBIFR, Identity, LambdaCGD
 from lambdacgd.mechanisms.optimised import BLT, BandInvMF, BandMF
-from lambdacgd.mechanisms.sensitivity import Sensitivity, sensitivity
 
 MECHANISMS: dict[str, type[Mechanism]] = {
     cls.name: cls for cls in (Identity, LambdaCGD, BISR, BandInvMF, GammaBIFR, BLT, BSR, BandMF, Diagonal)
@@ -36,8 +36,8 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
         InvalidInput: the name is not that of a mechanism of this package.
         ValueError: a parameter is not known, or its value cannot be used.
     """
-    parameters = dict(data)
-    name = parameters.pop("name", None)
+    given = dict(data)
+    name = given.pop("name", None)
     if name not in MECHANISMS:
         raise InvalidInput(
             "mechanism",
@@ -45,7 +45,10 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
             f"it must be one of {', '.join(MECHANISMS)}; a mechanism of your own cannot be read from a file: make its "
             "plan anew with lc.plan(…, mechanism=…)",
         )
-    return MECHANISMS[name].from_fields(parameters)
+    known = {f.name for f in fields(MECHANISMS[name])}
+    if unknown := set(given) - known:
+        raise ValueError(f"mechanism {name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}")
+    return MECHANISMS[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
 
 __all__ = [

@@ -12,7 +12,7 @@ reciprocals. Nothing here builds an n×n matrix.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import Field, dataclass, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
@@ -55,33 +55,74 @@ class Horizon:
         return self.steps_per_epoch * self.epochs
 
 
+Schedule = Literal["constant", "linear", "cosine"]
+
+
 @dataclass(frozen=True)
 class Workload:
     """What the noisy gradients are used for: A maps the sequence of gradients to the sequence of models.
 
-    For SGD with momentum β and weight decay A is Toeplitz with column Σ_{j≤i} α^{i−j} β^j. The default is plain SGD,
-    whose A is the prefix-sum matrix of ones.
+    SGD with momentum β, weight decay and the learning rates η·χ_1, …, η·χ_n keeps a velocity v_t = βv_{t−1} + g_t and a
+    model θ_t = αθ_{t−1} − ηχ_t·v_t. The default is plain SGD, whose A is the prefix-sum matrix of ones. A schedule of
+    the rates (arXiv 2511.17994) weighs column t of that matrix by χ_t. It is public: fix it before training.
 
     Args:
         momentum: β in [0, 1).
         decay: α in (0, 1], what is left of a weight after one step (1 − learning rate · weight decay).
+        schedule: how the rate falls from its largest value, which counts as 1: "constant", "linear" or "cosine".
+        warmup: the share of the steps, in [0, 1), over which it rises first, in equal steps.
+        final_rate: where a falling rate would arrive at step n + 1, as a share in [0, 1] of the largest.
 
     Raises:
-        InvalidInput: a number is outside its range.
+        InvalidInput: a value is outside its range.
+
+    Examples:
+        >>> Workload(schedule="linear", warmup=0.4).rates(5).round(3).tolist()
+        [0.5, 1.0, 1.0, 0.667, 0.333]
     """
 
     momentum: float = 0.0
     decay: float = 1.0
+    schedule: Schedule = field(
+        default="constant",
+        kw_only=True,
+        metadata={"help": "Learning rates that λ and errors are for: constant (default), linear or cosine."},
+    )
+    warmup: float = field(
+        default=0.0, kw_only=True, metadata={"help": "Share of the steps over which the rate rises (default 0)."}
+    )
+    final_rate: float = field(
+        default=0.0, kw_only=True, metadata={"help": "Where a schedule ends, as a share of the rate (default 0)."}
+    )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "momentum", number("momentum", self.momentum, above=0, below=1, include=(0,)))
-        object.__setattr__(self, "decay", number("decay", self.decay, above=0, below=1, include=(1,)))
+        for name, ends in (("momentum", (0,)), ("decay", (1,)), ("warmup", (0,)), ("final_rate", (0, 1))):
+            object.__setattr__(self, name, number(name, getattr(self, name), above=0, below=1, include=ends))
+        if self.schedule not in get_args(Schedule):
+            raise InvalidInput("schedule", self.schedule, f"it must be one of {', '.join(get_args(Schedule))}")
+        if self.schedule == "constant" and self.final_rate:
+            raise InvalidInput("final_rate", self.final_rate, "a constant rate stays: use a linear or cosine schedule")
+
+    def __str__(self) -> str:
+        """What differs from plain SGD, in a few words."""
+        changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items()) or "plain SGD"
 
     def column(self, n: int) -> Array:
-        """First column of A (length n), the coefficients of 1 / ((1 − αx)(1 − βx))."""
+        """First column of A (length n) at a constant rate, the coefficients of 1 / ((1 − αx)(1 − βx))."""
         impulse = np.zeros(n)
         impulse[0] = 1.0
         return lfilter([1.0], [1.0, -(self.decay + self.momentum), self.decay * self.momentum], impulse)
+
+    def rates(self, n: int) -> Array | None:
+        """χ_1 … χ_n over n steps; None where all are 1."""
+        rising = round(self.warmup * n)
+        if self.schedule == "constant" and not rising:
+            return None
+        way = np.arange(n - rising) / (n - rising) if n > rising else np.zeros(0)
+        falling = {"constant": np.ones_like(way), "linear": 1 - way, "cosine": (1 + np.cos(np.pi * way)) / 2}
+        after = self.final_rate + (1 - self.final_rate) * falling[self.schedule]
+        return np.concatenate([np.arange(1, rising + 1) / max(rising, 1), after])
 
 
 PREFIX_SUM = Workload()
@@ -273,6 +314,14 @@ class Mechanism:
         """Noising coefficients: first column of T⁻¹, without the zeros behind the last band."""
         return self.recurrence(n).noising(n)
 
+    def strategy_bands(self, n: int) -> int:
+        """How many bands C has over n steps: n unless the recurrence says that entries further down are zero."""
+        made = self.recurrence(n)
+        if isinstance(made, BufferedToeplitz):
+            return n
+        used = int(np.flatnonzero(made.coefficients)[-1]) + 1
+        return min(used, n) if used == 1 or isinstance(made, BandedStrategy) else n
+
     def regenerates(self, n: int) -> bool:
         """Whether the noise can be computed again from the key alone, with nothing stored."""
         return isinstance(self.recurrence(n), BandedInverse)
@@ -304,23 +353,6 @@ class Mechanism:
             digest.update(b"none" if values is None else np.asarray(values, dtype=np.float64).tobytes())
         return {"mechanism": self.to_dict(), "computes": digest.hexdigest()}
 
-    @classmethod
-    def from_fields(cls, data: dict[str, Any]) -> Self:
-        """Make a mechanism of this class.
-
-        Args:
-            data: the parameters of ``to_dict``, without the name.
-
-        Raises:
-            ValueError: a parameter is not known, or its value cannot be used.
-        """
-        known = {f.name for f in fields(cls)}
-        if unknown := set(data) - known:
-            raise ValueError(
-                f"mechanism {cls.name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}"
-            )
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
-
 
 def _short(value: float) -> str:
     """Four digits, or all of them where four would round something below 1 to 1."""
@@ -328,8 +360,8 @@ def _short(value: float) -> str:
     return text if value >= 1 or float(text) < 1 else repr(value)
 
 
-def _default_request(field: Field[Any], mechanism: Mechanism) -> bool:
-    return bool(field.metadata.get("request")) and getattr(mechanism, field.name) == field.default
+def _default_request(f: Field[Any], mechanism: Mechanism) -> bool:
+    return bool(f.metadata.get("request")) and getattr(mechanism, f.name) == f.default
 
 
 def number_or_auto(parameter: str, value: float | str) -> float | Auto:

@@ -1,4 +1,6 @@
-"""How wrong the models are: RMSE and MaxSE of A·(G + C⁻¹Z) for a workload A.
+"""What a mechanism costs: how far one example can move C·G, and how wrong the models A·(G + C⁻¹Z) are.
+
+An example adds a vector of norm at most 1 (clipping norms are accounted for elsewhere) at each step it takes part in.
 
 With ``restart_every`` = b the noise starts anew at steps 1, b+1, 2b+1, …: C is block-diagonal, its blocks are the
 mechanism's C over b steps, and a row of A·C⁻¹ is made of what completed blocks left and of the current block's row.
@@ -7,30 +9,199 @@ mechanism's C over b steps, and a row of A·C⁻¹ is made of what completed blo
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
-from scipy.signal import fftconvolve, lfilter
+from scipy.signal import lfilter
 
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
-from lambdacgd.mechanisms.families import LambdaCGD
-from lambdacgd.mechanisms.sensitivity import check_question, sensitivity
+from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
-_FEW = 16  # bands of scaled columns up to which p²/2 convolutions are quicker than n columns
+Participation = Literal["cyclic", "min-separation"]
+
+# Largest number of entries of C that a column-scaled mechanism without a lemma may be summed over.
+_DENSE_LIMIT = 50_000_000
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The value, whether it is the supremum itself (``exact``) or only bounds it, and the statement it rests on."""
+
+    value: float
+    exact: bool
+    because: str
+
+
+def participation_sum(column: Array, horizon: Horizon) -> Array:
+    """m_0 = Σ_{e<k} (first column shifted down by e·b): what an example of the first bin adds over all epochs."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    # m_0[t] = c[t] + m_0[t − b]: a running sum down each residue class modulo b.
+    return np.cumsum(column.reshape(k, b), axis=0).reshape(-1)
+
+
+def check_question(mechanism: object, horizon: object) -> None:
+    """Refuse a name where a mechanism is meant, or a number of steps where a horizon is."""
+    if not isinstance(mechanism, Mechanism):
+        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as LambdaCGD(0.9)")
+    if not isinstance(horizon, Horizon):
+        raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
+
+
+def sensitivity(
+    mechanism: Mechanism,
+    horizon: Horizon,
+    *,
+    participation: Participation = "cyclic",
+    restart_every: int | None = None,
+) -> Sensitivity:
+    """How far one example can move C·G, when it takes part once in each of ``horizon.epochs`` epochs.
+
+    Args:
+        mechanism: a resolved mechanism.
+        horizon: the whole training, k epochs of b steps.
+        participation: "cyclic" (the same step of every epoch) or "min-separation" (any k steps at least b apart).
+        restart_every: b, if the noise restarts every epoch (fresh bins); else None.
+
+    Returns:
+        The value, whether it is exact, and the statement it rests on.
+
+    Raises:
+        InvalidInput: an argument cannot be used, C grows beyond all floats, or no bound is known.
+
+    Guarantee
+    ---------
+    Adjacency is zero-out of one example. ``cyclic`` participation means exactly the same step of every epoch, which
+    is what Balls-in-Bins and a fixed order do; ``min-separation`` allows any steps at least b apart, at most k of
+    them. ``exact`` is False where the value is an upper bound: C with negative entries (|C| is used instead), or
+    min-separation without a lemma (the smallest non-increasing sequence above |c| is used instead).
+
+    With ``restart_every`` = b (fresh bins) C is block-diagonal, one block an epoch, so the columns of different epochs
+    are orthogonal: the value is √k times the largest column norm of a block, for *any* place in each epoch and for
+    C of any sign. It is exact, and ``participation`` makes no difference.
+    """
+    check_question(mechanism, horizon)
+    if participation not in ("cyclic", "min-separation"):
+        raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
+    if restart_every is not None and restart_every != horizon.steps_per_epoch:
+        raise InvalidInput(
+            "restart_every", restart_every, f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        if restart_every is None:
+            answer = _sensitivity(mechanism, horizon, participation)
+        else:
+            answer = _with_restarts(mechanism, horizon)
+    if not np.isfinite(answer.value):
+        raise InvalidInput(
+            "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
+        )
+    return answer
+
+
+def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
+    value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, horizon.steps_per_epoch)
+    return Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
+
+
+def largest_column_norm(mechanism: Mechanism, n: int) -> float:
+    """max_t ‖C[:, t]‖ over n steps: how far an example can move C·G that takes part once."""
+    # ‖T[:, j]‖² is the sum of the first n − j squares of T's first column.
+    norms = np.sqrt(np.cumsum(mechanism.strategy(n) ** 2)[::-1])
+    scales = mechanism.column_scales(n)
+    return float(norms.max() if scales is None else (norms / scales).max())
+
+
+def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:
+    n = horizon.steps
+    # Closed forms and lemmas are of the class itself: a subclass may correlate its noise in another way.
+    if type(mechanism) is LambdaCGD and not mechanism.normalized:
+        return Sensitivity(closed_form_sensitivity(mechanism.resolved_lam, horizon), True, "closed form of λCGD")
+    scales = mechanism.column_scales(n)
+    column = mechanism.strategy(n)
+    magnitudes = np.abs(column)
+    signed = bool(np.any(column < 0))
+    if scales is not None:
+        return _scaled(mechanism, magnitudes, scales, horizon, participation, signed)
+    if participation == "cyclic":
+        # m_j is m_0 shifted down by j and cut off at n, so the first bin is the worst one.
+        value = float(np.linalg.norm(participation_sum(magnitudes, horizon)))
+        because = "cyclic participation, |C| in place of C" if signed else "cyclic participation, C ≥ 0"
+        return Sensitivity(value, not signed, because)
+    majorant = np.maximum.accumulate(magnitudes[::-1])[::-1]
+    decreasing = not signed and bool(np.all(majorant == magnitudes))
+    value = float(np.linalg.norm(participation_sum(majorant, horizon)))
+    because = "non-increasing C ≥ 0 (Theorem 2)" if decreasing else "Theorem 2 for the least non-increasing c̄ ≥ |c|"
+    return Sensitivity(value, decreasing, because)
+
+
+def closed_form_sensitivity(lam: float, horizon: Horizon) -> float:
+    """sens of plain λCGD: sqrt((1−λ^{2b}) / ((1−λ²)(1−λ^b)²) · Σ_{j=1..k} (1−λ^{bj})²)."""
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    if lam == 0.0:
+        return math.sqrt(k)
+    rate = math.log(lam)
+    geometric = np.expm1(rate * b * np.arange(1, k + 1)) / math.expm1(rate * b)
+    return math.sqrt(math.expm1(2 * rate * b) / math.expm1(2 * rate) * float(geometric @ geometric))
+
+
+def _scaled(
+    mechanism: Mechanism,
+    magnitudes: Array,
+    scales: Array,
+    horizon: Horizon,
+    participation: Participation,
+    signed: bool,
+) -> Sensitivity:
+    b, k, n = horizon.steps_per_epoch, horizon.epochs, horizon.steps
+    if type(mechanism) is LambdaCGD:
+        # The normalised lemma: the leftmost admissible columns are the worst, under either participation.
+        value = _bin_norm(magnitudes, scales, 0, horizon)
+        return Sensitivity(value, True, "lemma for column-normalised λCGD")
+    if type(mechanism) is Diagonal:
+        # Columns are orthogonal and their norms 1/d_t decrease, so again the leftmost are the worst.
+        return Sensitivity(float(np.linalg.norm(1 / scales[::b][:k])), True, "diagonal C with decreasing entries")
+    if participation == "min-separation" or n * b > _DENSE_LIMIT:
+        raise InvalidInput(
+            "participation",
+            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for cyclic participation "
+            f"only, and for n·b ≤ {_DENSE_LIMIT}.",
+        )
+    value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
+    return Sensitivity(value, not signed, "cyclic participation, all bins")
+
+
+def _bin_norm(magnitudes: Array, scales: Array, first: int, horizon: Horizon) -> float:
+    """‖Σ_e |C|[:, first + e·b]‖ for C = T·D⁻¹."""
+    n, b = horizon.steps, horizon.steps_per_epoch
+    total = np.zeros(n)
+    for start in range(first, n, b):
+        total[start:] += magnitudes[: n - start] / scales[start]
+    return float(np.linalg.norm(total))
+
+
+# Errors
 
 
 def squared_row_norms(
     mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
 ) -> Array:
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
-    if restart_every is None:
-        return _without_restarts(mechanism, n, workload)
-    b = _stretch(n, restart_every)
-    within = _without_restarts(mechanism, b, workload)
-    # One block's share of ‖row t‖² is g(t): its own rows while it lasts, what it left behind afterwards. A later block
-    # does the same b steps later, and different blocks have different z, so the squares add.
-    share = np.concatenate([within, _left_behind(mechanism, b, n - b, float(within[-1]), workload)])
-    return np.cumsum(share.reshape(-1, b), axis=0).reshape(-1)
+    b = n if restart_every is None else _stretch(n, restart_every)
+    rates, blocks = workload.rates(n), n // b
+    rows, left = [], np.zeros((2, 2))  # what completed blocks left in model and velocity: a covariance
+    for block in range(blocks):
+        here = None if rates is None else rates[b * block : b * (block + 1)]
+        if block == 0 or here is not None:
+            own, end = _block(mechanism, b, workload, here, last=blocks == 1)
+        if left.any():
+            onward, left = _onward(left, workload, np.ones(b) if here is None else here)
+            rows.append(own + onward)
+        else:
+            rows.append(own)
+        left = left + end
+    return np.concatenate(rows)
 
 
 def _stretch(n: int, restart_every: int) -> int:
@@ -40,55 +211,49 @@ def _stretch(n: int, restart_every: int) -> int:
     return b
 
 
-def _left_behind(mechanism: Mechanism, b: int, later: int, last: float, workload: Workload) -> Array:
-    """The squared norm of a block's noise in the models 1, 2, …, ``later`` steps after its end; ``last`` at its end."""
-    if workload == PREFIX_SUM:
-        return np.full(later, last)
-    # A's column obeys w_{m+j} = w_m w_j − αβ w_{m−1} w_{j−1} with w_{−1} = 0, so the block's share of a later model is
-    # a combination of its last two rows.
-    final, before = (_row(mechanism, b, row, workload) for row in (b, b - 1))
-    w = workload.column(later + 1)
-    first, second = w[1:], -workload.decay * workload.momentum * w[:-1]
-    return first**2 * last + 2 * first * second * float(final @ before) + second**2 * float(before @ before)
+def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None, *, last: bool) -> tuple[Array, Array]:
+    """The squared row norms of n steps of correlated noise, and the covariance it leaves in model and velocity.
 
-
-def _row(mechanism: Mechanism, n: int, t: int, workload: Workload) -> Array:
-    """Row t (1 … n, or the empty sum 0) of A·C⁻¹ over n steps."""
+    The latter is for those that come after: without momentum its second row and column do not matter and are zero, and
+    where none come (``last``) all of it may be.
+    """
     noising, scales = mechanism.noising(n), mechanism.column_scales(n)
-    uses = np.zeros(n)
-    uses[:t] = workload.column(n)[:t][::-1]  # A[t, i] for i = 1 … n
-    if scales is not None:
-        uses *= scales
-    # Σ_i A[t, i] d_i a_{i−s} for each s: a correlation with the noising coefficients.
-    return multiply(noising, uses[::-1], n)[::-1]
-
-
-def _without_restarts(mechanism: Mechanism, n: int, workload: Workload) -> Array:
-    noising = mechanism.noising(n)
-    uses = workload.column(n)
-    scales = mechanism.column_scales(n)
-    if scales is None:
-        left = (
-            np.cumsum(np.pad(noising, (0, n - len(noising)))) if workload == PREFIX_SUM else multiply(noising, uses, n)
+    if rates is None and scales is None and (last or not workload.momentum):
+        # A and C⁻¹ are Toeplitz, and so is their product.
+        prefix = workload == PREFIX_SUM
+        column = (
+            np.cumsum(np.pad(noising, (0, n - len(noising)))) if prefix else multiply(noising, workload.column(n), n)
         )
-        return np.cumsum(left**2)
-    # B[t, s] = Σ_j A[t−s−j] d[s+j] a_j. Squaring gives, for each pair (i, j) of bands, a convolution in s.
-    total = np.zeros(n)
-    p = len(noising)
-    if p > _FEW:  # column by column
-        recursion = [1.0, -(workload.decay + workload.momentum), workload.decay * workload.momentum]
-        padded = np.pad(noising, (0, n - p))
-        for s in range(n):
-            total[s:] += lfilter([1.0], recursion, scales[s:] * padded[: n - s]) ** 2
-        return total
-    for i in range(p):
-        for j in range(i, p):
-            weight = np.zeros(n)
-            weight[: n - j] = noising[i] * noising[j] * scales[i : n - j + i] * scales[j:]
-            kernel = np.zeros(n)
-            kernel[j:] = uses[j - i : n - i] * uses[: n - j]
-            total += (1 if i == j else 2) * fftconvolve(weight, kernel)[:n]
-    return total
+        rows = np.cumsum(column**2)
+        return rows, np.array([[rows[-1], 0.0], [0.0, 0.0]])
+    scales = np.ones(n) if scales is None else scales
+    rates = np.ones(n) if rates is None else rates
+    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
+    rows, ends = np.zeros(n), np.zeros((2, n))
+    model, velocity = np.zeros(n), np.zeros(n)  # of each z_s, as of step s + lag
+    for lag in range(n if beta else bands):
+        velocity = beta * velocity[: n - lag]
+        if lag < bands:
+            velocity = velocity + noising[lag] * scales[lag:]
+        model = alpha * model[: n - lag] + rates[lag:] * velocity
+        rows[lag:] += model**2
+        ends[:, n - lag - 1] = model[-1], velocity[-1]
+    if not beta:  # beyond the bands nothing is added, and the model forgets
+        settled = model[:-1]
+        rows[bands:] += lfilter([alpha**2], [1.0, -(alpha**2)], settled**2)
+        ends[0, : len(settled)] = settled * alpha ** np.arange(len(settled), 0, -1)
+        ends[1] = 0.0
+    return rows, ends @ ends.T
+
+
+def _onward(left: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
+    """The variance of what is ``left`` in the models of further steps, and what is left of it behind them."""
+    steps = np.arange(1, len(rates) + 1)
+    alphas, betas = workload.decay**steps, workload.momentum**steps
+    moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1
+    rows = alphas**2 * left[0, 0] + 2 * alphas * moved * left[0, 1] + moved**2 * left[1, 1]
+    onward = np.array([[alphas[-1], moved[-1]], [0.0, betas[-1]]])
+    return rows, onward @ left @ onward.T
 
 
 def error_norms(
@@ -120,18 +285,12 @@ def error_norms(
     b = n if restart_every is None else _stretch(n, restart_every)
     earlier = n // b - 1
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
-        mean, largest = (norm**2 for norm in closed_form_errors(mechanism.resolved_lam, b))
-        left = largest
+        growth = (1 - mechanism.resolved_lam) ** 2 * (b - 1)
+        mean, largest, left = 1 + growth / 2, 1 + growth, 1 + growth
     else:
-        within = _without_restarts(mechanism, b, workload)
+        within = squared_row_norms(mechanism, b)
         mean, largest, left = float(within.mean()), float(within.max()), float(within[-1])
     return float(np.sqrt(mean + earlier * left / 2)), float(np.sqrt(largest + earlier * left))
-
-
-def closed_form_errors(lam: float, n: int) -> tuple[float, float]:
-    """((1/√n)‖AC⁻¹‖_F, ‖AC⁻¹‖_{2→∞}) of plain λCGD for prefix sums."""
-    growth = (1 - lam) ** 2 * (n - 1)
-    return math.sqrt(1 + growth / 2), math.sqrt(1 + growth)
 
 
 def rmse(

@@ -22,6 +22,7 @@ from lambdacgd import cache
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import (
     Array,
+    Auto,
     BandedInverse,
     BandedStrategy,
     BufferedToeplitz,
@@ -31,8 +32,8 @@ from lambdacgd.mechanisms.base import (
     not_chosen,
     series_inverse,
 )
+from lambdacgd.mechanisms.error import participation_sum
 from lambdacgd.mechanisms.families import BISR, BSR, Banded
-from lambdacgd.mechanisms.sensitivity import participation_sum
 
 
 def log_squared_rmse(strategy: Array, noising: Array, horizon: Horizon) -> tuple[float, Array, Array]:
@@ -222,15 +223,36 @@ class BandMF(_OptimizedBands):
     For p ≤ b the columns of one example do not overlap, so the optimum is that of a single participation.
 
     Args:
-        bands: p.
+        bands: p; or "auto", with Poisson sampling: then ``lc.plan`` takes the power of two with the smallest RMSE, as
+            more bands cancel more noise and leave less amplification.
         coefficients: the p entries of C's column, the first of them 1. Not given, they are optimised.
 
     Raises:
         InvalidInput: a value cannot be used.
     """
 
+    bands: int | Auto = field(  # type: ignore[assignment]  # only here it can be "auto"
+        default=4,
+        metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4); auto for bandmf with poisson."},
+    )
     name: ClassVar[str] = "bandmf"
     title: ClassVar[str] = "BandMF"
+
+    def __post_init__(self) -> None:
+        if self.bands != "auto":
+            super().__post_init__()
+        elif self.coefficients is not None:
+            raise InvalidInput("bands", "auto", "coefficients are given: say how many there are")
+
+    def validate(self, horizon: Horizon) -> None:
+        if self.bands != "auto":
+            super().validate(horizon)
+
+    def resolve(self, horizon: Horizon) -> Self:
+        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
+        if self.bands == "auto":
+            raise not_chosen(self)
+        return super().resolve(horizon)
 
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._known())
@@ -242,9 +264,10 @@ class BandMF(_OptimizedBands):
             bands = np.concatenate([[1.0], tail])
             noising = series_inverse(bands, n)
             value, by_strategy, by_noising = log_squared_rmse(np.pad(bands, (0, n - len(bands))), noising, horizon)
-            gradient = by_strategy[: self.bands] + inverse_pullback(bands, noising, by_noising)
+            gradient = by_strategy[: len(bands)] + inverse_pullback(bands, noising, by_noising)
             return value, gradient[1:]
 
+        assert self.bands != "auto"
         start = BSR(self.bands).strategy(n)[1 : self.bands]
         return np.concatenate([[1.0], minimize_smooth(objective, [start])])
 

@@ -1,20 +1,19 @@
 """Correlated noise with memory: for mechanisms whose past cannot be computed again from the last few fields.
 
-Buffers are noise. They are never saved: ``rebuild`` makes them again from the key.
+Buffers are noise. They are never saved: after a resume they are made again from the key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
-import numpy as np
 import torch
 
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, BufferedToeplitz, Recurrence
 from lambdacgd.noise.field import UNIT, CorrelatedNoise, NoiseField
-from lambdacgd.noise.layout import FINENESS, Job, match
-from lambdacgd.torch_private import foreach_add_, foreach_div_, foreach_mul, foreach_mul_, foreach_norm, foreach_zero_
+from lambdacgd.noise.layout import Job, Offsets, Tensors, match
+from lambdacgd.torch_private import foreach_add_, foreach_div_, foreach_mul, foreach_mul_, foreach_zero_
 
 Vectors = list[torch.Tensor]  # one tensor for each tensor of the layout, in its order
 
@@ -37,57 +36,22 @@ class BufferedNoise(CorrelatedNoise):
     """
 
     def __init__(
-        self,
-        field: NoiseField,
-        recurrence: Recurrence,
-        *,
-        sigma: float,
-        clip: float,
-        horizon: int,
-        column_scales: Sequence[float] | np.ndarray | None = None,
-        restart_every: int | None = None,
-        fineness: int = FINENESS,
-        buffers: Literal["device", "cpu"] = "device",
+        self, field: NoiseField, recurrence: Recurrence, *, buffers: Literal["device", "cpu"] = "device", **terms: Any
     ) -> None:
         if not isinstance(recurrence, BandedInverse | BandedStrategy | BufferedToeplitz):
             raise TypeError(f"recurrence is a {type(recurrence).__name__}; it must be one of lambdacgd.mechanisms.base")
         if buffers not in ("device", "cpu"):
             raise ValueError(f"buffers is {buffers!r}; it must be 'device' or 'cpu'")
-        super().__init__(
-            field,
-            recurrence,
-            sigma=sigma,
-            clip=clip,
-            horizon=horizon,
-            column_scales=column_scales,
-            restart_every=restart_every,
-            fineness=fineness,
-        )
+        super().__init__(field, recurrence, **terms)
         self._where = buffers
         self._store: list[Vectors] = []  # newest first for banded recurrences, buffer by buffer for BLT
         self._next: int | None = None  # the step the store is ready for
         self._signature: object = None
 
-    @torch.no_grad()
-    def add_(
-        self,
-        sums: Mapping[str, torch.Tensor],
-        step: int,
-        *,
-        out: Mapping[str, torch.Tensor] | None = None,
-        offsets: Mapping[str, int] | None = None,
-        check: bool = True,
-    ) -> None:
-        """Add step t's noise in place, or write sum + noise to ``out``: arguments and errors of RegeneratedNoise.add_.
-
-        Only ``step`` must be an int: the buffers advance with every call.
-        """
+    def _add(self, step: int | torch.Tensor, sums: Tensors, out: Tensors | None, offsets: Offsets) -> None:
         if isinstance(step, torch.Tensor):
             raise TypeError("buffered noise needs its step as an int: its buffers advance with every call")
-        self._check_step(step)
-        step = int(step)
         jobs = match(self.field.layout, sums, out=out, offsets=offsets)
-        self.field.agree(self._terms)
         self._prepare(jobs, step)
         self._next = None  # until the step is done: one that fails half-way leaves buffers that must be made again
         scale, lattice = self._combination.scale_at(step), self._combination.lattice_at(step)
@@ -95,29 +59,11 @@ class BufferedNoise(CorrelatedNoise):
         for job, result in zip(jobs, results, strict=True):
             result.add_(job.source).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
             job.target.copy_(result)
-        self._flag([job.target for job in jobs])
+        self.field.flag([job.target for job in jobs])
         self._next = step + 1
-        if check:
-            self.check()
-
-    @torch.no_grad()
-    def rebuild(self, sums: Mapping[str, torch.Tensor], step: int, *, offsets: Mapping[str, int] | None = None) -> None:
-        """Make the buffers ready for ``step`` from the field alone, as after a resume.
-
-        Args:
-            sums: Tensors as for ``add_``, which say only where the buffers are needed; they are not changed.
-            step: The next step, from 1 to the horizon.
-            offsets: As for ``add_``.
-
-        Raises:
-            LayoutError, TypeError, NoiseError: As for ``add_``.
-        """
-        self._check_step(step)
-        jobs = match(self.field.layout, sums, offsets=offsets)
-        self._next = None
-        self._prepare(jobs, step)
 
     def _prepare(self, jobs: Sequence[Job], step: int) -> None:
+        """Make the buffers ready for this step: from the field alone, unless they are."""
         signature = [(job.source.shape, job.source.device, job.offset) for job in jobs]
         if self._next == step and signature == self._signature:
             if self._combination.since(step) == 1:
@@ -186,15 +132,6 @@ class BufferedNoise(CorrelatedNoise):
             return
         self._store.insert(0, self._store.pop())
         _store(self._store[0], newest)
-
-    def _flag(self, results: Vectors) -> None:
-        """Remember whether all results are finite: on CUDA in device memory, without waiting for it."""
-        for device in {result.device for result in results}:
-            mine = [result for result in results if result.device == device and result.numel()]
-            if not mine:
-                continue
-            largest = torch.stack([norm.float() for norm in foreach_norm(mine, float("inf"))])
-            self.field.flag(~torch.isfinite(largest).all())
 
 
 def _add(x: Vectors, vectors: Vectors, weight: float) -> None:

@@ -5,6 +5,7 @@ The transform runs in double precision and is rounded once, so this backend is a
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import struct
@@ -16,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from lambdacgd.keys import keystream_into
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS, RARE, SECOND, Job
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Job
 
-_GROUPS = 192  # groups of a piece: 61 440 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
+_GROUPS = 160  # groups of a piece: 61 440 elements, in arrays of 240 KiB: smaller ones would queue for Python's lock
 _SERIAL = 1 << 15  # torch spreads a call over threads of its own beyond this many elements; our threads are enough
 _ZEROS = bytes(64 * GROUP_BLOCKS * _GROUPS)
 _TURN = 2.0 * math.pi
@@ -65,18 +66,23 @@ class _Views:
 
     def __init__(self, scratch: _Scratch, groups: int) -> None:
         words = scratch.words[: groups * 16 * GROUP_BLOCKS].view(groups, GROUP_BLOCKS, 16).permute(2, 0, 1)
-        self.sources = words[:PAIRS], words[PAIRS : 2 * PAIRS], words[2 * PAIRS : 15], words[15]
-        self.blocks = words.permute(1, 2, 0)
-        count = PAIRS * groups * GROUP_BLOCKS
-        shape = (PAIRS, groups, GROUP_BLOCKS)
-        self.low, self.turn_low, self.shared, self.bits = (array[:count].view(shape) for array in scratch.integers)
-        self.last = scratch.last[: groups * GROUP_BLOCKS].view(shape[1:])
-        self.near = scratch.near[:count].view(shape)
-        self.radius, self.angle, self.high, self.cosine = (array[:count].view(shape) for array in scratch.arrays)
-        self.x, self.y = (scratch.total[j * count : (j + 1) * count].view(shape) for j in (0, 1))
-        self.ordered = scratch.ordered[: 2 * count]
-        numbers = self.ordered.view(groups, 2, PAIRS, GROUP_BLOCKS)
-        self.places = numbers[:, 0].transpose(0, 1), numbers[:, 1].transpose(0, 1)
+        both, count = (2, PAIRS, groups, GROUP_BLOCKS), 2 * PAIRS * groups * GROUP_BLOCKS  # radii and angles
+        self.own_words, self.half_words, self.last_word = words[: 2 * PAIRS].view(both), words[12:15], words[15]
+        few = groups * GROUP_BLOCKS
+        self.halves = scratch.halves[: 3 * few].view(3, groups, GROUP_BLOCKS)
+        self.last = scratch.last[:few].view(groups, GROUP_BLOCKS)
+        self.shared = scratch.shared[: 2 * few].view(2, 1, groups, GROUP_BLOCKS)
+        self.start = scratch.start[: 2 * few].view(2, 1, groups, GROUP_BLOCKS)
+        self.bits = scratch.integers[:count].view(2, 2, 3, groups, GROUP_BLOCKS)
+        self.bits_of_pairs = self.bits.view(both)
+        self.near = scratch.near[: count // 2].view(both[1:])
+        self.uniform, self.low = (array[:count].view(both) for array in scratch.arrays)
+        self.radius, self.angle = self.uniform
+        self.size, self.cosine = self.low
+        self.total = scratch.total[:count].view(both)
+        self.x, self.y = self.total
+        self.ordered = scratch.ordered[:count]
+        self.places = self.ordered.view(groups, 2, PAIRS, GROUP_BLOCKS).permute(1, 2, 0, 3)
 
 
 class _Scratch(threading.local):
@@ -85,21 +91,31 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self.bytes = bytearray(len(_ZEROS))
         self.words = torch.frombuffer(self.bytes, dtype=torch.int32)
-        pairs = _GROUPS * PAIRS * GROUP_BLOCKS
-        self.integers = [torch.empty(pairs, dtype=torch.int32) for _ in range(4)]
-        self.last = torch.empty(_GROUPS * GROUP_BLOCKS, dtype=torch.int32)
-        self.near = torch.empty(pairs, dtype=torch.bool)
-        self.arrays = [torch.empty(pairs, dtype=torch.float64) for _ in range(4)]
-        self.total = torch.empty(2 * pairs, dtype=torch.float64)
-        self.ordered = torch.empty(2 * pairs, dtype=torch.float64)
+        blocks = _GROUPS * GROUP_BLOCKS
+        numbers = 2 * PAIRS * blocks
+        self.near = torch.empty(numbers // 2, dtype=torch.bool)
+        sizes = numbers, 3 * blocks, blocks, 2 * blocks
+        self.integers, self.halves, self.last, self.shared = (torch.empty(size, dtype=torch.int32) for size in sizes)
+        *self.arrays, self.total, self.ordered = (torch.empty(numbers, dtype=torch.float64) for _ in range(4))
+        self.start = torch.empty(2 * blocks, dtype=torch.float64)
         self.views: dict[int, _Views] = {}
 
 
 _scratch = _Scratch()
-_TOP = -(1 << 31)  # as an int32: the highest bit
-_SHIFTS = torch.arange(0, 6 * PAIRS, 6, dtype=torch.int32).view(PAIRS, 1, 1)
-_RADIUS_START = torch.tensor(2.0**-21 + 2.0**-53, dtype=torch.float64)  # undoes the flipped bit, and half a cell
-_TURN_START = torch.tensor(2.0**-19 + 2.0**-51 - 0.5, dtype=torch.float64)  # and from the middle of the turn
+
+
+def _constant(*values: float, shape: tuple[int, ...], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """As a tensor: torch would make a Python number into one at every call. The first index: for radii, for angles."""
+    return torch.tensor(values, dtype=dtype).view(shape)
+
+
+# Of each half of a word, the lowest ten bits are u's and the upper six are v's. Here their unit is 2⁻⁴² in both.
+_HALVES, _OWN = _constant(0, 16, 6, 22, shape=(2, 2, 1, 1, 1)), _constant(0x3FF, 0x3F0, shape=(2, 1, 1, 1, 1))
+# Of the last word, ten bits are every u's and the twelve above are every v's.
+_SHARED, _COMMON = _constant(0, 10, shape=(2, 1, 1, 1)), _constant(0x3FF, 0xFFF, shape=(2, 1, 1, 1))
+_UNITS = _constant(2.0**-52, 2.0**-50, shape=(2, 1, 1, 1), dtype=torch.float64)
+_STARTS = _constant(0.5 + 2.0**-53, 2.0**-51, shape=(2, 1, 1, 1), dtype=torch.float64)
+_RARE_SIZE = _constant(2.0**31 - RARE, shape=(), dtype=torch.float64)
 
 
 def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: float) -> torch.Tensor:
@@ -107,56 +123,52 @@ def combined(subkey: bytes, first_group: int, groups: int, bands: Bands, scale: 
     v = _scratch.views.get(groups)
     if v is None:
         v = _scratch.views[groups] = _Views(_scratch, groups)
-    v.x.zero_()
-    v.y.zero_()
-    for step, coefficient in bands:
+    for number, (step, coefficient) in enumerate(bands):
         _fill_words(subkey, first_group * GROUP_BLOCKS, groups * GROUP_BLOCKS, step)
-        for part, source in zip((v.low, v.turn_low, v.shared, v.last), v.sources, strict=True):
-            part.copy_(source)
-        # int32 is signed: with the highest bit flipped, a word is its value minus 2³¹, which the constants add again.
-        v.radius.copy_(v.low.bitwise_xor_(_TOP))
-        v.angle.copy_(v.turn_low.bitwise_xor_(_TOP))
-        torch.bitwise_right_shift(v.shared, 12, out=v.low)
-        torch.add(v.low, RARE, out=v.bits).bitwise_and_(-2 * RARE)  # 0 for −32 … 31: u near 0 or, signed, near 1
-        rare = torch.nonzero(torch.eq(v.bits, 0, out=v.near).view(-1)).view(-1)
-        v.high.copy_(v.low.bitwise_and_(0xFFFFF))
-        # u = ((X >> 12)·2³² + R + ½)/2⁵², exactly
-        torch.add(_RADIUS_START, v.radius, alpha=2.0**-52, out=v.radius).add_(v.high, alpha=2.0**-20)
+        v.uniform.copy_(v.own_words)  # signed
+        # u is near 0 or 1 where the word, as a signed number, is near either end.
+        rare = torch.nonzero(torch.ge(torch.abs(v.radius, out=v.size), _RARE_SIZE, out=v.near).view(-1)).view(-1)
+        torch.bitwise_right_shift(v.halves.copy_(v.half_words), _HALVES, out=v.bits).bitwise_and_(_OWN)
+        v.low.copy_(v.bits_of_pairs)
+        torch.bitwise_right_shift(v.last.copy_(v.last_word), _SHARED, out=v.shared).bitwise_and_(_COMMON)
+        torch.addcmul(_STARTS, v.start.copy_(v.shared), _UNITS, out=v.start)
+        # u, and v (less 1 from ½ on), exactly
+        torch.add(v.start, v.uniform, alpha=2.0**-32, out=v.uniform).add_(v.low, alpha=2.0**-42)
         v.radius.log_().mul_(-2.0).sqrt_()
         for index in rare.tolist():
             _refine(subkey, first_group, groups, step, v, index)
-        # v − ½ with v = (2⁴⁴e + 2³²(X mod 2¹²) + A + ½)/2⁵⁰, exactly. Half a turn changes the sign of cosine and sine.
-        torch.bitwise_right_shift(v.last, _SHIFTS, out=v.bits)
-        v.bits.bitwise_and_(63).bitwise_left_shift_(12).bitwise_or_(v.shared.bitwise_and_(0xFFF))
-        v.high.copy_(v.bits)
-        torch.add(_TURN_START, v.angle, alpha=2.0**-50, out=v.angle).add_(v.high, alpha=2.0**-18).mul_(_TURN)
+        v.angle.mul_(_TURN)
         torch.cos(v.angle, out=v.cosine)
         v.angle.sin_()
-        v.radius.mul_(-coefficient)
-        v.x.addcmul_(v.cosine, v.radius)
-        v.y.addcmul_(v.angle, v.radius)
-    for place, part in zip(v.places, (v.x, v.y), strict=True):
-        torch.mul(part, scale, out=place)
+        v.radius.mul_(coefficient)
+        if number == 0:
+            torch.mul(v.cosine, v.radius, out=v.x)
+            torch.mul(v.angle, v.radius, out=v.y)
+        else:
+            v.x.addcmul_(v.cosine, v.radius)
+            v.y.addcmul_(v.angle, v.radius)
+    torch.mul(v.total, scale, out=v.places)
     return v.ordered
 
 
 def _refine(subkey: bytes, first_group: int, groups: int, step: int, v: _Views, index: int) -> None:
-    """The radius of one pair whose uniform is near 0 or 1: 84 more bits, from the second block."""
+    """The radius of one pair whose uniform is near 0 or 1: 128 more bits, from a block of its own."""
     pair, block = divmod(index, groups * GROUP_BLOCKS)
     group, lane = divmod(block, GROUP_BLOCKS)
-    words = [int(word) & 0xFFFFFFFF for word in v.blocks[group, lane].tolist()]
+    own = int(v.own_words[0, pair, group, lane]) + (1 << 31)
+    if own == RARE:  # as a signed number as large as the least rare one of the other sign
+        return
     at = first_group * GROUP_BLOCKS + block
     out = bytearray(64)
-    tail = (at & 0xFFFFFFFF, (at >> 32) | SECOND, step & 0xFFFFFFFF, step >> 32)
+    tail = (at & 0xFFFFFFFF, (at >> 32) | MORE | pair << 28, step & 0xFFFFFFFF, step >> 32)
     keystream_into(subkey, tail, _ZEROS[:64], out)
-    second = struct.unpack("<16I", out)
-    m = (words[2 * PAIRS + pair] >> 12) << 32 | words[pair]
-    more = (second[2 * PAIRS + pair] >> 12) << 32 | second[pair]
-    further = (more + (second[PAIRS + pair] + 0.5) * 2.0**-32) * 2.0**-52
-    if m < 1 << 51:
-        logarithm = math.log((m + further) * 2.0**-52)
+    further = 0.5
+    for word in reversed(struct.unpack("<4I", out[:16])):
+        further = (word + further) * 2.0**-32
+    if own < RARE:
+        logarithm = math.log((own + further) * 2.0**-32)
     else:
-        logarithm = math.log1p(-((1 << 52) - 1 - m + further) * 2.0**-52)
+        logarithm = math.log1p(-((1 << 32) - 1 - own + further) * 2.0**-32)
     v.radius[pair, group, lane] = math.sqrt(-2.0 * logarithm)
 
 
@@ -187,7 +199,7 @@ def apply(jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattic
     threads = torch.get_num_threads()
     if threads == 1 or len(cut) == 1:
         return all([work(piece) for piece in cut])
-    return all(list(_pool(threads).map(work, cut)))
+    return all(list(_pool(os.getpid(), threads).map(work, cut)))
 
 
 def _add(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, lattice: float, read: bool) -> bool:
@@ -234,11 +246,7 @@ def _views(
     return views
 
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}  # by process and size: a forked child has none of these threads
-
-
-def _pool(threads: int) -> ThreadPoolExecutor:
-    which = os.getpid(), threads
-    if which not in _pools:
-        _pools[which] = ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")
-    return _pools[which]
+@functools.cache
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """One for each process: a forked child has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, thread_name_prefix="lambdacgd-noise")

@@ -14,6 +14,7 @@ import torch
 
 from lambdacgd.noise.layout import GROUP_ELEMENTS, Combination, Job
 
+_LARGE = 1 << 23  # elements from which on a device is full even if a program serves four groups
 _TABLES = 3  # of one size, written in turn; also a reserve for graph capture, which cannot allocate on the host
 
 
@@ -35,7 +36,8 @@ class Launch:
     table: _Table
     stamp: int
     rows: int
-    tiles: int
+    programs: int
+    turns: int
     source: torch.dtype
     target: torch.dtype
 
@@ -70,17 +72,18 @@ class CudaBackend:
             batch = [job for job in group if job.source.numel()]
             if not batch:
                 continue
-            rows, tiles = table_rows(batch)
-            table = self._write(np.concatenate([rows.reshape(-1), tiles[:-1]]))
+            turns = turns_of(batch)
+            rows, programs = table_rows(batch, turns)
+            table = self._write(np.concatenate([rows.reshape(-1), programs[:-1]]))
             types = batch[0].source.dtype, batch[0].target.dtype
-            launches.append(Launch(table, table.stamp, len(batch), int(tiles[-1]), *types))
+            launches.append(Launch(table, table.stamp, len(batch), int(programs[-1]), turns, *types))
         return launches
 
     def launch(
         self, launches: Sequence[Launch], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
         """target = source + scale·d_t·Σ a_j z[t−j] (the noise alone if not ``read``)."""
-        from lambdacgd.noise.kernel import META_COLUMNS, TILE_WARPS, noise_kernel  # Triton: only where there is CUDA
+        from lambdacgd.noise.kernel import META_COLUMNS, noise_kernel  # Triton: only where there is CUDA
 
         counter, base = (step, 0) if isinstance(step, torch.Tensor) else (self._no_step, step)
         scales, scale = combination.column_scales, combination.scale
@@ -90,7 +93,7 @@ class CudaBackend:
         for launch in launches:
             launch.table.captured |= capturing
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-                noise_kernel[(launch.tiles,)](
+                noise_kernel[(launch.programs,)](
                     launch.table.device[launch.rows * META_COLUMNS :],
                     launch.table.device,
                     self.key,
@@ -103,6 +106,7 @@ class CudaBackend:
                     combination.period,
                     len(combination.coefficients),
                     launch.rows,
+                    launch.turns,
                     struct.unpack("<q", struct.pack("<d", scale))[0],
                     math.ldexp(1.5, 53 - combination.fineness) if read else 0.0,
                     READ=read,
@@ -110,7 +114,7 @@ class CudaBackend:
                     WIDE_OUT=launch.target == torch.float64,
                     BF16_OUT=launch.target == torch.bfloat16,
                     SCALED=scales is not None,
-                    num_warps=TILE_WARPS,
+                    num_warps=1,
                 )
 
     def read_flags(self) -> int:
@@ -153,22 +157,26 @@ class CudaBackend:
         return table
 
 
-def table_rows(jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
-    """The kernel's table: (tensors, META_COLUMNS) numbers, and each tensor's first tile with the total behind.
+def turns_of(jobs: Sequence[Job]) -> int:
+    """Groups that one program serves in turn: several in a large model, one in a small one, to fill the device."""
+    return 4 if sum(job.source.numel() for job in jobs) >= _LARGE else 1
+
+
+def table_rows(jobs: Sequence[Job], turns: int) -> tuple[np.ndarray, np.ndarray]:
+    """The kernel's table: (tensors, META_COLUMNS) numbers, and each tensor's first program with the total behind.
 
     Columns: 0 source, 1 target address, 2 unused, 3 elements, 4 offset, 5 first block, 6 first group, 7 strided,
     8–11 sizes, 12–15 source strides, 16–19 target strides (of at most four merged dimensions, outermost first).
     """
-    from lambdacgd.noise.kernel import META_COLUMNS, TILE_ELEMENTS
+    from lambdacgd.noise.kernel import META_COLUMNS
 
-    groups_a_tile = TILE_ELEMENTS // GROUP_ELEMENTS
     rows = np.zeros((len(jobs), META_COLUMNS), dtype=np.int64)
-    tiles = np.zeros(len(jobs) + 1, dtype=np.int64)
+    programs = np.zeros(len(jobs) + 1, dtype=np.int64)
     for index, job in enumerate(jobs):
         count = job.source.numel()
         first_group = job.offset // GROUP_ELEMENTS
         last_group = -(-(job.offset + count) // GROUP_ELEMENTS)
-        tiles[index + 1] = tiles[index] - (-(last_group - first_group) // groups_a_tile)
+        programs[index + 1] = programs[index] - (-(last_group - first_group) // turns)
         rows[index, :7] = (
             job.source.data_ptr(), job.target.data_ptr(), 0, count, job.offset, job.entry.first_block, first_group,
         )  # fmt: skip
@@ -178,9 +186,9 @@ def table_rows(jobs: Sequence[Job]) -> tuple[np.ndarray, np.ndarray]:
             rows[index, 8:12] = [d[0] for d in dimensions]
             rows[index, 12:16] = [d[1] for d in dimensions]
             rows[index, 16:20] = [d[2] for d in dimensions]
-    if tiles[-1] >= 1 << 31:
-        raise ValueError(f"{tiles[-1]} tiles exceed one launch (2**31); shard the model over more devices")
-    return rows, tiles
+    if programs[-1] >= 1 << 31:
+        raise ValueError(f"{programs[-1]} programs exceed one launch (2**31); shard the model over more devices")
+    return rows, programs
 
 
 def merged_dimensions(job: Job) -> list[tuple[int, int, int]]:

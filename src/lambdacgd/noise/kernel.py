@@ -1,6 +1,6 @@
 """The CUDA kernel (Triton): ChaCha20, the Gaussian transform and the sum over bands in registers, one pass over memory.
 
-One thread computes one ChaCha20 block: 16 words, hence 10 normals. Number k of the 32 blocks of a group belongs to 32
+One thread computes one ChaCha20 block: 16 words, hence 12 normals. Number k of the 32 blocks of a group belongs to 32
 consecutive elements, so that a warp's loads and stores are whole cache lines without any exchange between threads.
 
 Words become normals in float64, by polynomials, as accurately as lemma 2 of `docs/noise-proof.md` asks. Data-centre
@@ -20,17 +20,16 @@ import os
 import triton
 import triton.language as tl
 
-from lambdacgd.noise.layout import RARE
+from lambdacgd.noise.layout import GROUP_ELEMENTS, MORE, RARE
 
-TILE_BLOCKS = 32  # ChaCha20 blocks of one program: one group, one block a thread of a warp
-TILE_WARPS = TILE_BLOCKS // 32
-TILE_ELEMENTS = 10 * TILE_BLOCKS
 META_COLUMNS = 20
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no assembly
-_TILE = tl.constexpr(TILE_BLOCKS)
+_GROUP = tl.constexpr(GROUP_ELEMENTS)
 _COLUMNS = tl.constexpr(META_COLUMNS)
-_RARE = tl.constexpr(RARE << 12)  # as a word: closer than this to 0, or to 2³², is rare
+_RARE = tl.constexpr(RARE)
+_EDGE = tl.constexpr((1 << 31) + RARE)  # added to a word, it moves the rare ones to 0 … 2·RARE − 1
+_MORE = tl.constexpr(MORE)
 
 
 @triton.jit
@@ -145,30 +144,34 @@ def _root(x):
 
 
 @triton.jit
-def _refined(radius, r, x, second_r, second_a, second_x):
-    """The radius anew where u is within 2⁻¹⁵ of 0 or 1: 84 more bits of u's distance, see ``reference.radii``."""
-    high = x >> 12
-    m = high.to(tl.float64) * 4294967296.0 + r.to(tl.float64)
-    further = (second_x >> 12).to(tl.float64) * 4294967296.0 + second_r.to(tl.float64)
-    further = (further + (second_a.to(tl.float64) + 0.5) * 2.3283064365386963e-10) * 2.220446049250313e-16
-    near_one = high >= 0x80000
-    near = (tl.where(near_one, 4503599627370495.0 - m, m) + further) * 2.220446049250313e-16
+def _refined(r, w0, w1, w2, w3):
+    """The radius where u is within 2⁻¹⁵ of 0 or 1: the pair's word r and 128 more bits, see ``reference.radii``."""
+    r = r ^ 0x80000000
+    further = (w3.to(tl.float64) + 0.5) * 2.3283064365386963e-10
+    further = (w2.to(tl.float64) + further) * 2.3283064365386963e-10
+    further = (w1.to(tl.float64) + further) * 2.3283064365386963e-10
+    further = (w0.to(tl.float64) + further) * 2.3283064365386963e-10
+    near_one = r >= 0x80000000
+    near = (tl.where(near_one, 4294967295.0 - r.to(tl.float64), r.to(tl.float64)) + further) * 2.3283064365386963e-10
     series = near * (2.0 + near * (1.0 + near * (0.6666666666666666 + near * 0.5)))  # −2 ln(1 − near)
-    return tl.where(x + _RARE < 2 * _RARE, _root(tl.where(near_one, series, _minus_two_log(near))), radius)
+    return _root(tl.where(near_one, series, _minus_two_log(near)))
 
 
 @triton.jit
-def _radius(r, x):
-    """√(−2 ln u), u = ((x >> 12)·2³² + r + ½)/2⁵²."""
-    return _root(_minus_two_log(_double((x >> 12) | 0x3FF00000, r) - 0.9999999999999999))
+def _radius(r, half, low, UPPER: tl.constexpr):
+    """√(−2 ln u), u = ½ + (2²⁰r + 2¹⁰(the lowest ten bits of a half of ``half``) + low + ½)/2⁵² with r signed."""
+    own = (half >> 6) if UPPER else (half << 10)
+    bits = (r * 1048576 + low) | (own & 0xFFC00)
+    return _root(_minus_two_log(_double((r >> 12) ^ 0x3FF80000, bits) - 0.9999999999999999))
 
 
 @triton.jit
-def _pair(first, second, coefficient, radius, a, x, e):
-    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2⁴⁴(e mod 2⁶) + 2³²(x mod 2¹²) + a + ½)/2⁵⁰."""
+def _pair(first, second, coefficient, radius, a, half, low, UPPER: tl.constexpr):
+    """The two sums plus coefficient·radius·(cos 2πv, sin 2πv), v = (2¹⁸a + 2¹²(six bits of half) + low/8)/2⁵⁰."""
     # v = half a turn (the highest bit, a sign) + a quarter + f quarters, f in [−1, 1): the 49 lower bits, as 2·1.f − 3.
-    high = 0x40000000 | ((e << 15) & 0xF8000) | ((x & 0xFFF) << 3) | (a >> 29)
-    f = _double(high, a * 8 + 4) - 3.0
+    own = (half >> 11) if UPPER else (half << 5)
+    bits = (a * 2097152 + low) | (own & 0x1F8000)
+    f = _double(((a >> 11) & 0xFFFFF) | 0x40000000, bits) - 3.0
     q = f * f
     s = q * 5.87297574479995e-12 - 6.684416831856085e-10
     c = q * 6.3317327178079e-11 - 6.382235924529259e-09
@@ -186,8 +189,8 @@ def _pair(first, second, coefficient, radius, a, x, e):
     c = c * q - 1.233700550136169
     s = s * q + 1.5707963267948966
     c = c * q + 1.0
-    bits = radius.to(tl.uint64, bitcast=True)
-    signed = (bits ^ ((e & 32).to(tl.uint64) << 58)).to(tl.float64, bitcast=True) * coefficient
+    sign = (a & 0x80000000).to(tl.uint64) << 32
+    signed = (radius.to(tl.uint64, bitcast=True) ^ sign).to(tl.float64, bitcast=True) * coefficient
     return first - signed * (s * f), second + signed * c
 
 
@@ -207,28 +210,32 @@ def _place(index, row, first: tl.constexpr):
     return place + i2 * tl.load(row + first + 2) + i3 * tl.load(row + first + 3)
 
 
-@triton.jit(do_not_specialize=["step", "horizon", "restart", "bands", "tensors", "scale_bits"])
+@triton.jit(do_not_specialize=["step", "horizon", "restart", "bands", "tensors", "turns", "scale_bits"])
 def noise_kernel(
-    tiles, meta, key, coefficients, column_scales, step_counter, flags,
-    step, horizon, restart, bands, tensors, scale_bits, lattice,
+    first_programs, meta, key, coefficients, column_scales, step_counter, flags,
+    step, horizon, restart, bands, tensors, turns, scale_bits, lattice,
     READ: tl.constexpr, WIDE: tl.constexpr, WIDE_OUT: tl.constexpr, BF16_OUT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """target = source + scale·d_t·Σ_j a_j z[t−j] over every tensor of the table; see ``cuda.table_rows``."""
+    """target = source + scale·d_t·Σ_j a_j z[t−j] over every tensor of the table; see ``cuda.table_rows``.
+
+    A program is one warp. It serves up to ``turns`` groups of one tensor, one after the other.
+    """
     program = tl.program_id(0)
-    # Which tensor does this tile belong to: the last one whose first tile is not behind it.
+    # Which tensor does this program belong to: the last one whose first program is not behind it.
     left = program * 0
     right = tensors
     while right - left > 1:
         middle = (left + right) // 2
-        behind = tl.load(tiles + middle) > program
+        behind = tl.load(first_programs + middle) > program
         right = tl.where(behind, middle, right)
         left = tl.where(behind, left, middle)
     row = meta + left.to(tl.int64) * _COLUMNS
     count = tl.load(row + 3)
     offset = tl.load(row + 4)
     first_block = tl.load(row + 5)
-    tile = (program - tl.load(tiles + left)).to(tl.int64)
-    group = tl.load(row + 6) + tile * (_TILE // 32)  # the tensor's group this tile starts with
+    # The tensor's groups that this program serves.
+    begin = tl.load(row + 6) + (program - tl.load(first_programs + left)).to(tl.int64) * turns
+    end = tl.minimum(begin + turns, (offset + count + (_GROUP - 1)) // _GROUP)
     direct = tl.load(row + 7) == 0  # contiguous: the logical index is the place in memory
 
     t = step + tl.load(step_counter)
@@ -242,11 +249,8 @@ def noise_kernel(
     # M of ``Combination.lattice_at``: ``lattice`` times the power of two that is scale's own.
     power = (scale.to(tl.int64, bitcast=True) & 0x7FF0000000000000).to(tl.float64, bitcast=True)
     lattice_start = power * lattice
+    last_band = tl.minimum(bands, since).to(tl.int32)
 
-    thread = tl.arange(0, _TILE)
-    block = first_block + group * 32 + thread.to(tl.int64)
-    w12 = block.to(tl.uint32)
-    w13 = (block >> 32).to(tl.uint32)
     if WIDE:
         source = tl.load(row).to(tl.pointer_type(tl.float64))
     else:
@@ -257,79 +261,99 @@ def noise_kernel(
         target = tl.load(row + 1).to(tl.pointer_type(tl.float64))
     else:
         target = tl.load(row + 1).to(tl.pointer_type(tl.float32))
-    # The local index of the tile's first element: negative where a shard starts inside a group.
-    start = group * 320 - offset
-    low = tl.maximum(-start, 0).to(tl.int32)
-    high = tl.minimum(count - start, _TILE * 10).to(tl.int32)
-    lane = (thread // 32) * 320 + thread % 32
-    place = start + lane
-    # The sums are asked for now and arrive while the noise is computed.
-    sums = ()
-    if READ:
-        for k in tl.static_range(10):
-            inside = (lane + k * 32 >= low) & (lane + k * 32 < high) & direct
-            sums = sums + (tl.load(source + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
+    lane = tl.arange(0, 32)
+    spoiled = tl.zeros([32], source.dtype.element_ty)
 
-    z0 = tl.zeros([_TILE], tl.float64)
-    z1 = z0
-    z2 = z0
-    z3 = z0
-    z4 = z0
-    z5 = z0
-    z6 = z0
-    z7 = z0
-    z8 = z0
-    z9 = z0
-    for j in range(0, tl.minimum(bands, since).to(tl.int32)):
-        coefficient = tl.load(coefficients + j)
-        past = t - j
-        w14 = w12 * 0 + past.to(tl.uint32)
-        w15 = w12 * 0 + (past >> 32).to(tl.uint32)
-        r0, r1, r2, r3, r4, a0, a1, a2, a3, a4, x0, x1, x2, x3, x4, e = _chacha20(key, w12, w13, w14, w15)
-        radius0 = _radius(r0, x0)
-        radius1 = _radius(r1, x1)
-        radius2 = _radius(r2, x2)
-        radius3 = _radius(r3, x3)
-        radius4 = _radius(r4, x4)
-        # 2 % of the tiles have a radius that takes more bits.
-        least = tl.minimum(tl.minimum(x0 + _RARE, x1 + _RARE), tl.minimum(x2 + _RARE, x3 + _RARE))
-        least = tl.minimum(least, x4 + _RARE)
-        if tl.max((least < 2 * _RARE).to(tl.int32), axis=0) != 0:
-            s0, s1, s2, s3, s4, b0, b1, b2, b3, b4, y0, y1, y2, y3, y4, _ = _chacha20(
-                key, w12, w13 | 0x80000000, w14, w15
-            )
-            radius0 = _refined(radius0, r0, x0, s0, b0, y0)
-            radius1 = _refined(radius1, r1, x1, s1, b1, y1)
-            radius2 = _refined(radius2, r2, x2, s2, b2, y2)
-            radius3 = _refined(radius3, r3, x3, s3, b3, y3)
-            radius4 = _refined(radius4, r4, x4, s4, b4, y4)
-        z0, z5 = _pair(z0, z5, coefficient, radius0, a0, x0, e)
-        z1, z6 = _pair(z1, z6, coefficient, radius1, a1, x1, e >> 6)
-        z2, z7 = _pair(z2, z7, coefficient, radius2, a2, x2, e >> 12)
-        z3, z8 = _pair(z3, z8, coefficient, radius3, a3, x3, e >> 18)
-        z4, z9 = _pair(z4, z9, coefficient, radius4, a4, x4, e >> 24)
+    for turn in range(0, (end - begin).to(tl.int32)):
+        group = begin + turn
+        block = first_block + group * 32 + lane.to(tl.int64)
+        w12 = block.to(tl.uint32)
+        w13 = (block >> 32).to(tl.uint32)
+        # The local index of the group's first element: negative where a shard starts inside a group.
+        start = group * _GROUP - offset
+        low = tl.maximum(-start, 0).to(tl.int32)
+        size = (tl.minimum(count - start, _GROUP).to(tl.int32) - low).to(tl.uint32)
+        above = (lane - low).to(tl.uint32, bitcast=True)  # a lane below ``low`` wraps around, and is outside too
+        place = start + lane
+        # The sums are asked for now and arrive while the noise is computed.
+        sums = ()
+        if READ:
+            early = tl.where(direct, size, 0)
+            for k in tl.static_range(12):
+                inside = above + k * 32 < early
+                sums = sums + (tl.load(source + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
 
-    noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9)
-    bad = thread < 0
-    if direct:
-        for k in tl.static_range(10):
-            inside = (lane + k * 32 >= low) & (lane + k * 32 < high)
-            result = noises[k] * scale
-            if READ:
-                bad = bad | ((sums[k] - sums[k]) != 0.0)  # x − x is 0 for every finite x and NaN for the rest
-                result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
-            _store(target + place + k * 32, result, inside, WIDE_OUT)
-    else:
-        for k in tl.static_range(10):
-            inside = (lane + k * 32 >= low) & (lane + k * 32 < high)
-            result = noises[k] * scale
-            if READ:
-                value = tl.load(source + _place(place + k * 32, row, 12), mask=inside, other=0.0)
-                bad = bad | ((value - value) != 0.0)
-                result = (result + value.to(tl.float64) + lattice_start) - lattice_start
-            _store(target + _place(place + k * 32, row, 16), result, inside, WIDE_OUT)
+        z0 = tl.zeros([32], tl.float64)
+        z1 = z0
+        z2 = z0
+        z3 = z0
+        z4 = z0
+        z5 = z0
+        z6 = z0
+        z7 = z0
+        z8 = z0
+        z9 = z0
+        z10 = z0
+        z11 = z0
+        for j in range(0, last_band):
+            coefficient = tl.load(coefficients + j)
+            past = t - j
+            w14 = w12 * 0 + past.to(tl.uint32)
+            w15 = w12 * 0 + (past >> 32).to(tl.uint32)
+            r0, r1, r2, r3, r4, r5, a0, a1, a2, a3, a4, a5, h0, h1, h2, e = _chacha20(key, w12, w13, w14, w15)
+            common = e & 0x3FF  # what the six pairs share: 10 bits of the radii and 12 of the angles
+            radius0 = _radius(r0, h0, common, False)
+            radius1 = _radius(r1, h1, common, False)
+            radius2 = _radius(r2, h2, common, False)
+            radius3 = _radius(r3, h0, common, True)
+            radius4 = _radius(r4, h1, common, True)
+            radius5 = _radius(r5, h2, common, True)
+            # 1.2 % of the groups have a radius that takes more bits.
+            least = tl.minimum(tl.minimum(r0 + _EDGE, r1 + _EDGE), tl.minimum(r2 + _EDGE, r3 + _EDGE))
+            least = tl.minimum(least, tl.minimum(r4 + _EDGE, r5 + _EDGE))
+            if tl.max((least < 2 * _RARE).to(tl.int32), axis=0) != 0:
+                for pair in range(0, 6):
+                    r = tl.where(pair == 0, r0, tl.where(pair == 1, r1, tl.where(pair == 2, r2, r3)))
+                    r = tl.where(pair == 4, r4, tl.where(pair == 5, r5, r))
+                    rare = r + _EDGE < 2 * _RARE
+                    if tl.max(rare.to(tl.int32), axis=0) != 0:
+                        v0, v1, v2, v3, _, _, _, _, _, _, _, _, _, _, _, _ = _chacha20(
+                            key, w12, w13 | ((w12 * 0 + pair) * 268435456 + _MORE), w14, w15
+                        )
+                        refined = _refined(r, v0, v1, v2, v3)
+                        radius0 = tl.where(rare & (pair == 0), refined, radius0)
+                        radius1 = tl.where(rare & (pair == 1), refined, radius1)
+                        radius2 = tl.where(rare & (pair == 2), refined, radius2)
+                        radius3 = tl.where(rare & (pair == 3), refined, radius3)
+                        radius4 = tl.where(rare & (pair == 4), refined, radius4)
+                        radius5 = tl.where(rare & (pair == 5), refined, radius5)
+            common = ((e >> 7) & 0x7FF8) | 4  # eight times the twelve bits, and 4 for the half
+            z0, z6 = _pair(z0, z6, coefficient, radius0, a0, h0, common, False)
+            z1, z7 = _pair(z1, z7, coefficient, radius1, a1, h1, common, False)
+            z2, z8 = _pair(z2, z8, coefficient, radius2, a2, h2, common, False)
+            z3, z9 = _pair(z3, z9, coefficient, radius3, a3, h0, common, True)
+            z4, z10 = _pair(z4, z10, coefficient, radius4, a4, h1, common, True)
+            z5, z11 = _pair(z5, z11, coefficient, radius5, a5, h2, common, True)
+
+        noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11)
+        if direct:
+            for k in tl.static_range(12):
+                result = noises[k] * scale
+                if READ:
+                    spoiled = sums[k] * 0.0 + spoiled  # stays 0 unless a sum is infinite or NaN
+                    result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
+                _store(target + place + k * 32, result, above + k * 32 < size, WIDE_OUT)
+        else:
+            for k in tl.static_range(12):
+                inside = above + k * 32 < size
+                result = noises[k] * scale
+                if READ:
+                    value = tl.load(source + _place(place + k * 32, row, 12), mask=inside, other=0.0)
+                    spoiled = value * 0.0 + spoiled
+                    result = (result + value.to(tl.float64) + lattice_start) - lattice_start
+                _store(target + _place(place + k * 32, row, 16), result, inside, WIDE_OUT)
     # Only a thread that saw something bad writes, so the flag costs no reduction.
-    tl.atomic_or(flags + thread * 0, 1, mask=bad)
+    tl.atomic_or(flags + lane * 0, 1, mask=spoiled != 0.0)
     tl.atomic_or(flags, 2, mask=(program == 0) & (valid == 0))
 
 
@@ -339,16 +363,3 @@ def _store(where, result, inside, WIDE_OUT: tl.constexpr):
         tl.store(where, result, mask=inside)
     else:
         tl.store(where, result.to(tl.float32).to(where.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def block_kernel(key, tails, out, ROWS: tl.constexpr):
-    """The bare block function, for the RFC 8439 test vectors: ``tails`` (ROWS, 4) -> ``out`` (ROWS, 16), as words."""
-    row = tl.arange(0, ROWS)
-    w12 = tl.load(tails + row * 4).to(tl.uint32, bitcast=True)
-    w13 = tl.load(tails + row * 4 + 1).to(tl.uint32, bitcast=True)
-    w14 = tl.load(tails + row * 4 + 2).to(tl.uint32, bitcast=True)
-    w15 = tl.load(tails + row * 4 + 3).to(tl.uint32, bitcast=True)
-    words = _chacha20(key, w12, w13, w14, w15)
-    for j in tl.static_range(16):
-        tl.store(out + row * 16 + j, words[j].to(tl.int32, bitcast=True))

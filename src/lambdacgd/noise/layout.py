@@ -20,13 +20,13 @@ import torch
 #: Names that wrappers (DDP, torch.compile, FSDP, activation checkpointing) insert into parameter names.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
-FORMAT = 2  #: of the noise: which number a key gives to which element, and what is released of sum and noise
+FORMAT = "2.1"  #: of the noise: which number a key gives to which element, and what is released of sum and noise
 FINENESS = 10  #: sum plus noise is released in multiples of Δ, at least 2⁻¹⁰ of the noise's standard deviation
 GROUP_BLOCKS = 32  #: ChaCha20 blocks whose words are interleaved, one for each lane of a GPU's warp
-PAIRS = 5  #: of normals from one block of sixteen words, at 102 bits a pair
+PAIRS = 6  #: of normals from one block: 80 bits are a pair's own, and the last word is shared by all six
 GROUP_ELEMENTS = 2 * PAIRS * GROUP_BLOCKS  #: elements of one group
-RARE = 32  #: a radius whose uniform lies within 32·2⁻²⁰ of 0 or 1 takes more bits, from a second block …
-SECOND = 1 << 31  #: … whose index has the highest bit of state word 13 set
+RARE = 1 << 17  #: a radius whose own word is within 2¹⁷ of 2³¹, so u near 0 or 1, takes more bits, from a block …
+MORE = 1 << 31  #: … of its own: its index has this bit of state word 13 set, and the pair's number in the three below
 
 
 class LayoutError(ValueError):
@@ -122,6 +122,9 @@ class Layout:
 
 # --- Which memory gets which part of the field ------------------------------------------------------------------------
 
+Tensors = Mapping[str, torch.Tensor]  #: by name
+Offsets = Mapping[str, int] | None  #: of shards, by name: the row-major index of the first element in the whole tensor
+
 _SUMS = (torch.float32, torch.float64)
 _OUTPUTS = (torch.float32, torch.float64, torch.bfloat16)
 
@@ -136,13 +139,7 @@ class Job:
     offset: int
 
 
-def match(
-    layout: Layout,
-    sums: Mapping[str, torch.Tensor],
-    *,
-    out: Mapping[str, torch.Tensor] | None = None,
-    offsets: Mapping[str, int] | None = None,
-) -> list[Job]:
+def match(layout: Layout, sums: Tensors, *, out: Tensors | None = None, offsets: Offsets = None) -> list[Job]:
     """The jobs for these tensors, in the layout's order; an error, before anything is written, if they do not fit."""
     tensors = _by_clean_name(sums, "sums")
     targets = tensors if out is None else _by_clean_name(out, "out")
@@ -174,7 +171,7 @@ def match(
     return jobs
 
 
-def _by_clean_name(tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+def _by_clean_name(tensors: Tensors, what: str) -> dict[str, torch.Tensor]:
     cleaned = {clean_name(name): tensor for name, tensor in tensors.items()}
     if len(cleaned) != len(tensors):
         raise LayoutError(f"two of the {what} have the same name once wrapper names are taken out")
@@ -232,6 +229,22 @@ class Combination:
     restart_every: int | None = None
     fineness: int = FINENESS
 
+    def __post_init__(self) -> None:
+        for name, least, most in (("horizon", 1, 1 << 62), ("restart_every", 1, 1 << 62), ("fineness", 0, 40)):
+            value = getattr(self, name)
+            if value is None and name == "restart_every":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
+            object.__setattr__(self, name, int(value))  # NumPy's integers are no kernel arguments
+        if self.scale and not 2.0**-100 < self.scale < 2.0**100:
+            raise ValueError(f"ζσ is {self.scale!r}; it must lie between 2^-100 and 2^100: float32 ends there")
+        if (scales := self.column_scales) is not None:
+            if len(scales) < (needed := min(self.period, self.horizon)):
+                raise ValueError(f"there are {len(scales)} column scales for {needed} steps; give one a step")
+            if not all(math.isfinite(d) and d > 0 for d in scales):
+                raise ValueError("column scales must be positive and finite")
+
     @property
     def period(self) -> int:
         return self.restart_every or self.horizon
@@ -256,58 +269,10 @@ class Combination:
         return 0.0 if scale == 0 else math.ldexp(1.5, math.frexp(scale)[1] + 52 - self.fineness)
 
 
-@dataclass(frozen=True)
-class Terms:
-    """The fixed terms under which a run uses its field: everything that makes the noise of a step what it is."""
-
-    recurrence: str
-    sigma: float
-    clip: float
-    horizon: int
-    restart_every: int | None
-    column_scales: str | None
-    fineness: int
-
-    def __str__(self) -> str:
-        restarts = f", restarting every {self.restart_every}" if self.restart_every else ""
-        return f"σ = {self.sigma:g}, ζ = {self.clip:g}, {self.horizon} steps{restarts}, {self.recurrence}"
-
-
-def check_terms(
-    *,
-    sigma: float,
-    clip: float,
-    horizon: int,
-    column_scales: Sequence[float] | np.ndarray | None,
-    restart_every: int | None,
-    fineness: int,
-) -> tuple[float, tuple[float, ...] | None]:
-    """Check the public numbers of a run's noise; returns ζσ and the column scales."""
-    for name, value in (("horizon", horizon), ("restart_every", restart_every)):
-        if value is None and name == "restart_every":
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 1 <= value < 1 << 62:
-            raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    if isinstance(fineness, bool) or not isinstance(fineness, (int, np.integer)) or not 0 <= fineness <= 40:
-        raise ValueError(f"fineness is {fineness!r}; it must be an integer from 0 to 40")
+def combined_scale(sigma: float, clip: float) -> float:
+    """ζσ, rounded up, so that no product of σ, ζ and a column scale falls below what it should be."""
     if not (math.isfinite(sigma) and sigma >= 0):
         raise ValueError(f"sigma is {sigma!r}; it must be finite and not negative (0 means no noise)")
     if not clip > 0 or (math.isinf(clip) and sigma != 0):
         raise ValueError(f"clip is {clip!r} with sigma {sigma!r}; it must be positive, and finite unless sigma is 0")
-    # Rounded up, so that no product of σ, ζ and a column scale falls below what it should be.
-    scale = 0.0 if sigma == 0 else float(sigma) * float(clip) * (1 + 2.0**-50)
-    if scale and not 2.0**-100 < scale < 2.0**100:
-        raise ValueError(f"sigma {sigma!r} times clip {clip!r} must lie between 2^-100 and 2^100: float32 ends there")
-    if column_scales is None:
-        return scale, None
-    scales = tuple(float(d) for d in column_scales)
-    period = restart_every or horizon
-    if len(scales) < min(period, horizon):
-        raise ValueError(f"there are {len(scales)} column scales for {min(period, horizon)} steps; give one a step")
-    if not all(math.isfinite(d) and d > 0 for d in scales):
-        raise ValueError("column scales must be positive and finite")
-    return scale, scales
-
-
-def scales_digest(scales: tuple[float, ...] | None) -> str | None:
-    return None if scales is None else hashlib.sha256(json.dumps(scales).encode()).hexdigest()[:16]
+    return 0.0 if sigma == 0 else float(sigma) * float(clip) * (1 + 2.0**-50)

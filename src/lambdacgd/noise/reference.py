@@ -2,43 +2,46 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from numpy.typing import NDArray
 
 from lambdacgd.keys import scattered_blocks
-from lambdacgd.mechanisms.base import Recurrence
-from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, PAIRS, RARE, SECOND, Entry
+from lambdacgd.noise.layout import GROUP_BLOCKS, GROUP_ELEMENTS, MORE, PAIRS, RARE, Entry
 
 Array = NDArray[np.float64]
 Words = NDArray[np.uint32]
 
 
-def uniforms(words: Words) -> tuple[Array, NDArray[np.int64], Array]:
-    """Of each row of 16 words and each of its five pairs: u, the integer m with u = (m + ½)/2⁵², and the turn v."""
-    r, a, x = (words[:, j * PAIRS : (j + 1) * PAIRS].astype(np.int64) for j in range(3))
-    e = (words[:, 15:].astype(np.int64) >> (6 * np.arange(PAIRS))) & 63
-    m = (x >> 12) << 32 | r
-    k = e << 44 | (x & 0xFFF) << 32 | a
-    return np.multiply(2 * m + 1, 2.0**-53), m, np.multiply(2 * k + 1, 2.0**-51)
+def uniforms(words: Words) -> tuple[Array, Array]:
+    """Of each row of 16 words and each of its six pairs: u, with 52 bits, and the turn v, with 50.
+
+    80 of these bits are the pair's own: words p and 6 + p and half of word 12 + p mod 3. The lowest 10 bits of u and 12
+    of v are the last word's, so all six pairs have the same.
+    """
+    w = words.astype(np.int64)
+    half = np.concatenate([w[:, 12:15] & 0xFFFF, w[:, 12:15] >> 16], axis=1)
+    m = (w[:, :PAIRS] ^ 1 << 31) << 20 | (half & 0x3FF) << 10 | w[:, 15:] & 0x3FF
+    k = w[:, PAIRS : 2 * PAIRS] << 18 | half >> 10 << 12 | w[:, 15:] >> 10 & 0xFFF
+    return np.multiply(2 * m + 1, 2.0**-53), np.multiply(2 * k + 1, 2.0**-51)
 
 
-def radii(words: Words, second: Words) -> Array:
-    """√(−2 ln u). Within 2⁻¹⁵ of 0 or 1, where 52 bits are coarse, the second block adds 84 bits to u's distance."""
-    u, m, _ = uniforms(words)
-    _, more, _ = uniforms(second)
-    further = (more + (second[:, PAIRS : 2 * PAIRS] + 0.5) * 2.0**-32) * 2.0**-52
-    low, high = m < RARE << 32, m >= (1 << 52) - (RARE << 32)
-    near = (np.where(low, m, (1 << 52) - 1 - m) + further) * 2.0**-52  # the distance of u from 0 or from 1
+def radii(words: Words, more: NDArray[np.uint32]) -> Array:
+    """√(−2 ln u). Within 2⁻¹⁵ of 0 or 1 the distance of u is the pair's own word and the four words of ``more``."""
+    own = (words[:, :PAIRS] ^ np.uint32(1 << 31)).astype(np.float64)
+    low, high = own < RARE, own >= 2.0**32 - RARE
+    further = np.full(own.shape, 0.5)
+    for j in (3, 2, 1, 0):
+        further = (more[:, :, j] + further) * 2.0**-32
+    near = (np.where(low, own, 2.0**32 - 1 - own) + further) * 2.0**-32
+    u, _ = uniforms(words)
     with np.errstate(invalid="ignore", divide="ignore"):
         logarithm = np.where(low, np.log(near), np.where(high, np.log1p(-near), np.log(u)))
     return np.sqrt(-2.0 * logarithm)
 
 
-def gaussian_pairs(words: Words, second: Words) -> tuple[Array, Array]:
-    """Five pairs of standard normals from each row of 16 words (Box–Muller): a radius of 52 bits, an angle of 50."""
-    radius, (_, _, v) = radii(words, second), uniforms(words)
+def gaussian_pairs(words: Words, more: NDArray[np.uint32]) -> tuple[Array, Array]:
+    """Six pairs of standard normals from each row of 16 words (Box–Muller)."""
+    radius, (_, v) = radii(words, more), uniforms(words)
     return radius * np.cos(2 * np.pi * v), radius * np.sin(2 * np.pi * v)
 
 
@@ -51,30 +54,12 @@ def normals(subkey: bytes, entry: Entry, step: int, index: NDArray[np.integer]) 
         [block & 0xFFFFFFFF, block >> 32, np.full_like(block, step & 0xFFFFFFFF), np.full_like(block, step >> 32)]
     )
     words = scattered_blocks(subkey, tails.T.astype(np.uint32))
-    tails[1] |= SECOND
-    second = scattered_blocks(subkey, tails.T.astype(np.uint32))
-    x, y = gaussian_pairs(words, second)
+    more = np.zeros((block.size, PAIRS, 4), dtype=np.uint32)
+    rare = words[:, :PAIRS] + np.uint32((1 << 31) + RARE) < 2 * RARE
+    for p in range(PAIRS):
+        tail = tails[:, rare[:, p]].copy()
+        tail[1] |= MORE | p << 28
+        more[rare[:, p], p] = scattered_blocks(subkey, tail.T.astype(np.uint32))[:, :4]
+    x, y = gaussian_pairs(words, more)
     row, pair = np.arange(block.size), number % PAIRS
     return np.where(number < PAIRS, x[row, pair], y[row, pair])
-
-
-def correlated(
-    subkey: bytes, entry: Entry, recurrence: Recurrence, steps: int, *, restart_every: int | None = None
-) -> Array:
-    """Rows 1 … steps of C⁻¹Z (without column scales, σ and ζ) for one tensor, by the whole noising column."""
-    index = np.arange(entry.elements)
-    z = np.stack([normals(subkey, entry, t, index) for t in range(1, steps + 1)])
-    period = restart_every or steps
-    column = recurrence.noising(period)
-    rows = []
-    for t in range(steps):
-        since = t - t % period
-        past = range(since, t + 1)
-        rows.append(sum(column[t - s] * z[s] for s in past if t - s < len(column)) + np.zeros(entry.elements))
-    return np.stack(rows)
-
-
-def released(sums: Array, noise: Array, scale: float, fineness: int) -> Array:
-    """What leaves: sum plus noise on the lattice of the public power of two Δ, as ``Combination.quantum`` gives it."""
-    quantum = math.ldexp(1.0, math.frexp(scale)[1] - fineness)
-    return np.rint((sums + scale * noise) / quantum) * quantum

@@ -16,8 +16,7 @@ import numpy as np
 
 from lambdacgd.errors import InvalidInput, brief, integer
 from lambdacgd.keys import SecretKey
-from lambdacgd.sampling.balls_in_bins import BallsInBins
-from lambdacgd.sampling.base import DEFAULT_RUN, Indices
+from lambdacgd.sampling.samplings import DEFAULT_RUN, BallsInBins, Indices
 
 
 class BinSortedParquet:

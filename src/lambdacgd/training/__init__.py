@@ -6,8 +6,7 @@ from lambdacgd.training.ema import EMA
 from lambdacgd.training.export import export
 from lambdacgd.training.loader import Epoch
 from lambdacgd.training.noiser import Noiser
-from lambdacgd.training.private import Private
-from lambdacgd.training.privatize import privatize
+from lambdacgd.training.privatize import Private, privatize
 
 __all__ = [
     "EMA",

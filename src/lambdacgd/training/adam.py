@@ -42,9 +42,8 @@ class DebiasedAdam(Optimizer):
         if not adds_independent_noise(plan.mechanism, plan.block):
             raise InvalidInput(
                 "plan",
-                plan.mechanism.name,
-                "its noise is correlated, and subtracting a variance is unbiased for independent noise only; use "
-                "torch.optim.AdamW",
+                f"The noise of {plan.mechanism.name} is correlated, and subtracting its variance is unbiased for "
+                "independent noise only. Use torch.optim.AdamW.",
             )
         number("lr", lr, above=0, include=(0,))
         for beta in betas:
@@ -58,7 +57,7 @@ class DebiasedAdam(Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         if closure is not None:
-            raise InvalidInput("closure", "a function", "gradients are used once; call step() without it")
+            raise InvalidInput("closure", "Gradients are used once: call step() without a closure.")
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.guards import Phase
 from lambdacgd.training.loader import Loader, cut
-from lambdacgd.training.loop import Loop
+from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
-Kind = tuple[bool, bool, int]  # of a graph: does it begin a logical batch, does it end one, how many rows it reads
+Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
 _NOT_PUT_BACK = (
     "preparing a captured step failed, and so did putting the weights back: they may have moved by steps that do not "
@@ -44,10 +43,11 @@ class CapturedStep:
         self, loop: Loop, loader: Loader, loss: LossFunction, data: Sequence[Tensor], padded: int | None
     ) -> None:
         self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
-        plan = self._plan = loop.step.plan
+        plan = self._plan = loop.private_step.plan
         self._device = _check(loop, plan, self._data)
-        # One of its own: graphs hold its noise's memory, and the loop's is made anew when a run is resumed.
-        self._private_step = PrivateStep(plan, loop.step.run, loop.step.layout, max_grad_norm=loop.step.max_grad_norm)
+        # Not the loop's own: graphs hold the memory of its noise, and the loop makes its noise anew when it resumes.
+        of_loop = loop.private_step
+        self._private_step = PrivateStep(plan, of_loop.run, of_loop.layout, max_grad_norm=of_loop.max_grad_norm)
         if padded is None:
             padded = min(plan.examples, _spread(plan.batch_size, 3))
         self.padded = integer("padded", padded)
@@ -133,7 +133,7 @@ class CapturedStep:
         for number in range(step, end + 1):
             kinds = []
             for chunk in cut(number, next(batches), self.padded):
-                chosen = [] if chunk.empty else chunk.indices
+                chosen = [] if chunk.padding else chunk.indices
                 rows.append(chosen + [-1] * (self.padded - len(chosen)))
                 width = next(width for width in self.widths if width >= len(chosen))
                 kinds.append((chunk.first == 0, chunk.last, width))
@@ -257,29 +257,28 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
         raise InvalidInput(
             "data",
-            f"tensors and a model on {sorted(map(str, devices))}",
-            "a captured step needs all on one CUDA device",
+            f"A captured step needs the data and the model on one CUDA device, and they are on "
+            f"{', '.join(sorted(map(str, devices)))}.",
         )
     (device,) = devices
     if device.index not in (None, torch.cuda.current_device()):
         raise InvalidInput(
             "data",
-            f"on {device}, while the current device is cuda:{torch.cuda.current_device()}",
-            "a graph captures the current device's work only; call torch.cuda.set_device first",
+            f"The data is on {device}, and a graph captures work of the current device, "
+            f"cuda:{torch.cuda.current_device()}, only. Call torch.cuda.set_device first.",
         )
     if not data or any(len(tensor) != plan.examples for tensor in data):
         raise InvalidInput(
             "data",
-            [len(tensor) for tensor in data],
-            f"give tensors of {plan.examples} rows, in the dataset's order",
+            f"Give tensors of {plan.examples} rows each, in the dataset's order. These have "
+            f"{', '.join(str(len(tensor)) for tensor in data) or 'none'}.",
         )
     if loop.clipper.views != 1:
         raise InvalidInput("augmentations", loop.clipper.views, "a captured step reads examples once; use the loop")
     if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
             "plan",
-            plan.mechanism.name,
-            "its noise needs buffers that advance on the host; use the ordinary loop",
+            f"The noise of {plan.mechanism.name} needs buffers that advance on the host. Use the ordinary loop.",
         )
     _check_optimizer(loop.optimizer)
     return device
@@ -294,6 +293,6 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             continue
         raise InvalidInput(
             "optimizer",
-            kind.__name__,
-            "a captured step takes SGD without dampening, or Adam and AdamW with capturable=True",
+            f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this {kind.__name__} "
+            "is none of them.",
         )

@@ -18,13 +18,14 @@ from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, set_aside
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput, brief
-from lambdacgd.files import read_json
+from lambdacgd.files import read_json, write_new
 from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-privacy-card-1"
 CARD_JSON, CARD_MARKDOWN = "privacy-card.json", "PRIVACY.md"
+PUBLIC = 0o666  # of files that are released: whoever the user's umask lets read them
 
 NOT_COVERED = (
     "choosing hyperparameters, stopping times or models by looking at the private data",
@@ -73,6 +74,10 @@ class Spent:
         """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
         return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
 
+    def __repr__(self) -> str:
+        """The sentence, also in a notebook: the certificate's details fill a screen."""
+        return f"Spent: {self}"
+
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
@@ -119,7 +124,7 @@ class History:
         if earlier is None:
             return cls()
         if isinstance(earlier, (str, os.PathLike, Mapping)):
-            raise InvalidInput("earlier", type(earlier).__name__, "give a list of cards, also if it is only one")
+            raise InvalidInput.of_type("earlier", earlier, "a list of cards, also if it is only one")
         runs: list[tuple[float, float]] = []
         declared, changed = True, False
         for given in earlier:
@@ -178,12 +183,13 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         try:
             facts = read_json(path)
         except (OSError, ValueError) as error:
-            raise InvalidInput("earlier", str(given), f"there is no privacy card to be read ({error})") from None
+            raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
+        what = given if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise InvalidInput(
             "earlier",
-            str(given) if isinstance(given, (str, os.PathLike)) else type(given).__name__,
-            f"it must be a privacy card (format {FORMAT}), the path of its {CARD_JSON}, or an export's folder",
+            f"earlier takes privacy cards (format {FORMAT}), paths of {CARD_JSON}, or folders of exports, and {what} "
+            "is none of them.",
         )
     return facts
 
@@ -191,17 +197,15 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
 def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
     """(ε, δ) of every run on a card. A card that claims nothing has ε = inf."""
     try:
-        entries = [*facts["earlier_runs"], facts.get("this_run", facts)]
+        entries = [*facts["earlier_runs"], facts["this_run"]]
         runs = [(float(entry["epsilon"]), float(entry["delta"])) for entry in entries]
-        if "this_run" not in facts:  # an older card: its ε and δ are sums over all its runs
-            runs = runs[-1:]
         claims_nothing = str(facts["claim"]).startswith("none")
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInput(
-            "earlier", "a damaged privacy card", f"an entry is missing or no number ({brief(error)})"
+            "earlier", f"This privacy card is damaged: an entry is missing or no number ({brief(error)})."
         ) from None
     if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
-        raise InvalidInput("earlier", "a damaged privacy card", "ε must not be negative and δ must lie in [0, 1]")
+        raise InvalidInput("earlier", "This privacy card is damaged: an ε is negative, or a δ not in [0, 1].")
     return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs
 
 
@@ -248,22 +252,12 @@ def card(
     loss_checked: bool = False,
     key_for_tests: bool = False,
 ) -> Card:
-    """The privacy card of a run's weights, as a dictionary that JSON can hold.
+    """The privacy card of a run's weights: the facts, in the order in which a person would read them.
 
-    Args:
-        plan: What the run was trained by.
-        history: What the weights went through besides. The ε and δ of earlier runs are added to the plan's (basic
-            composition), as if all had read the same examples.
-        steps_taken: Steps of the plan that were taken.
-        max_grad_norm: The clipping norm ζ.
-        clipping: The clipping mode.
-        augmentations: Readings of an example whose gradients are averaged before clipping.
-        floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
-        loss_checked: Whether the loss was seen to add examples up.
-        key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
-
-    Returns:
-        The facts, in the order in which a person would read them.
+    The ε and δ of earlier runs in ``history`` are added to the plan's (basic composition), as if all had read the same
+    examples. ``clipping`` is the clipping mode, ``augmentations`` the readings of an example whose gradients are
+    averaged before clipping. ``floating_point`` is None where nothing is claimed, and with ``key_for_tests``, which
+    everybody can compute, nothing is.
     """
     certified = plan.certificate.kind == "bound" and not key_for_tests
     own = (plan.epsilon if certified else math.inf, plan.delta)
@@ -327,17 +321,11 @@ def _claim(plan: Plan, history: History) -> str:
         return "none: the noise was a point estimate, not certified"
     if any(not math.isfinite(epsilon) for epsilon, _ in history.runs):
         return "none: an earlier run on these weights claimed nothing (ε = inf, an estimate, or not private at all)"
-    sure = (
-        ""
-        if plan.certificate.confidence == 1
-        else f", with confidence {plan.certificate.confidence} in the certificate"
-    )
-    provided = (
-        ", provided that what changed the weights between its steps, other than this run, used no private data"
-        if history.changed
-        else ""
-    )
-    own = f"({_at_least(plan.epsilon)}, {_at_least(plan.delta)})-differentially private{sure}{provided}"
+    own = f"({_at_least(plan.epsilon)}, {_at_least(plan.delta)})-differentially private"
+    if plan.certificate.confidence < 1:
+        own += f", with confidence {plan.certificate.confidence} in the certificate"
+    if history.changed:
+        own += ", provided that what changed the weights between its steps, other than this run, used no private data"
     if not history.runs:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
@@ -364,8 +352,12 @@ def _at_least(value: float) -> str:
     return short if float(short) >= value else _rounded_up(value, 6)
 
 
-def to_json(facts: dict[str, Any]) -> str:
-    return json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+def write_card(facts: dict[str, Any], folder: Path) -> None:
+    """Write the card into a folder, for machines and for people. One that is there is replaced."""
+    text = json.dumps(facts, indent=2, ensure_ascii=False) + "\n"
+    for name, content in ((CARD_JSON, text), (CARD_MARKDOWN, to_markdown(facts))):
+        (folder / name).unlink(missing_ok=True)
+        write_new(folder / name, [content.encode()], mode=PUBLIC)
 
 
 def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-import secrets
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-from safetensors.torch import save_file, save_model
+from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError
-from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
+from lambdacgd.files import sync_folder
+from lambdacgd.training.card import PUBLIC, write_card
+from lambdacgd.training.checkpoint import write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
-from lambdacgd.training.private import Private
+from lambdacgd.training.privatize import Private
 from lambdacgd.verifying import verify
 
 WEIGHTS = "model.safetensors"
@@ -47,37 +46,35 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
     again for it, without the cache.
     """
     if not isinstance(private, Private):
-        raise InvalidInput("private", type(private).__name__, "give what privatize returned: lc.export(private, path)")
+        raise InvalidInput.of_type("private", private, "what privatize returned, as in lc.export(private, path)")
     target, model, world = Path(path), private.model, private.world
     if any(is_sharded(p) for p in model.parameters()):
         with world.together("export"):
             private.check_weights()
-        whole = whole_state(model, keep=world.first)
-        world.from_first("export", lambda: _write(target, private, lambda file: save_file(whole, file)))
+        weights = whole_state(model, keep=world.first)
+        world.from_first("export", lambda: _write(target, private, weights))
     elif world.first:
-        _write(target, private, lambda file: save_model(model, file))
+        _write(target, private, whole_state(model, keep=True))
     return target
 
 
-def _write(target: Path, private: Private, save_weights: Callable[[str], None]) -> None:
+def _write(target: Path, private: Private, weights: dict[str, Tensor]) -> None:
     facts = private.card()
     if target.exists():
         raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
     if private.plan.certificate.kind == "bound" and math.isfinite(private.plan.epsilon):
         verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}.draft")
+    draft = target.with_name(f".{target.name}.draft")
+    shutil.rmtree(draft, ignore_errors=True)  # a killed process left it: weights that the ledger does not know
     draft.mkdir()
     try:
-        save_weights(str(draft / WEIGHTS))
-        (draft / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
-        (draft / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
-        for name in (WEIGHTS, CARD_JSON, CARD_MARKDOWN):
-            with open(draft / name, "rb") as file:
-                os.fsync(file.fileno())
-        digest = hashlib.sha256((draft / WEIGHTS).read_bytes()).hexdigest()
+        digest = write_tensors(draft / WEIGHTS, weights, mode=PUBLIC)
+        write_card(facts, draft)
+        sync_folder(draft)
         private.run.release(private.steps_taken, digest=digest, kind="export")
         os.rename(draft, target)
+        sync_folder(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

@@ -2,83 +2,61 @@
 
 Guarantee
 ---------
-The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated,
-padded or rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where
-nobody takes part, one example of weight exactly zero is handed out, so that the step is pure noise. What random
-augmentation does depends on the run, the step and the place in the logical batch only, not on workers or resuming.
+The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated or
+rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where nobody
+takes part, one example of weight exactly zero is handed out, so that the step is pure noise; what fills a batch up
+(``pad_batches``) has weight exactly zero, too. What random augmentation does depends on the run, the step and the place
+in the logical batch only, not on workers, padding or resuming.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import random
 import warnings
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from lambdacgd import torch_private
-from lambdacgd.clipping import Replaced, batch_size
 from lambdacgd.errors import TrainingError
 from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
-from lambdacgd.torch_private import tree_flatten, tree_unflatten
-from lambdacgd.training.guards import Phase
-from lambdacgd.training.loop import Loop
+from lambdacgd.torch_private import AnyConvolution
+from lambdacgd.training.loop import Chunk, Loop, Phase
 
 Collate = Callable[[list[Any]], Any]
 
 
-class Chunk(NamedTuple):
-    """A physical batch: part of the logical batch of ``step``, from its ``first`` example on."""
-
-    step: int
-    first: int
-    indices: list[int]
-    last: bool
-    empty: bool
-    least: int = 0  # examples that every rank has at least in this physical batch
-
-
-class Chunks:
-    """What the data loader reads its batches from; remembers, in order, what it gave."""
-
-    def __init__(
-        self, batches: Iterator[np.ndarray], start: int, size: int | None, *, rank: int = 0, ranks: int = 1
-    ) -> None:
-        self._batches, self._start, self._size = batches, start, size
-        self._rank, self._ranks = rank, ranks
-        self.given: deque[Chunk] = deque()
-
-    def __iter__(self) -> Iterator[Chunk]:
-        for step, batch in enumerate(self._batches, start=self._start):
-            for chunk in cut(step, batch, self._size, rank=self._rank, ranks=self._ranks):
-                self.given.append(chunk)
-                yield chunk
-
-
-def cut(step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1) -> Iterator[Chunk]:
+def cut(
+    step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1, multiple: int = 1
+) -> Iterator[Chunk]:
     """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
 
+    A part is filled up at weight zero to a multiple of ``multiple``, though not beyond ``size``, by its first example.
     With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
     have as many parts as the one with the most examples, so that they go through them together.
     """
     own, most = batch[rank::ranks], max(1, -(-len(batch) // ranks))
-    size = size or most
-    for first in range(0, most, size):
-        part = own[first : first + size].tolist()
-        least = min(size, max(0, len(batch) // ranks - first))
-        yield Chunk(step, rank + ranks * first, part or [0], first + size >= most, empty=not part, least=least)
+    step_size = size or most
+    for first in range(0, most, step_size):
+        part = own[first : first + step_size].tolist()
+        least = min(step_size, max(0, len(batch) // ranks - first))
+        width = max(1, -(-len(part) // multiple)) * multiple
+        padding = (width if size is None else min(width, size)) - len(part)
+        indices = part + (part[:1] or [0]) * padding
+        yield Chunk(step, rank + ranks * first, indices, first + step_size >= most, padding, least)
 
 
 class Examples(Dataset[Any]):
-    """The user's dataset, read a chunk at a time with random numbers of the chunk's own (``views`` readings each)."""
+    """The user's dataset, read a chunk at a time with random numbers of the chunk's own (``views`` readings each).
+
+    The readings of an example are neighbours. What fills a chunk up is read last: nobody's random numbers move.
+    """
 
     def __init__(self, dataset: Any, run: str, views: int) -> None:
         self._dataset, self._run, self._views = dataset, run, views
@@ -87,12 +65,46 @@ class Examples(Dataset[Any]):
         return len(self._dataset)
 
     def __getitems__(self, chunk: Chunk) -> list[Any]:
-        with random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
-            return [item for _ in range(self._views) for item in self._read(chunk.indices)]
-
-    def _read(self, indices: list[int]) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)
-        return list(together(indices)) if callable(together) else [self._dataset[i] for i in indices]
+        own = len(chunk.indices) - chunk.padding
+        items: list[Any] = []
+        with random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
+            for some in (chunk.indices[:own], chunk.indices[own:]):
+                readings = [
+                    together(some) if callable(together) else [self._dataset[i] for i in some]
+                    for _ in range(self._views if some else 0)
+                ]
+                items += [item for of_example in zip(*readings, strict=True) for item in of_example]
+        return items
+
+
+class Rows(Dataset[Any]):
+    """A ``TensorDataset``, a chunk by one indexing of each tensor: the batch that collating its items would give.
+
+    Nothing about it is random. Item by item, a batch on a GPU costs as many launches as it has numbers.
+    """
+
+    def __init__(self, dataset: TensorDataset, views: int) -> None:
+        self._tensors, self._views = dataset.tensors, views
+
+    def __len__(self) -> int:
+        return len(self._tensors[0])
+
+    def __getitems__(self, chunk: Chunk) -> list[Tensor]:
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=self._tensors[0].device)
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+
+    @staticmethod
+    def collate(batch: list[Tensor]) -> list[Tensor]:
+        return batch
+
+    @staticmethod
+    def can_read(dataset: Any) -> bool:
+        """Whether the batch is the same to the bit, strides included: plain tensors, row after row."""
+        return type(dataset) is TensorDataset and all(
+            type(t) is Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad
+            for t in dataset.tensors
+        )
 
 
 @contextlib.contextmanager
@@ -130,59 +142,46 @@ class Loader:
         dataset: Any,
         *,
         max_physical_batch_size: int | None,
+        pad_batches: int,
         views: int,
-        options: dict[str, Any],
+        **options: Any,
     ) -> None:
         """``options`` go to ``torch.utils.data.DataLoader``; every example is read ``views`` times."""
-        self._loop, self._dataset, self._views, self._options = loop, dataset, views, dict(options)
-        self._plan, self._size = loop.step.plan, max_physical_batch_size
-        if options.get("collate_fn") is not None:
-            self._options["collate_fn"] = KeepsApart(options["collate_fn"])
-        self._reading: Reading | None = None
+        self._loop, self._dataset, self._views, self._options = loop, dataset, views, options
+        self._multiple = pad_batches
+        self._plan, self._size = loop.private_step.plan, max_physical_batch_size
+        self._reading: Iterator[Any] | None = None  # None until this loop has read a batch
+        self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
+        self._stands_at: tuple[int, bool] | None = None  # the step of the next chunk, and whether it has others before
         self._turn = 0
         self._verified = False  # whether a bin-sorted file has been checked against the run
-        self._untouched: Epoch | None = None  # handed out by `epochs`, and nobody has asked for its batches
         loop.when_moved.append(self.restart)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._untouched is not None:
-            self._untouched = None  # said once: a notebook's traceback may keep the loop over epochs alive
-            raise TrainingError(
-                "private.loader iterates the whole run, so it would all be one epoch here. Loop over the epoch: "
-                "for epoch in private.epochs(): for batch in epoch: …"
-            )
         return self.until(self._plan.steps)
 
     def __len__(self) -> int:
-        if self._size is not None:
-            raise TypeError(
-                "how many physical batches are left depends on the bins; the plan's steps are private.plan.steps"
-            )
-        return self._plan.steps - self._loop.cycle.done
+        return self.left_until(self._plan.steps)
 
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch."""
         cycle, plan = self._loop.cycle, self._plan
         self._loop.check_usable()
-        try:
-            while cycle.done < plan.steps:
-                done = cycle.done
-                number = done // plan.steps_per_epoch + 1
-                epoch = self._untouched = Epoch(self, number, number * plan.steps_per_epoch)
-                yield epoch
-                if self._untouched is epoch and cycle.done == done:  # it would come again, for ever
-                    raise TrainingError(
-                        f"epoch {epoch.number} was passed over: its batches were not asked for. Epochs cannot be "
-                        "skipped (private.load goes to where a run stopped): for batch in epoch: …"
-                    )
-        finally:
-            self._untouched = None
+        while cycle.done < plan.steps:
+            done = cycle.done
+            number = done // plan.steps_per_epoch + 1
+            yield Epoch(self, number, number * plan.steps_per_epoch)
+            if cycle.done == done:  # it would come again, for ever
+                raise TrainingError(
+                    f"epoch {number} was passed over: no step was taken in it. Epochs cannot be skipped (private.load "
+                    "goes to where a run stopped): for batch in epoch: …"
+                )
 
     def until(self, last_step: int) -> Iterator[Any]:
         """The physical batches of the steps up to ``last_step``. A logical batch under way starts again."""
-        self._untouched = None
         self._loop.check_usable()
-        if self._loop.cycle.done >= self._plan.steps:
+        # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
+        if self._loop.cycle.done >= self._plan.steps and self._reading is not None:
             raise TrainingError(
                 f"all {self._plan.steps} steps of the plan are done; the horizon is fixed. The loader iterates the "
                 "whole run: loop over private.epochs() to have it epoch by epoch"
@@ -196,46 +195,57 @@ class Loader:
         while True:
             if turn != self._turn:
                 raise TrainingError("another iteration of the loader has begun; there is one position in a run")
-            loop.check_usable()
-            cycle.before_batch()
-            if cycle.phase is Phase.IDLE and cycle.done >= last_step:
+            loop.before_batch()
+            within = cycle.phase is Phase.GATHERING
+            if not within and cycle.done >= last_step:
+                if self._reading is not None and cycle.done >= self._plan.steps:
+                    self._reading = iter(())  # ends workers. Left to the garbage collector, torch waits 5 s for each
                 return
-            data, chunk = self._ready().next()
-            loop.hand_out(chunk.step, len(chunk.indices), last=chunk.last, empty=chunk.empty, least=chunk.least)
+            if self._reading is None or self._stands_at != (cycle.current, within):  # a failed step, a resumed run
+                loop.drop_batch()
+                self._reading = self._start(cycle.current)
+            self._stands_at = None  # until the read has succeeded: after a failure nobody goes on from here
+            data = next(self._reading)
+            chunk = self._given.popleft()
+            self._stands_at = (chunk.step + 1, False) if chunk.last else (chunk.step, True)
+            loop.hand_out(chunk)
             yield data
 
-    def _ready(self) -> Reading:
-        """The reading under way if it stands where the run stands, else (a failed step, a resumed run) a new one."""
-        cycle = self._loop.cycle
-        if self._reading is None or not self._reading.stands_at(cycle.current, cycle.phase):
-            self._loop.drop_batch()
-            self._reading = self._start(cycle.current)
-        return self._reading
-
-    def _start(self, step: int) -> Reading:
-        if len(self._dataset) != self._plan.examples:
+    def _start(self, step: int) -> Iterator[Any]:
+        """Begin to read at a step, ahead of the loop if there are workers."""
+        plan, world, dataset = self._plan, self._loop.world, self._dataset
+        if len(dataset) != plan.examples:
             raise TrainingError(
-                f"the dataset now has {len(self._dataset)} examples and the plan {self._plan.examples}; it must not "
-                "change mid-run"
+                f"the dataset now has {len(dataset)} examples and the plan {plan.examples}; it must not change mid-run"
             )
-        warn_of_search(self._loop.model, self._plan.sampling)
-        world = self._loop.world
-        chunks = Chunks(self.batches(step), step, self._size, rank=world.rank, ranks=world.size)
-        # A generator of its own: starting to read must not move the generator that dropout uses.
-        generator = torch.Generator().manual_seed(step)
+        warn_of_search(self._loop.model, plan.sampling)
+        self._given = given = deque[Chunk]()
+
+        def chunks() -> Iterator[Chunk]:
+            for number, batch in enumerate(self.batches(step), start=step):
+                parts = cut(number, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple)
+                for chunk in parts:
+                    given.append(chunk)
+                    yield chunk
+
+        options, run = self._options, self._loop.private_step.run.id
+        examples: Dataset[Any] = Examples(dataset, run, self._views)
+        if options["collate_fn"] is None and Rows.can_read(dataset):
+            options, examples = {**options, "collate_fn": Rows.collate}, Rows(dataset, self._views)
         loader = DataLoader(
-            Examples(self._dataset, self._loop.step.run.id, self._views),
-            batch_sampler=chunks,  # type: ignore[arg-type]  # chunks, which Examples understands
-            generator=generator,
-            **self._options,
+            examples,
+            batch_sampler=chunks(),  # type: ignore[arg-type]  # chunks, which the examples understand
+            # A generator of its own: starting to read must not move the generator that dropout uses.
+            generator=torch.Generator().manual_seed(step),
+            **options,
         )
-        return Reading(iter(loader), chunks, step)
+        return iter(loader)
 
     def batches(self, step: int) -> Iterator[np.ndarray]:
         """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
-        data, run = self._dataset, self._loop.step.run
+        data, run = self._dataset, self._loop.private_step.run
         if not isinstance(data, BinSortedParquet):
-            return self._loop.step.batches(step)
+            return self._loop.private_step.batches(step)
         if data.sampling != self._plan.sampling:
             raise TrainingError(
                 f"{data.path} was sorted for {data.sampling}, and the plan samples {self._plan.sampling}"
@@ -247,14 +257,15 @@ class Loader:
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""
-        self._reading = None
+        self._reading = self._stands_at = None
         self._turn += 1
 
     def left_until(self, last_step: int) -> int:
         """Logical steps left; physical batches are more where logical ones are split."""
         if self._size is not None:
             raise TypeError(
-                "how many physical batches an epoch has depends on the bins; it has plan.steps_per_epoch steps"
+                "how many physical batches are left depends on the bins. The plan has private.plan.steps steps, "
+                "plan.steps_per_epoch of them in an epoch"
             )
         return max(0, last_step - self._loop.cycle.done)
 
@@ -274,175 +285,15 @@ class Epoch:
         return self._loader.left_until(self._last_step)
 
 
-class Reading:
-    """One pass of the data loader, which may run ahead of us in its workers."""
-
-    def __init__(self, data: Iterator[Any], chunks: Chunks, start: int) -> None:
-        self._data, self._chunks = data, chunks
-        self._next_step, self._within = start, False
-
-    def stands_at(self, step: int, phase: Phase) -> bool:
-        return self._next_step == step and self._within == (phase is Phase.GATHERING)
-
-    def next(self) -> tuple[Any, Chunk]:
-        self._next_step = -1  # until the read has succeeded: after a failure nobody goes on from here
-        data = next(self._data)
-        chunk = self._chunks.given.popleft()
-        self._next_step, self._within = (chunk.step + 1, False) if chunk.last else (chunk.step, True)
-        return data, chunk
-
-
 def warn_of_search(model: nn.Module, sampling: Sampling) -> None:
     """Say it where cuDNN would look for its fastest algorithms at nearly every step, which takes far longer than it."""
     if not torch.backends.cudnn.benchmark or isinstance(sampling, Cyclic):
         return
-    convolutions = (m for m in model.modules() if isinstance(m, torch_private.AnyConvolution))
+    convolutions = (m for m in model.modules() if isinstance(m, AnyConvolution))
     if any(p.is_cuda for module in convolutions for p in module.parameters()):
         warnings.warn(
             "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and "
-            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or use "
-            "private.captured_step, which has three sizes",
-            stacklevel=5,  # the loop over the loader
+            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or pad_batches, or "
+            "use private.captured_step, which has three sizes",
+            stacklevel=4,  # the loop over the loader
         )
-
-
-# --- does a collate_fn keep examples apart? --------------------------------------------------------------------------
-
-_ITEMS = 4  #: of a batch that are collated for the comparison
-_TRIALS = 4  #: random numbers that are tried: mixing is often random too
-
-
-class _CannotSay(Exception):
-    """These few examples cannot be collated again."""
-
-
-class KeepsApart:
-    """A ``collate_fn`` that is looked at once in each process, with the first batch of several examples.
-
-    Mixup and cutmix put an example into another's row. It then acts by two rows, which are clipped one by one, and
-    zeroing it out moves a sum by 2ζ, not ζ.
-
-    Of a few of its examples the last is exchanged for another, under the same random numbers: at most one row of the
-    result may change, rows being read across all its tensors and in any order. Where padding changes shapes, nothing
-    can be said. Agreement is evidence, not proof. Nothing more is read from the dataset, and nobody's random numbers
-    move.
-    """
-
-    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
-        self._collate, self._seen = collate, False
-
-    def __call__(self, items: list[Any]) -> Any:
-        if not self._seen and len(items) > 1:
-            self._seen = True
-            with contextlib.suppress(_CannotSay):
-                self._look_at(items[:_ITEMS])
-        return self._collate(items)
-
-    def _look_at(self, items: list[Any]) -> None:
-        for trial in range(_TRIALS):
-            # If the last example decides how far all are padded, its turn comes elsewhere than last.
-            pairs = self._exchanged(items, trial) or self._exchanged([items[-1], *items[:-1]], trial)
-            if pairs is not None and (pairs[0] - pairs[1]).total() > 1:
-                raise TrainingError(
-                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
-                    "Clipping bounds a row, so an example in two rows counts twice (mixup, cutmix, negatives from the "
-                    "batch, its mean). Leave it out; several augmentations of one example are averaged before clipping "
-                    "with augmentations=K. Random numbers whose count depends on an example belong into the dataset's "
-                    "__getitem__"
-                )
-
-    def _exchanged(self, items: list[Any], trial: int) -> tuple[Counter[bytes], Counter[bytes]] | None:
-        """Rows with the last item and with another in its place, if there is one that leaves all shapes as they are."""
-        shapes, rows = self._rows(items, trial)
-        for other in items[:-1]:
-            same, changed = self._rows([*items[:-1], other], trial)
-            if same == shapes:
-                return rows, changed
-        return None
-
-    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]]:
-        """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""
-        try:
-            with random_numbers_of(f"trial {trial}", put_back=True):
-                batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
-        except Exception as error:  # if it is broken, the batch itself will say so
-            raise _CannotSay from error
-        tensors = list(_tensors(batch, len(items), ""))
-        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
-        return [shape for shape, _ in tensors], rows
-
-
-def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes]]]:
-    if isinstance(value, Mapping):
-        for name, item in value.items():
-            yield from _tensors(item, rows, f"{path}[{name!r}]")
-    elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _tensors(item, rows, f"{path}[{place}]")
-    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
-        if value.dim() > 0 and value.shape[0] == rows:
-            flat = value.detach().cpu().contiguous().reshape(rows, -1)
-            yield f"{path} {tuple(value.shape)}", [row.view(torch.uint8).numpy().tobytes() for row in flat]
-    elif isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[0] == rows and not value.dtype.hasobject:
-        yield f"{path} {value.shape}", [row.tobytes() for row in value]
-
-
-# --- several views of an example, averaged before clipping ----------------------------------------------------------
-#
-# The loader reads every example ``views`` times and puts the readings of one view side by side: view 1 of all examples,
-# then view 2, and so on. The model runs once a view, on the examples' own rows, so that clipping sees one example used
-# several times and treats its gradients as one (cross terms included); the outputs are put back together for the
-# user's loss.
-
-
-def examples_in(views: int) -> Callable[[tuple[Any, ...], dict[str, Any]], int]:
-    """How many examples the model was given, when each has ``views`` rows."""
-
-    def count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        rows = batch_size(args, kwargs)
-        if rows % views:
-            raise TrainingError(
-                f"the model was given {rows} rows, which is not a multiple of augmentations={views}. Run other data "
-                "through it under torch.no_grad()"
-            )
-        return rows // views
-
-    return count
-
-
-def run_by_view(model: nn.Module, views: int) -> Callable[[], None]:
-    """Make the model run once a view while gradients are on; returns what undoes it."""
-    original, count = model.forward, examples_in(views)
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        examples = count(args, kwargs)
-        flat, tree = tree_flatten((args, kwargs))
-        outputs = []
-        for view in range(views):
-            rows = slice(view * examples, (view + 1) * examples)
-            own = [x[rows] if isinstance(x, Tensor) and x.dim() and x.shape[0] == views * examples else x for x in flat]
-            view_args, view_kwargs = tree_unflatten(own, tree)
-            outputs.append(original(*view_args, **view_kwargs))
-        return _together(outputs, examples)
-
-    replaced = Replaced(model, forward)
-    model.forward = replaced
-    return replaced.undo
-
-
-def _together(outputs: list[Any], examples: int) -> Any:
-    flats, trees = zip(*(tree_flatten(output) for output in outputs), strict=True)
-    joined = []
-    for parts in zip(*flats, strict=True):
-        if isinstance(parts[0], Tensor):
-            if parts[0].dim() == 0 or parts[0].shape[0] != examples:
-                raise TrainingError(
-                    f"with augmentations, every output of the model must have the examples first; one has shape "
-                    f"{tuple(parts[0].shape)} for {examples} examples. Compute the loss outside the model"
-                )
-            joined.append(torch.cat(parts))
-        else:
-            joined.append(parts[0])
-    return tree_unflatten(joined, trees[0])

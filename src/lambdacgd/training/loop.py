@@ -1,7 +1,8 @@
 """The user's loop around a private step: what its batches, backward passes and ``optimizer.step()`` set going.
 
-The loop stays the user's own. This class stands behind the hooks on the optimizer and on the clipper, holds what
-belongs to the run while it goes on, and calls `step.PrivateStep` once for every whole logical batch.
+The loop stays the user's own. `Loop` stands behind the hooks on the optimizer and on the clipper, and calls
+`step.PrivateStep` once for every whole logical batch. `Cycle` knows where the run stands, `Gradients` what is in
+``p.grad``, `Weights` whether something else has changed the weights. Every refusal says what to do instead.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +20,23 @@ from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import TrainingError
+from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, version
 from lambdacgd.training.card import History
-from lambdacgd.training.distributed.agreement import compare_weights
-from lambdacgd.training.distributed.models import check_not_sharded_since, fsdp_modules, local
+from lambdacgd.training.distributed.models import (
+    check_spread_as_before,
+    compare_weights,
+    fingerprint,
+    fsdp_modules,
+    is_sharded,
+    local,
+    reshard,
+)
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.ema import EMA
-from lambdacgd.training.guards import Cycle, Gradients, Phase, Weights, announce, refuse_scaler
 from lambdacgd.training.step import PrivateStep
 
+_DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
 _ALONE = (
     "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
     "ranks from the newest checkpoint"
@@ -41,6 +51,121 @@ _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
     "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
 )
+_CLOSURE = (
+    "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and then "
+    "optimizer.step() without a closure"
+)
+_SCALER = (
+    "GradScaler does not fit: it looks at gradients before they are noised, and its scale would change what is "
+    "clipped. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False), and call "
+    "loss.backward() and optimizer.step(). The batch was dropped; the loader yields it again"
+)
+
+
+class Chunk(NamedTuple):
+    """A physical batch: part of the logical batch of ``step``, from its ``first`` example on."""
+
+    step: int
+    first: int
+    indices: list[int]
+    last: bool  # whether the logical batch is whole with it
+    padding: int  # of its examples, how many at the end have weight zero: all, where nobody takes part
+    least: int = 0  # examples that every rank has at least in this physical batch
+
+
+class Phase(Enum):
+    IDLE = "between two logical steps"
+    GATHERING = "within a logical batch"
+    WHOLE = "a whole logical batch, waiting for optimizer.step()"
+    NOISED = "gradients noised, the optimizer has not finished"
+
+
+@dataclass
+class Cycle:
+    """Where a run stands: which step, how much of its logical batch has been handed out, and what may happen next.
+
+    A logical batch is handed out in one or more physical batches; each must see exactly one backward pass; when all
+    have, the optimizer acts once. Whatever goes wrong before that, the step can be done again: nothing was released.
+
+    Attributes:
+        steps: The plan's steps.
+        done: Steps that are behind us.
+        phase: What has happened in the step under way.
+        handed_out: Examples of this logical batch that the loop has received.
+        before_last: The same, without its last physical batch.
+    """
+
+    steps: int
+    done: int = 0
+    phase: Phase = Phase.IDLE
+    handed_out: int = 0
+    before_last: int = 0
+
+    @property
+    def current(self) -> int:
+        """The step under way or next, from 1."""
+        return self.done + 1
+
+    def hand_out(self, chunk: Chunk) -> None:
+        """The user gets a physical batch."""
+        if chunk.step != self.current:
+            raise TrainingError(f"a batch of step {chunk.step} was handed out, but step {self.current} is next")
+        self.before_last = 0 if self.phase is Phase.IDLE else self.handed_out
+        self.handed_out = self.before_last + len(chunk.indices)
+        self.phase = Phase.WHOLE if chunk.last else Phase.GATHERING
+
+    def acted(self) -> None:
+        """The optimizer has changed the weights."""
+        self.done, self.phase = self.done + 1, Phase.IDLE
+
+    def drop(self) -> None:
+        """Forget the logical batch under way: it will be handed out again."""
+        self.refuse_half_done()
+        self.phase = Phase.IDLE
+
+    def refuse_half_done(self) -> None:
+        if self.phase is Phase.NOISED:
+            raise TrainingError(
+                f"the optimizer failed in the middle of step {self.current}: the weights may be half updated, and "
+                "the same noise must not serve another sum. Call optimizer.step() again if the cause is gone, or "
+                "resume from a checkpoint"
+            )
+
+    def check_taken(self) -> None:
+        """Raise if ``optimizer.step()`` was called without a batch."""
+        if self.phase is not Phase.IDLE:
+            return
+        if self.done == self.steps:
+            raise TrainingError(
+                f"all {self.steps} steps of the plan are done. The horizon is fixed: more steps need a new plan"
+            )
+        what = f"step {self.done} is done" if self.done else "no batch was taken"
+        raise TrainingError(
+            f"optimizer.step() was called without a new batch from private.loader ({what}); the same gradients "
+            "are never used twice. Call it once for every batch"
+        )
+
+    def check_backward(self, seen: int) -> None:
+        """Raise unless the backward passes have covered what was handed out: ``seen`` is the number of examples."""
+        if seen == self.handed_out:
+            return
+        size = self.handed_out - self.before_last
+        if seen == self.before_last:
+            raise TrainingError(
+                f"backward() was not called on the last physical batch ({size} examples). Every batch of the loader "
+                "needs one forward pass of the model and one backward()"
+            )
+        if seen > self.handed_out and (seen - self.before_last) % size == 0:
+            raise TrainingError(
+                f"backward() was called {(seen - self.before_last) // size} times on one physical batch: its "
+                "examples would count as often. Add the losses up and call backward() once. The batch was dropped; "
+                "the loader yields it again"
+            )
+        raise TrainingError(
+            f"the backward passes covered {seen - self.before_last} rows for a batch of {size} examples. One item of "
+            "the dataset is one example and must be one row of the model's input: check collate_fn, and leave out "
+            "other data's losses"
+        )
 
 
 class Loop:
@@ -62,56 +187,65 @@ class Loop:
         model: nn.Module,
         optimizer: Optimizer,
         clipper: Clipper,
-        step: PrivateStep,
+        private_step: PrivateStep,
         *,
         world: World,
         shards: ShardedTotals | None,
         history: History,
     ) -> None:
-        self.model, self.optimizer, self.clipper, self.step = model, optimizer, clipper, step
+        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
         self.world, self.shards, self.history = world, shards, history
-        self.cycle = Cycle(step.plan.steps, lambda: clipper.norms.numel())
+        self.cycle = Cycle(private_step.plan.steps)
         self.gradients = Gradients(clipper.parameters, optimizer)
         self.weights = Weights(model)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
         self.when_moved: list[Callable[[], None]] = []
         self.resting = False
+        self.attached = True
         self.broken: str | None = None
         self._compares = world.many  # weights, at the end of an epoch
-        self._steps_per_epoch = step.plan.steps_per_epoch
+        self._steps_per_epoch = private_step.plan.steps_per_epoch
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        self.attached = True
+        self._scales_by_itself = vars(optimizer).get(SCALES_BY_ITSELF)
+        setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
-        self._undo = [
-            optimizer.register_step_pre_hook(self._before_step).remove,
-            optimizer.register_step_post_hook(self._after_step).remove,
-            optimizer.register_load_state_dict_pre_hook(self._before_load).remove,
-            announce(optimizer),
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
         ]
 
-    def detach(self) -> None:
-        """Take the hooks away. A logical batch under way is dropped."""
+    @property
+    def model(self) -> nn.Module:
+        """The user's model, as it is, fixed for a run: its weights are in no other."""
+        return self._model
+
+    def remove_hooks(self) -> None:
+        """Give the optimizer back. A logical batch under way is dropped."""
         self.attached = False
         self.weights.seal()
         self.moved()
-        for undo in reversed(self._undo):
-            undo()
+        for hook in self._hooks:
+            hook.remove()
+        vars(self.optimizer).pop(SCALES_BY_ITSELF, None)
+        if self._scales_by_itself is not None:
+            setattr(self.optimizer, SCALES_BY_ITSELF, self._scales_by_itself)
         self.gradients.clear()
-        self.step.forget()
+        self.private_step.forget()
 
     # --- may the run go on? ------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
         """Raise where this run has ended in this process: detached, or weights that are not those of a step."""
         if not self.attached:
-            raise TrainingError("this run was detached; call privatize again (and load a checkpoint to go on)")
+            raise TrainingError(_DETACHED)
         self.check_whole()
 
     def check_whole(self) -> None:
-        """Refuse weights that are not those of a step, on this rank or on others."""
+        """Raise if the weights, here or on another rank, may not be those of a whole step."""
         if self.shards is not None and self.shards.failed and self.world.many:
             raise TrainingError(_ALONE)
         if self.broken is not None:
@@ -121,31 +255,48 @@ class Loop:
         """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
         self.weights.check()
 
+    def note_changes(self) -> None:
+        """Before weights are used: the card will say it if something else has changed them since the last step.
+
+        Before the first step only where their history was declared: else the card says that it is not known.
+        """
+        watched = self.cycle.done > 0 or self.history.declared
+        if watched and not self.history.changed and self.weights.changed():
+            self.history = replace(self.history, changed=True)
+
     # --- batches -----------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """A loop over the loader begins. A logical batch under way starts again."""
         self.check_usable()
         self.drop_batch()
-        check_not_sharded_since(self.model, self._sharded_modules)
+        check_spread_as_before(self.model, self._sharded_modules, self.world)
 
-    def hand_out(self, step: int, examples: int, *, last: bool, empty: bool, least: int) -> None:
-        """The loader gives the next physical batch to the user.
+    def before_batch(self) -> None:
+        """Raise unless the next physical batch may be handed out."""
+        self.check_usable()
+        cycle = self.cycle
+        if cycle.phase is Phase.IDLE:
+            return
+        cycle.refuse_half_done()
+        cycle.check_backward(self.clipper.examples)
+        if cycle.phase is Phase.WHOLE:
+            raise TrainingError(
+                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next "
+                "batch. Call it once after backward(), for every batch that the loader yields; it acts when the "
+                "logical batch is whole"
+            )
 
-        Args:
-            step: The step that it is part of.
-            examples: How many examples it has.
-            last: Whether the logical batch is whole with it.
-            empty: Whether nobody takes part, so that its one example has weight zero.
-            least: Examples that every rank has at least.
-        """
+    def hand_out(self, chunk: Chunk) -> None:
+        """The loader gives the next physical batch to the user."""
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
-        self.cycle.batch(step, examples, last=last)
+        self.cycle.hand_out(chunk)
         if self.shards is not None:
-            self.shards.expect(step, last=last)
-            self.clipper.allow_probe(least > 1)
-        self.clipper.weigh(torch.zeros(1) if empty else None)
+            self.shards.expect(chunk.step, last=chunk.last)
+            self.clipper.allow_probe(chunk.least > 1)
+        rows = torch.arange(len(chunk.indices))
+        self.clipper.weigh((rows < len(rows) - chunk.padding).float() if chunk.padding else None)
 
     def drop_batch(self) -> None:
         """Forget the logical batch under way. Nothing of it was released."""
@@ -171,36 +322,38 @@ class Loop:
             return
         self.check_usable()
         if any(x is not None for x in args[1:]) or kwargs.get("closure") is not None:
-            raise TrainingError(
-                "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and "
-                "then optimizer.step() without a closure"
-            )
-        refuse_scaler(optimizer, self.drop_batch)
+            raise TrainingError(_CLOSURE)
+        if not vars(optimizer).keys().isdisjoint(GIVEN_BY_SCALER):
+            for name in GIVEN_BY_SCALER:
+                vars(optimizer).pop(name, None)
+            self.drop_batch()  # its losses were scaled, so its sums are not what was meant
+            raise TrainingError(_SCALER)
         self.gradients.check_parameters()
-        if self.cycle.phase is Phase.NOISED:  # the optimizer failed half-way, and is called again
+        cycle = self.cycle
+        if cycle.phase is Phase.NOISED:  # the optimizer failed half-way, and is called again
             return
+        cycle.check_taken()
+        seen = self.clipper.examples
         try:
-            whole = self.cycle.may_act()
+            cycle.check_backward(seen)
         except TrainingError:
-            if self.cycle.phase is not Phase.IDLE and self.clipper.norms.numel() > self.cycle.handed_out:
+            if seen > cycle.handed_out:
                 self.drop_batch()  # too many backward passes: the sums are spoilt, the loader yields the batch again
             raise
-        self.gradients.check_clear(self.cycle.done)
-        if whole:
-            self.note_changes()
-            self._look_at_norms()
-            self._act()
-
-    def _act(self) -> None:
+        self.gradients.check_clear(cycle.done)
+        if cycle.phase is not Phase.WHOLE:
+            return
+        self.note_changes()
+        self._look_at(self.clipper.norms)
         try:
-            self.step(self.clipper, self.cycle.current)
+            self.private_step(self.clipper, cycle.current)
         except BaseException:  # a sum that is not finite, Ctrl-C
             self.gradients.clear()
             self.drop_batch()  # the sums are spoilt; the loader yields the batch again
             self.broken = _ALONE if self.world.many else None
             raise
         self.gradients.remember()
-        self.cycle.phase = Phase.NOISED
+        cycle.phase = Phase.NOISED
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self.resting or self.cycle.phase is not Phase.NOISED:
@@ -216,26 +369,18 @@ class Loop:
         self.cycle.acted()
         self.weights.settle()
 
-    def note_changes(self) -> None:
-        """Before weights are used: the card will say it if something else has changed them since the last step.
-
-        Before the first step only where their history was declared: else the card says that it is not known.
-        """
-        watched = self.cycle.done > 0 or self.history.declared
-        if watched and not self.history.changed and self.weights.changed():
-            self.history = replace(self.history, changed=True)
-
-    def _look_at_norms(self) -> None:
+    def _look_at(self, norms: Tensor) -> None:
         """Warn of examples without a finite gradient, which count for nothing. Looked at when an epoch begins, for a
         batch of nothing else, and when it ends: reading waits for the device.
         """
-        place = self.cycle.done % self._steps_per_epoch
+        cycle = self.cycle
+        place = cycle.done % self._steps_per_epoch
         if place == 0:
             self._norms.clear()
-        self._norms.append(self.clipper.norms)
-        if place == 0 and self.clipper.dropped >= self.cycle.handed_out > 0:
+        self._norms.append(norms)
+        if place == 0 and self.clipper.dropped >= cycle.handed_out > 0:
             warnings.warn(
-                f"no example of step {self.cycle.current} has a finite gradient, so it adds noise and nothing else. "
+                f"no example of step {cycle.current} has a finite gradient, so it adds noise and nothing else. "
                 "Look for NaN and infinities in the data, the loss and the learning rate (steps are looked at once an "
                 "epoch)",
                 stacklevel=4,
@@ -245,7 +390,7 @@ class Loop:
             self._norms.clear()
             if missing:
                 warnings.warn(
-                    f"{missing} example(s) of the epoch that ends with step {self.cycle.current} had no finite "
+                    f"{missing} example(s) of the epoch that ends with step {cycle.current} had no finite "
                     "gradient and counted for nothing. Look for NaN and infinities in the data and the loss",
                     stacklevel=4,
                 )
@@ -263,17 +408,17 @@ class Loop:
         self.cycle.done, self.cycle.phase = step, Phase.IDLE
         self.drop_batch()
         self.gradients.clear()
-        self.step.forget()
+        self.private_step.forget()
         self.moved()
 
     def moved(self) -> None:
-        """Whoever reads ahead begins anew at the current step."""
+        """The position has changed: the loader, which may have read ahead, begins anew at the current step."""
         for act in self.when_moved:
             act()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """The optimizer's state may be loaded in this block, and the run go back: the ledger has been asked."""
+        """In this block the optimizer's state may be loaded and the position set back: the ledger has allowed it."""
         self._loading = True
         try:
             yield
@@ -285,8 +430,8 @@ class Loop:
     def going_on_from(self, step: int) -> Iterator[None]:
         """Restore weights and the rest in this block, once the run is that of the checkpoint.
 
-        The position comes first: if the block fails and somebody goes on all the same, no step that was released is
-        done again under its noise. And nobody goes on.
+        The position is set first: should the block fail, no step that was released can be done again under its noise.
+        The run then refuses to go on.
         """
         with self.loading():
             self.stand_at(step)
@@ -294,11 +439,165 @@ class Loop:
             yield
         self.broken = None
 
+    def adopt(self, saved: dict[str, Any]) -> None:
+        """The weights are a checkpoint's now: what they went through besides is what it says (``history.to_dict()``).
+
+        Raises:
+            CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
+        """
+        self.history = self.history.resumed(History.from_dict(saved))
+
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        """Loading its own state again is nobody's harm: accelerate does so to move it to a device."""
-        own = optimizer.state_dict()["state"]
-        if not self._loading and state.get("state") and not _same(state["state"], own):
+        """Refuse state loaded by hand. Loading its own state again does no harm: accelerate moves it to a device so."""
+        if not self._loading and state.get("state") and not _same(state["state"], optimizer.state_dict()["state"]):
             raise TrainingError(_LOADED_BY_HAND)
+
+
+class Gradients:
+    """The gradients of the clipped parameters: None until a step is noised, ours until ``zero_grad()``."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self._parameters, self._optimizer = parameters, optimizer
+        self._clipped = {id(p) for p in parameters.values()}
+        self._written: dict[str, tuple[Tensor, int]] = {}  # what a step put into p.grad, and its version then
+
+    def check_parameters(self) -> None:
+        """The optimizer still holds what it was privatized with, and nothing else that trains."""
+        held = 0
+        for group in self._optimizer.param_groups:
+            for p in group["params"]:
+                if id(p) in self._clipped:
+                    held += 1
+                elif p.requires_grad or p.grad is not None:
+                    raise TrainingError(
+                        f"the optimizer holds a trainable parameter of shape {tuple(p.shape)} that is not clipped: "
+                        "it was added or unfrozen after privatize. The layout is fixed for a run: detach, change the "
+                        "model, privatize anew"
+                    )
+        if held != len(self._clipped):
+            raise TrainingError(
+                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with; they "
+                "are fixed for a run"
+            )
+
+    def check_clear(self, done: int) -> None:
+        """Nothing is left in ``p.grad`` from step ``done`` or from somebody else."""
+        for name, p in self._parameters.items():
+            if p.grad is None:
+                continue
+            tensor, before = self._written.get(name, (None, 0))
+            # Several DTensors zeroed at once (foreach) count no change: then only their values tell.
+            if p.grad is tensor and version(p.grad) == before and bool(local(p.grad).any()):
+                self.clear()
+                raise TrainingError(
+                    f"{name}.grad still holds the gradient of step {done}: call optimizer.zero_grad() after every step"
+                )
+            if p.grad is not tensor and bool(local(p.grad).any()):
+                raise TrainingError(
+                    f"{name}.grad was written by something other than this library; it would be lost, and it is not "
+                    "private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
+                )
+            p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
+        self._written = {}
+
+    def part(self) -> None:
+        """The sums' memory, which gradients share, is about to be written: no gradient may share it any longer.
+
+        One that ``zero_grad(set_to_none=False)`` has zeroed becomes None. One that was not zeroed becomes a copy, so
+        that nobody changes sums by way of ``p.grad``.
+        """
+        for name, (tensor, before) in list(self._written.items()):
+            p = self._parameters[name]
+            if p.grad is None:
+                del self._written[name]
+            elif p.grad is tensor and version(tensor) == before:
+                p.grad = tensor.clone()
+                self._written[name] = (p.grad, version(p.grad))
+            elif p.grad is tensor:
+                p.grad = None
+                del self._written[name]
+
+    def remember(self) -> None:
+        """A step has written ``p.grad``: so it stands until ``zero_grad()``."""
+        for name, p in self._parameters.items():
+            gradient = p.grad
+            assert gradient is not None
+            self._written[name] = (gradient, version(gradient))
+
+    def clear(self) -> None:
+        """No gradient is left."""
+        for p in self._parameters.values():
+            p.grad = None
+        self._written = {}
+
+
+class Weights:
+    """Whether anything but the run's own steps has changed the model's parameters.
+
+    During a run torch's counters of in-place changes tell, which cost nothing to read. They do not see writes by way
+    of ``p.data``. When the run ends, two numbers computed from all trained weights take their place.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._trained = [p for p in model.parameters() if p.requires_grad]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._known = {id(p) for p in model.parameters()}
+        self._sharded = any(map(is_sharded, self._trained))
+        self._ended = False
+        self._changed_before_end = False
+        self._expected = self._read()
+
+    def settle(self) -> None:
+        """The weights are what a step of the run, or loading its checkpoint, made them."""
+        self._expected = self._read()
+
+    def changed(self) -> bool:
+        """Whether something wrote to a parameter since ``settle``."""
+        return self._changed_before_end or self._read() != self._expected
+
+    @contextlib.contextmanager
+    def exchanged(self) -> Iterator[Callable[[], None]]:
+        """A block that puts other weights of the run into the model, and the own ones back at its end.
+
+        It is given a function to call when the others are in place: they too are watched.
+        """
+        (trained, frozen), changed_before_end = self._expected, self._changed_before_end
+        changed = self._read()[0] != trained
+
+        def in_place() -> None:
+            self._expected, self._changed_before_end = (self._read()[0], frozen), False
+
+        try:
+            yield in_place
+        finally:  # counters have moved on; numbers computed from the own weights are what they were
+            own = trained if changed or self._ended else self._read()[0]
+            self._expected, self._changed_before_end = (own, frozen), changed_before_end
+
+    def seal(self) -> None:
+        """The run ends: from now on anybody may change the weights, by any means."""
+        if not self._ended:
+            self._changed_before_end, self._ended = self.changed(), True
+            self.settle()
+
+    def check(self) -> None:
+        """Raise unless the weights are those of the run's last step."""
+        reshard(self._model)
+        if not {id(p) for p in self._model.parameters()} <= self._known or self.changed():
+            raise TrainingError(
+                "these weights are not those of the run's last step: something else has changed them since, and the "
+                "run's (ε, δ) may not be theirs. Export before changing them. If the change used no private data, save "
+                "the weights yourself and keep the card of that export with them"
+            )
+
+    def _read(self) -> tuple[Any, list[int]]:
+        """What tells of a change: of the trained parameters, and of the frozen ones."""
+        if self._ended:
+            return fingerprint(map(local, self._trained)), self._counters(self._frozen)
+        return self._counters(self._trained), self._counters(self._frozen)
+
+    def _counters(self, parameters: list[nn.Parameter]) -> list[int]:
+        return list(map(version, map(local, parameters) if self._sharded else parameters))
 
 
 def _same(a: Any, b: Any) -> bool:

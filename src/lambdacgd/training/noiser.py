@@ -14,8 +14,7 @@ from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
-from lambdacgd.training.checkpoint import check_identity
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.checkpoint import check_identity, content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan
@@ -47,10 +46,9 @@ class Noiser:
     Guarantee
     ---------
     If every sum holds each example of ``batch()`` at most once with norm at most ``max_grad_norm`` over all tensors
-    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says, for real numbers. What
-    the floating-point form of the sums reveals is not covered: whoever knows candidates for a sum may tell them apart
-    by the lowest bits of what is released. Clipping is yours, and so is its rounding. With several processes there is
-    one Noiser, on rank 0.
+    together, and no other data, what ``add`` returns over the run is (ε, δ)-DP as the plan says. This holds for the
+    floating-point numbers that it returns (`docs/noise-proof.md`), of float32 and of float64 sums. Clipping is yours,
+    and so is its rounding. With several processes there is one Noiser, on rank 0.
     """
 
     def __init__(self, plan: Plan, key: SecretKey | None = None, *, max_grad_norm: float = 1.0) -> None:
@@ -70,7 +68,7 @@ class Noiser:
 
     @property
     def plan(self) -> Plan:
-        """What noise and batches follow: fixed for a run."""
+        """The plan that noise and batches follow, fixed for a run."""
         return self._step.plan
 
     @property
@@ -122,11 +120,9 @@ class Noiser:
             TrainingError: All steps of the plan are done.
         """
         self._check_horizon()
-        tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
-        if not tensors or not sums:
-            kinds = [type(value).__name__ for value in sums.values()] if isinstance(sums, dict) else type(sums).__name__
-            raise InvalidInput(
-                "sums", kinds, "it must be a dict of name -> float32 tensor, the clipped sums of this batch"
+        if not isinstance(sums, dict) or not sums or not all(isinstance(x, torch.Tensor) for x in sums.values()):
+            raise InvalidInput.of_type(
+                "sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch, at least one"
             )
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})

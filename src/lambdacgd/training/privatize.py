@@ -1,31 +1,44 @@
-"""`privatize`: two lines that make an ordinary PyTorch loop private. And what it refuses at the door."""
+"""`privatize`: two lines that make an ordinary PyTorch loop private; what it returns, and what it refuses."""
 
 from __future__ import annotations
 
 import math
+import os
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset, default_collate
+from torch.utils.data import default_collate
 
 from lambdacgd import clipping
-from lambdacgd.clipping import LossReduction, Mode, Replaced
-from lambdacgd.errors import InvalidInput, NotPrivateWarning, integer, number
+from lambdacgd.clipping import Clipper, LossReduction, Mode, Replaced
+from lambdacgd.errors import InvalidInput, NotPrivateWarning, TrainingError, integer, number
 from lambdacgd.keys import SecretKey
+from lambdacgd.noise import Layout
 from lambdacgd.planning import Plan
-from lambdacgd.training.card import GivenCard, History
-from lambdacgd.training.distributed.agreement import start_together
-from lambdacgd.training.distributed.models import follow, fsdp_modules, is_sharded, unwrap
+from lambdacgd.training import checkpoint
+from lambdacgd.training.captured import CapturedStep
+from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
+from lambdacgd.training.data import KeepsApart, Sample, check_dataset, sample_of
+from lambdacgd.training.distributed.models import (
+    broadcast_,
+    compare_weights,
+    follow,
+    fsdp_modules,
+    is_sharded,
+    optimizer_settings,
+    unwrap,
+)
+from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, examples_in, random_numbers_of, run_by_view
-from lambdacgd.training.private import Private
+from lambdacgd.training.ema import EMA
+from lambdacgd.training.loader import Collate, Epoch, Loader, random_numbers_of
+from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.run import Run, SharedRun
-from lambdacgd.training.sample import sample_of
-from lambdacgd.training.step import check_plan, floating_point_of
+from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
 from lambdacgd.version import __version__
 
 _LOOKED_AT = 6  #: examples that a loss is looked at with
@@ -39,6 +52,7 @@ def privatize(
     *,
     max_grad_norm: float,
     max_physical_batch_size: int | None = None,
+    pad_batches: int = 1,
     key: SecretKey | None = None,
     run_id: str | None = None,
     loss_reduction: LossReduction = "mean",
@@ -80,6 +94,9 @@ def privatize(
         max_physical_batch_size: Splits logical batches to fit memory: until one is whole, ``p.grad`` is None and
             ``step`` and ``zero_grad`` do nothing. Schedulers act between logical batches:
             ``if private.between_steps: scheduler.step()``. With several ranks it is each rank's.
+        pad_batches: Fills physical batches up to a multiple of this with examples of weight exactly zero, so that
+            sampled batches come in few sizes: memory then grows no more with every new one. The loss that you print
+            counts them.
         key: A ``SecretKey``; by default a new one in memory. Give one with a file to be able to save checkpoints. With
             several ranks only rank 0 needs one.
         run_id: Names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins
@@ -120,11 +137,12 @@ def privatize(
             given, model = model, unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
-            _check_dataset(dataset, plan)
+            check_dataset(dataset, plan)
             number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
             if max_physical_batch_size is not None:
                 integer("max_physical_batch_size", max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
+            integer("pad_batches", pad_batches)
             views = integer("augmentations", augmentations)
             history = History.of(earlier)
             if math.isinf(plan.epsilon):
@@ -144,7 +162,7 @@ def privatize(
                 max_grad_norm,
                 loss_reduction=loss_reduction,
                 mode="flat" if math.isinf(max_grad_norm) else clipping_mode,
-                batch_of=examples_in(views) if views > 1 else batch_of,
+                batch_of=batch_of,
             )
             undo = [clipper.detach]
             try:
@@ -152,17 +170,23 @@ def privatize(
                 _check_same_parameters(clipper.parameters, optimizer)
                 floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
                 clipper.leave_room()  # σ is then the plan's own
-                if views > 1:
-                    undo.append(run_by_view(model, views))
-                    clipper.expect_views(views)
-                options = {
-                    "num_workers": num_workers,
-                    "collate_fn": collate_fn,
-                    "pin_memory": pin_memory,
-                    "prefetch_factor": prefetch_factor,
-                    "worker_init_fn": worker_init_fn,
-                    "multiprocessing_context": multiprocessing_context,
-                }
+                clipper.expect_views(views)
+                loader = partial(
+                    Loader,
+                    dataset=dataset,
+                    max_physical_batch_size=max_physical_batch_size,
+                    pad_batches=pad_batches,
+                    views=views,
+                    num_workers=num_workers,
+                    collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                    pin_memory=pin_memory,
+                    prefetch_factor=prefetch_factor,
+                    worker_init_fn=worker_init_fn,
+                    multiprocessing_context=multiprocessing_context,
+                )
+                start = partial(SharedRun, world) if world.many else Run
+                # With several ranks this process reads a few examples in any case, to compare them.
+                readable = data_fingerprint is None and (world.many or not num_workers)
                 private = Private(
                     model,
                     optimizer,
@@ -170,11 +194,10 @@ def privatize(
                     plan,
                     max_grad_norm=max_grad_norm,
                     clipper=clipper,
-                    run=_run(world, key, run_id, plan),
-                    views=views,
-                    max_physical_batch_size=max_physical_batch_size,
+                    run=start(key, prepared=run_id, plan=plan.digest),
+                    loader=loader,
+                    sample=Sample(dataset, plan.examples, readable=readable),
                     data_fingerprint=data_fingerprint,
-                    loader_options=options,
                     undo=undo,
                     history=history,
                     world=world,
@@ -185,18 +208,7 @@ def privatize(
                     step()
                 raise
         if isinstance(private.run, SharedRun):
-            with world.together("privatize"):
-                facts = _facts(private, max_physical_batch_size, reduce_every_batch)
-            with private.loading():  # all ranks begin with rank 0's weights
-                start_together(
-                    private.run,
-                    facts,
-                    model=model,
-                    parameters=clipper.parameters,
-                    optimizer=optimizer,
-                    world=world,
-                    device=clipper.anchor.device,
-                )
+            _start_together(private, private.run, max_physical_batch_size, reduce_every_batch)
         if loss is not None and views == 1 and private.shards is None:
             with world.together("looking at the loss"):
                 private.check_loss(loss, _few(dataset), collate_fn or default_collate)
@@ -207,6 +219,254 @@ def privatize(
     return private
 
 
+class Private(Loop):
+    """What ``privatize`` returns: the loader, the position in the run, and the way back to a plain model.
+
+    Attributes:
+        optimizer: The user's optimizer.
+        dataset: The examples, by index.
+        loader: Iterates the remaining batches of the run.
+        after_step: Functions that are called after every logical step.
+
+    The other attributes are for checkpoints and integrations of this package.
+
+    Guarantee
+    ---------
+    Under the plan's conditions the weights after any number of steps are (ε, δ)-DP for zero-out of one example: every
+    ``optimizer.step()`` that acts uses Σ_i clip(g_i, ζ) of the plan's own batch plus the plan's noise at ζσ, divided
+    by ``plan.batch_size``, added exactly once; clipping leaves room for its own rounding, so no contribution exceeds
+    ζ. It holds of the floating-point numbers that leave, whose cost is part of ε and δ (docs/noise-proof.md). The
+    optimizer only post-processes. Losses, norms and batch sizes seen on the way are not private.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        dataset: Any,
+        plan: Plan,
+        *,
+        max_grad_norm: float,
+        clipper: Clipper,
+        run: Run,
+        loader: Callable[[Loop], Loader],
+        sample: Sample,
+        data_fingerprint: str | None,
+        undo: list[Callable[[], None]],
+        history: History,
+        world: World,
+        reduce_every_batch: bool = False,
+    ) -> None:
+        layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
+        shards: ShardedTotals | None = None
+        if any(is_sharded(p) for p in clipper.parameters.values()):
+            shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
+            clipper.keep_sums_in(shards)
+            clipper.allow_probe(False)  # until a batch of which every rank has two examples
+        step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
+        super().__init__(model, optimizer, clipper, step, world=world, shards=shards, history=history)
+        self.dataset, self.run, self.layout = dataset, run, layout
+        self.augmentations, self.data_fingerprint = clipper.views, data_fingerprint
+        self.loss_checked = False  # whether anybody has seen that the loss adds examples up
+        self.sample, self.loader = sample, loader(self)
+        self._undo = [*undo, run.close]
+
+    # --- where the run stands ----------------------------------------------------------------------------------------
+
+    @property
+    def plan(self) -> Plan:
+        """The plan that the run follows, fixed for a run."""
+        return self.private_step.plan
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed for a run."""
+        return self.private_step.max_grad_norm
+
+    @property
+    def steps_taken(self) -> int:
+        """Logical steps done, of ``plan.steps``."""
+        return self.cycle.done
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the plan are done."""
+        return self.steps_taken >= self.plan.steps
+
+    @property
+    def between_steps(self) -> bool:
+        """Whether no logical batch is under way.
+
+        Then, and only then, a checkpoint can be saved. Schedulers that count logical steps act then, too:
+        ``if private.between_steps: scheduler.step()``.
+        """
+        return self.cycle.phase is Phase.IDLE
+
+    def epochs(self) -> Iterator[Epoch]:
+        """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``.
+
+        Raises:
+            TrainingError: No step was taken in an epoch, or the run was detached.
+        """
+        return self.loader.epochs()
+
+    def spent(self, *, after_epochs: bool = False) -> Spent:
+        """The plan's (ε, δ) with its certificate, and the share of steps taken.
+
+        Args:
+            after_epochs: Also compute the ε of runs planned over fewer epochs. For information only: stopping early
+                keeps the plan's claim.
+
+        Returns:
+            The claim of this run, which releasing its weights costs after any number of steps.
+        """
+        plan = self.plan
+        informational = epsilon_after_epochs(plan) if after_epochs else None
+        return Spent(
+            plan.epsilon,
+            plan.delta,
+            plan.certificate,
+            self.steps_taken,
+            plan.steps,
+            informational,
+            key_for_tests=self.run.key.is_for_tests,
+        )
+
+    def card(self) -> Card:
+        """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
+
+        Returns:
+            A dictionary of public facts, as JSON can hold them.
+
+        Raises:
+            TrainingError: Something other than the run has changed the weights since its last step.
+        """
+        self.check_weights()
+        return card(
+            self.plan,
+            self.history,
+            steps_taken=self.steps_taken,
+            max_grad_norm=self.max_grad_norm,
+            clipping=self.clipper.mode,
+            augmentations=self.augmentations,
+            loss_checked=self.loss_checked,
+            floating_point=floating_point_of(self.plan, self.layout.elements),
+            key_for_tests=self.run.key.is_for_tests,
+        )
+
+    def check_loss(
+        self, loss: Callable[[nn.Module, Any], Tensor], items: Sequence[Any], collate: Callable[[list[Any]], Any]
+    ) -> None:
+        """See whether the training loss adds examples up as declared; the card then says that it was looked at.
+
+        ``privatize(…, loss=loss)`` does it with examples of the dataset. Nothing is trained or added.
+
+        Args:
+            loss: ``loss(model, batch)``, the training loss of a batch as the loader gives it.
+            items: A few examples as the dataset gives them.
+            collate: What makes a batch of them.
+
+        Raises:
+            ClippingError: The loss of an example depends on others of its batch, or ``loss_reduction`` does not
+                describe the loss.
+        """
+        self.clipper.check_loss(loss, items, collate)
+        self.loss_checked = True
+
+    # --- what goes along with a run ----------------------------------------------------------------------------------
+
+    def ema(self, decay: float) -> EMA:
+        """An average of the weights, updated after every logical step and part of checkpoints. Costs no privacy.
+
+        Args:
+            decay: β in [0, 1): the share of the average that a step keeps.
+
+        Returns:
+            The average. ``with average.applied():`` puts it into the model.
+        """
+        average = EMA(self.model, decay, exchanged=self.weights.exchanged, before_update=self.note_changes)
+        self.averages.append(average)
+        self.after_step.append(average.update)
+        return average
+
+    def captured_step(
+        self, loss: Callable[..., Tensor], data: Sequence[Tensor], *, padded: int | None = None
+    ) -> CapturedStep:
+        """A fast step for small models on CUDA: ``step = private.captured_step(loss, (x, y)); step.run()``.
+
+        Args:
+            loss: ``loss(model, *batch)`` computes the loss of a batch.
+            data: The dataset's examples as CUDA tensors, in its order.
+            padded: The largest of the three widths that batches are padded to; larger batches are split. By default
+                B + 3√B, rounded up.
+
+        Returns:
+            What does the next logical step when it is called, and the rest of the run by ``run()``.
+
+        Raises:
+            TrainingError: Several processes train together.
+            InvalidInput: The model, the data, the mechanism or the optimizer does not allow it.
+        """
+        if self.world.many or self.shards is not None:
+            raise TrainingError("a captured step is for one process; with several, loop over private.loader")
+        return CapturedStep(self, self.loader, loss, data, padded)
+
+    # --- saving, going on, and the way back --------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str], *, extra: dict[str, Any] | None = None, frozen: bool = True) -> None:
+        """Write a checkpoint, whole or not at all, and enter it in the ledger. Every rank must call this.
+
+        Args:
+            path: A folder that any number of processes can go on from, on a file system that all of them see.
+            extra: Anything of yours made of tensors, numbers, strings, lists and dicts (a scheduler's
+                ``state_dict()``).
+            frozen: Whether to write frozen parameters, too. False makes small checkpoints of adapters: the model that
+                loads them brings the rest.
+
+        Raises:
+            CheckpointError: A logical batch is under way, the key has no file, or the disk is full. The previous
+                checkpoint and the ledger are then as they were.
+        """
+        checkpoint.save(self, path, extra, frozen=frozen)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Go on from a checkpoint, which must be the run's newest release.
+
+        Args:
+            path: What was given to ``save``.
+
+        Returns:
+            What was given as ``extra``.
+
+        Raises:
+            CheckpointError: It is damaged, of another run, model, plan, key or dataset, or not the newest release.
+        """
+        return checkpoint.load(self, path)
+
+    def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
+        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        exists = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
+        return self.load(path) if exists else None
+
+    def detach(self) -> None:
+        """Give back a plain model and optimizer. A logical batch under way is dropped."""
+        if not self.attached:
+            return
+        self.remove_hooks()
+        try:
+            half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
+            self.run.hand_over(self.steps_taken + half_done)
+        finally:
+            for undo in reversed(self._undo):
+                undo()
+
+    def __repr__(self) -> str:
+        return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
+
+
+# --- at the door -----------------------------------------------------------------------------------------------------
+
+
 def _few(dataset: Any) -> list[Any]:
     """A few examples, from all over the dataset: where it is sorted, neighbours are too alike to tell."""
     count = min(_LOOKED_AT, len(dataset))
@@ -215,22 +475,16 @@ def _few(dataset: Any) -> list[Any]:
         return [dataset[place] for place in places]
 
 
-def _run(world: World, key: SecretKey | None, prepared: str | None, plan: Plan) -> Run:
-    if world.many:
-        return SharedRun(world, key, prepared=prepared, plan=plan.digest)
-    return Run(key, prepared=prepared, plan=plan.digest)
-
-
 def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
     """What all ranks must agree on: digests and settings, nothing secret."""
     clipper, plan = private.clipper, private.plan
     return {
         "plan": plan.digest,
         "layout": private.layout.digest,
-        # In their order, in which sums are put into buckets: the layout knows names in alphabetical order only.
+        # In their order, which is that of the sums in buckets: the layout has names in alphabetical order.
         "parameters": [f"{name} {p.dtype}" for name, p in clipper.parameters.items()],
         "dataset length": len(private.dataset),
-        # Whoever names the data vouches for it, also where reading it is random in ways of its own.
+        # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
         "examples": None if private.data_fingerprint else sample_of(private.dataset, plan.examples),
         "max_grad_norm": private.max_grad_norm,
         "clipping mode": clipper.mode,
@@ -244,6 +498,51 @@ def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_b
         "reduce_every_batch": private.shards is not None and reduce_every_batch,
         "version": __version__,
     }
+
+
+_ADVICE = {
+    "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
+    "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
+    "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
+    "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
+    "examples": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
+    "order (no shuffling, no part for each rank). If reading is random in a way of its own, name the data with "
+    "data_fingerprint on every rank",
+    "device": "Noise of different kinds of device agrees only to rounding: use one kind",
+    "physical batch size": "Ranks go through physical batches together",
+    "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
+    "reduce_every_batch": "Ranks reduce sums together",
+}
+
+
+def _start_together(
+    private: Private, run: SharedRun, max_physical_batch_size: int | None, reduce_every_batch: bool
+) -> None:
+    """Compare what the ranks brought, then take rank 0's key and weights. All must call it; a difference is an error
+    on each.
+
+    Shards are not sent. Where a mesh replicates them, the copies are compared.
+    """
+    world, parameters, optimizer = private.world, private.clipper.parameters, private.optimizer
+    with world.together("privatize"):
+        facts = _facts(private, max_physical_batch_size, reduce_every_batch)
+    world.agree("privatize", {**facts, **optimizer_settings(parameters, optimizer)}, _ADVICE)
+    why = "their noise and batches would not be one run's. Give the key on rank 0 alone (others receive it), or the "
+    _check_first_counts(world.gather(run.given_fingerprint), "the key", why + "same file on all")
+    why = "data sorted by the bins of one run would be read as another's. Give the run_id on rank 0 alone, or the same "
+    _check_first_counts(world.gather(run.given_id), "the run_id", why + "one on all")
+    with private.loading():  # all ranks begin with rank 0's weights
+        run.share(private.clipper.anchor.device)
+        broadcast_(private.model, world)
+        compare_weights(parameters, optimizer, 0, world)
+
+
+def _check_first_counts(given: list[str | None], what: str, why: str) -> None:
+    """What rank 0 was given counts; others bring the same or nothing."""
+    for rank, value in enumerate(given):
+        if value is not None and value != given[0]:
+            first = "none" if given[0] is None else f"{given[0][:8]}…"
+            raise TrainingError(f"privatize: {what} is {first} on rank 0 and {value[:8]}… on rank {rank}: {why}")
 
 
 def _bare(optimizer: Any) -> Any:
@@ -278,27 +577,6 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
         )
 
 
-def _check_dataset(dataset: Any, plan: Plan) -> None:
-    if isinstance(dataset, DataLoader):
-        raise InvalidInput(
-            "dataset",
-            "This is a DataLoader. The plan decides which examples form a batch, so pass its dataset.",
-        )
-    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidInput(
-            "dataset",
-            f"dataset must be map-style, with __len__ and __getitem__, because the plan decides which examples come "
-            f"when; {type(dataset).__name__} is not.",
-        )
-    if len(dataset) != plan.examples:
-        raise InvalidInput(
-            "dataset",
-            f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}. Make a plan for this "
-            "dataset: lc.plan(dataset, …).",
-        )
-    check_no_repeats(dataset)
-
-
 def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
     names = {id(p): name for name, p in clipped.items()}
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -324,63 +602,3 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
             f"The optimizer lacks {name!r} ({len(missing)} trainable parameter(s) in all). What it does not train "
             "would still use up the clipping norm: add it, or freeze it with requires_grad_(False).",
         )
-
-
-# --- does the dataset hold an example twice? -------------------------------------------------------------------------
-
-Places = tuple[np.ndarray, np.ndarray]  # for each item, which dataset it is of, and its index there
-
-
-def check_no_repeats(dataset: Any) -> None:
-    """Refuse a dataset that names one example of another dataset more than once.
-
-    A plan protects one item; what is in two is protected half as well. Oversampling a rare class repeats its examples:
-    `Subset` with an index twice, `ConcatDataset` of one dataset with itself, ``select`` of Hugging Face datasets. What
-    a dataset of one's own does inside is not seen.
-    """
-    owners: dict[int, int] = {}
-    places = _places(dataset, owners)
-    if places is None:
-        return
-    order = np.lexsort(places)
-    whose, index = places[0][order], places[1][order]
-    again = np.flatnonzero((whose[1:] == whose[:-1]) & (index[1:] == index[:-1]))
-    if len(again):
-        first = again[0]
-        times = int(((places[0] == whose[first]) & (places[1] == index[first])).sum())
-        raise InvalidInput(
-            "dataset",
-            f"The {type(dataset).__name__} holds example {index[first]} {times} times ({len(again)} repetitions). "
-            "Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
-            "plan accounts for. Give each example once; to make a class count for more, multiply its examples' losses.",
-        )
-
-
-def _places(dataset: Any, owners: dict[int, int]) -> Places | None:
-    """Where the items of a dataset come from; None if they are its own."""
-    if isinstance(dataset, Subset):
-        inner, chosen = _of(dataset.dataset, owners), np.asarray(dataset.indices, dtype=np.int64)
-        return inner[0][chosen], inner[1][chosen]
-    if isinstance(dataset, ConcatDataset):
-        parts = [_of(part, owners) for part in dataset.datasets]
-        return np.concatenate([whose for whose, _ in parts]), np.concatenate([index for _, index in parts])
-    selected = _selected(dataset)
-    return None if selected is None else (np.zeros(len(selected), dtype=np.int64), selected)
-
-
-def _of(dataset: Any, owners: dict[int, int]) -> Places:
-    places = _places(dataset, owners)
-    size, owner = len(dataset), owners.setdefault(id(dataset), len(owners) + 1)
-    if places is None:
-        return np.full(size, owner), np.arange(size)
-    if isinstance(dataset, (Subset, ConcatDataset)):
-        return places
-    return np.full(size, owner), places[1]
-
-
-def _selected(dataset: Any) -> np.ndarray | None:
-    """The rows that a ``datasets.Dataset`` has selected of its table, if it has."""
-    chosen = getattr(dataset, "_indices", None)
-    if chosen is None or not hasattr(dataset, "select") or not hasattr(chosen, "column"):
-        return None
-    return np.asarray(chosen.column(0).to_numpy(), dtype=np.int64)

@@ -13,8 +13,7 @@ from typing import NoReturn
 import torch
 
 from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
-from lambdacgd.keys import Ledger, LedgerError, SecretKey
-from lambdacgd.ledger import Release
+from lambdacgd.keys import Ledger, LedgerError, Release, SecretKey, SubKey
 from lambdacgd.training.distributed.world import World
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
@@ -31,9 +30,7 @@ class Run:
 
     def __init__(self, key: SecretKey | None, *, prepared: str | None = None, **facts: str | int | float) -> None:
         if key is not None and not isinstance(key, SecretKey):
-            raise InvalidInput(
-                "key", type(key).__name__, "it must be a SecretKey: SecretKey.generate() or SecretKey.load(path)"
-            )
+            raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
         if self.key.is_for_tests:
             warnings.warn(
@@ -43,9 +40,7 @@ class Run:
                 stacklevel=4,
             )
         if prepared is not None and self.key.path is None:
-            raise InvalidInput(
-                "run_id", prepared, "a prepared run is in the ledger beside its key's file: save the key"
-            )
+            raise InvalidInput("run_id", "A prepared run is in the ledger beside its key's file: save the key first.")
         self._prepared, self._facts = prepared, facts
         self._id: str | None = None
         self._process = os.getpid()
@@ -115,7 +110,7 @@ class Run:
             with self.holding(self.id, patience=0):
                 self._check_alone()
                 self._ledger.record(self.id, step, digest=digest, kind=kind)
-                self._last = self._ledger.newest(self.id)
+                self._last = Release(step, digest, kind)  # the ledger refuses what is not the newest
 
     def hand_over(self, step: int) -> None:
         """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
@@ -141,9 +136,7 @@ class Run:
         self._hold(ledger, run_id, self._held)
         self._holds = True
         try:
-            ledger.check_resume(
-                run_id, step, digest
-            )  # again: the process that held it may have released more meanwhile
+            ledger.check_resume(run_id, step, digest)  # again: whoever held it may have released more meanwhile
         except LedgerError:
             self.close()
             raise
@@ -243,7 +236,7 @@ class SharedRun(Run):
         """Take rank 0's key. All ranks must call it, after they have agreed."""
         self._keeps_ledger = self._world.share(self.key.path is not None)
         for_tests = self._world.share(self.key.is_for_tests)
-        secret = self._world.share_secret(bytes(self.key._secret), device)
+        secret = self._world.share_secret(SubKey(self.key._secret), device)
         if not self._world.first:
             self.key = SecretKey.from_bytes(secret)
             self.key._for_tests = for_tests

@@ -2,12 +2,12 @@
 
     batch  = the plan's own examples of step t              `PrivateStep.batches`      (sampling)
     sums   = Σ_i clip(g_i, ζ)                                `clipper.take`             (clipping, in backward passes)
-    sums   = added up over all processes                     `PrivateStep.reduce_`      (distributed)
+    sums   = added up over all processes                     `all_reduce_`              (distributed)
     sums  += ζσ · (C⁻¹z)_t, for λCGD ζσ · (z_t − λ·z_{t−1})  `PrivateStep.add_noise_`   (noise, computed from the key)
     p.grad = sums / plan.batch_size                          `PrivateStep.write`        (then the optimizer acts)
 
-Every path goes through here: the hooks in the user's loop (`loop`), the captured step (`captured`), `Noiser`, and, by
-way of the loop, the integrations. `guards` decides what may happen when.
+Every path goes through here: the hooks in the user's loop (`loop`, which decides what may happen when), the captured
+step (`captured`), `Noiser`, and, by way of the loop, the integrations.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lambdacgd import torch_private
 from lambdacgd.accounting.floating_point import FloatingPointCost, cover, set_aside
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
 from lambdacgd.noise.layout import FINENESS
 from lambdacgd.planning import Plan
-from lambdacgd.training.distributed.models import gradient_like
+from lambdacgd.torch_private import dtensor_like, foreach_div_
+from lambdacgd.training.distributed.models import is_sharded, local
 from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
@@ -42,9 +42,9 @@ class PrivateStep:
     ---------
     If a batch is that of ``batches`` and its sums hold each of its examples at most once with norm at most ζ over all
     tensors together, and no other data, then what ``add_noise_`` makes of them over the run is (ε, δ)-DP as the plan
-    says, for real numbers: what their floating-point form reveals is not covered. Everything after it only
-    post-processes. The noise of a step is a function of the key, the run, the step and the element, so the same on any
-    number of processes.
+    says, as the floating-point numbers that they are (`docs/noise-proof.md`). Everything after it only post-processes.
+    The noise of a step is a function of the key, the run, the step and the element, so the same on any number of
+    processes.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class PrivateStep:
     ) -> None:
         """``layout`` names the tensors of the sums and their shapes. Set it later where the first sums tell it."""
         self.plan, self.run, self.layout, self.max_grad_norm = plan, run, layout, max_grad_norm
-        self._world = World(None) if world is None else world
-        self._shards = shards
+        # Sums of sharded models are reduced in the backward pass.
+        self._reduces_over = world if world is not None and world.many and shards is None else None
+        self._sharded = shards is not None
         self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
-        self._alone = not self._world.many
         self._divisor = plan.batch_size
         self._noise: RegeneratedNoise | BufferedNoise | None = None
 
@@ -80,20 +80,15 @@ class PrivateStep:
             check: Whether to wait for the device and raise ``NonFiniteSum`` before the weights change.
         """
         sums = clipper.take()  # Σ_i clip(g_i, ζ)
-        self.reduce_(sums, step)  # over all processes
+        if self._reduces_over is not None:
+            all_reduce_(sums, int(step), self._reduces_over)  # over all processes
         self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
-
-    def reduce_(self, sums: dict[str, Tensor], step: int | Tensor) -> None:
-        """Add up what the processes have gathered. Sums of sharded models are reduced in the backward pass."""
-        if self._alone or self._shards is not None:
-            return
-        all_reduce_(sums, int(step), self._world)
 
     def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:
         """Add the plan's noise of this step, ζσ · (C⁻¹z)_t, to the sums in place."""
         if self.plan.sigma:
-            self.noise.add_(sums, step, offsets=self._offsets, check=check)  # type: ignore[arg-type]  # see `captured`
+            self.noise.add_(sums, step, offsets=self._offsets, check=check)
         elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
             raise NonFiniteSum(
                 "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the loss or "
@@ -101,14 +96,19 @@ class PrivateStep:
             )
 
     def write(self, parameters: Mapping[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
-        """Divide by the expected batch size and put the result into ``p.grad``, rounded once to the parameter's dtype.
+        """Divide by the expected batch size and write ``p.grad``, in the parameter's dtype, device and strides.
 
         A gradient is the clipper's own buffer, by an alias that counts its own in-place changes: the next backward pass
         writes the buffer again, and only ``zero_grad`` writes the alias.
         """
-        torch_private.foreach_div_(list(sums.values()), self._divisor)
+        foreach_div_(list(sums.values()), self._divisor)
         for name, p in parameters.items():
-            p.grad = gradient_like(p, sums[name].data)
+            sharded = self._sharded and is_sharded(p)
+            own = local(p) if sharded else p
+            gradient = sums[name].data.to(device=own.device, dtype=own.dtype)
+            if gradient.stride() != own.stride():  # channels_last: fused optimizers walk both through memory together
+                gradient = torch.empty_like(own.detach()).copy_(gradient)
+            p.grad = dtensor_like(gradient, p) if sharded else gradient
 
     @property
     def noise(self) -> RegeneratedNoise | BufferedNoise:
@@ -147,9 +147,7 @@ class PrivateStep:
 def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     """Refuse what is no plan, or a changed one; warn where σ is an estimate, whose card claims nothing, or δ > 1/N."""
     if not isinstance(plan, Plan):
-        raise InvalidInput(
-            "plan", type(plan).__name__, "training takes a Plan: lc.plan(…) makes one, Plan.load reads one"
-        )
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
     plan.check()
     if plan.certificate.kind != "bound":
         warnings.warn(

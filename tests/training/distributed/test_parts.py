@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import traceback
 
 import numpy as np
 import pytest
@@ -11,24 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lambdacgd.errors import TrainingError
+from lambdacgd.keys import SecretKey
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loader import cut
+from lambdacgd.training.run import SharedRun
 
 
-@given(st.integers(0, 40), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 9)))
-def test_every_example_is_on_one_rank_once(examples, ranks, size):
+def real(chunk):
+    return len(chunk.indices) - chunk.padding
+
+
+@given(st.integers(0, 40), st.integers(1, 7), st.one_of(st.none(), st.integers(1, 9)), st.integers(1, 6))
+def test_every_example_is_on_one_rank_once(examples, ranks, size, multiple):
     found = np.arange(100, 100 + examples)
-    parts = [list(cut(3, found, size, rank=rank, ranks=ranks)) for rank in range(ranks)]
-    taken = [i for chunks in parts for chunk in chunks if not chunk.empty for i in chunk.indices]
+    parts = [list(cut(3, found, size, rank=rank, ranks=ranks, multiple=multiple)) for rank in range(ranks)]
+    taken = [i for chunks in parts for chunk in chunks for i in chunk.indices[: real(chunk)]]
     assert sorted(taken) == found.tolist()
     assert len({len(chunks) for chunks in parts}) == 1  # ranks go through their parts together
     for together in zip(*parts, strict=True):
         assert len({chunk.last for chunk in together}) == 1
-        assert {chunk.least for chunk in together} == {min(0 if c.empty else len(c.indices) for c in together)}
-        assert all(len(chunk.indices) == 1 for chunk in together if chunk.empty)
-        assert all(size is None or len(chunk.indices) <= size for chunk in together)
+        assert {chunk.least for chunk in together} == {min(real(c) for c in together)}
+        for chunk in together:
+            rows = len(chunk.indices)
+            assert 0 <= chunk.padding <= max(1, min(rows, multiple))
+            assert rows % multiple == 0 if size is None or rows < size else rows == size
     assert [chunks[-1].last for chunks in parts] == [True] * ranks
     # Random augmentation is named by the chunk's place: no two ranks may share one.
     places = [chunk.first for chunks in parts for chunk in chunks]
@@ -113,3 +122,21 @@ def test_one_process_alone_speaks_to_nobody():
     assert world.share_secret(b"s" * 32, torch.device("cpu")) == b"s" * 32
     with pytest.raises(ValueError, match="own"), world.together("x"):
         raise ValueError("own")
+
+
+def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
+    """A network that fails is ordinary, and so are tracebacks that show local variables."""
+    key = SecretKey.generate()
+    run = SharedRun(World(None), key)
+    run._world.size = 2
+
+    def fails(*_, **__):
+        raise RuntimeError("connection reset by peer")
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "broadcast", fails)
+    with pytest.raises(RuntimeError, match="connection reset") as caught:
+        run.share(torch.device("cpu"))
+    shown = "".join(traceback.TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "box = tensor([0, 0, 0" in shown
+    assert repr(bytes(key._secret))[2:-1] not in shown

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 import lambdacgd as lc
@@ -39,9 +40,9 @@ SAYS = {
     "optimizer_before_sharding": ("then make the optimizer",) * 2,
     "sharding_after_privatize": ("fully_shard was called after privatize",) * 2,
     "sharding_columns": ("must shard dimension 0",) * 2,
-    "static_graph": ("leave it out",) * 2,
-    "static_graph_after_privatize": ("leave it out",) * 2,
-    "wrapped_part": ("wrap the whole model",) * 2,
+    "static_graph": ("Leave it out",) * 2,
+    "static_graph_after_privatize": ("Leave it out",) * 2,
+    "wrapped_part": ("Wrap the whole model",) * 2,
     "convert_after_wrapping": ("Convert first",) * 2,
     "convert_after_sharding": ("Convert first",) * 2,
     "new_layer_after_wrapping": ("then wrap it",) * 2,
@@ -95,7 +96,7 @@ def test_a_noiser_on_every_rank():
 @fault(
     "The wrong key, plan, data or number of processes",
     "A job of several processes begins without `init_process_group`.",
-    says="call torch.distributed.init_process_group() before privatize, so that the processes train one model",
+    says="Call torch.distributed.init_process_group() before privatize, so that they train one model",
     loses="Nothing: it is refused before the first step.",
 )
 def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
@@ -109,6 +110,19 @@ def test_a_job_of_many_without_a_process_group(monkeypatch, sentence):
 def test_a_process_group_that_is_none():
     with pytest.raises(InvalidInput, match="init_process_group"):
         World.of(object())
+
+
+def test_a_process_group_that_came_after_privatize(monkeypatch):
+    model = jobs.net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = lc.privatize(model, optimizer, jobs.data(), jobs.plan(), max_grad_norm=1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "is_initialized", lambda: True)
+        patch.setattr(dist, "get_world_size", lambda: 2)
+        with pytest.raises(lc.TrainingError, match="initialised over 2 processes after privatize"):
+            iter(private.loader)
+    jobs.loop(private, model, optimizer)
+    assert private.finished
 
 
 def test_fsdp1_is_refused():

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.records import Outer, Record, Stored, direct, in_chunks, same_type
+from lambdacgd.clipping.backward import Outer, Record, Stored, direct, in_chunks, same_type
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.torch_private import quick_apply, repeated_padding
 
@@ -53,7 +53,8 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
     sizes = (examples, positions, inner, outer)
     one_by_one = all(k == 1 for k in kernel) and all(s == 1 for s in geometry["stride"]) and image.shape[2:] == out
-    if groups == 1 and not one_by_one and direct(sizes, patches=True):
+    on_gpu = image.device.type == gpu.DEVICE
+    if on_gpu and groups == 1 and not one_by_one and direct(sizes, patches=True):
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
@@ -69,7 +70,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
 
     if groups == 1:
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
-        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device).resolve()
+        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device)
     parts = []
     for rows in in_chunks(examples, positions * inner * groups, response.device):
         p = view(image[rows])
@@ -147,14 +148,15 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    geometry = _geometry(m)
-    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
+    if layer.recorder is None:
+        layer.recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
+    recorder = layer.recorder
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
     if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
         return tap(layer, layer.hidden(x), recorder, x)
-    return apply_conv(layer.anchor, x, weight, bias, geometry, Call(layer, recorder))
+    return apply_conv(layer.anchor, x, weight, bias, recorder.keywords["geometry"], Call(layer, recorder))
 
 
 def _plain(m: Any) -> bool:

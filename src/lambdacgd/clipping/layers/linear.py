@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lambdacgd.clipping.backward import ColumnSum, Record, direct, outer
 from lambdacgd.clipping.bounds import without_autocast
-from lambdacgd.clipping.records import ColumnSum, Outer, Record, outer
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, register
 from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply
 
@@ -28,13 +28,14 @@ def linear_records(
 ) -> Iterator[Record]:
     """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
     b = tokens(gradient)
-    kept: Record | None = None
+    keeps_b = False
     if weight is not None:
-        kept = outer(weight, tokens(x), b, shape, transposed=transposed).resolve()
+        kept = outer(weight, tokens(x), b, shape, transposed=transposed)
+        keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
         yield kept
     if bias is not None:
         later = ColumnSum(bias, b)
-        yield later if isinstance(kept, Outer) and b.shape[1] > 1 else later.formed()
+        yield later if keeps_b else later.formed()
 
 
 class LinearTap(torch.autograd.Function):
@@ -88,15 +89,10 @@ def tapped_linear(
     transposed: bool,
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
-    recorder = partial(
-        linear_records, weight=names[0], bias=names[1], shape=_shape(weight, transposed), transposed=transposed
-    )
+    shape = weight.t().shape if transposed else weight.shape
+    recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
     anchor, call = layer.anchor, Call(layer, recorder)
     return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
-
-
-def _shape(weight: Tensor, transposed: bool) -> torch.Size:
-    return torch.Size((weight.shape[1], weight.shape[0])) if transposed else weight.shape
 
 
 @register(nn.Linear, pointwise=True)
@@ -117,18 +113,18 @@ def conv1d_of_hugging_face(layer: Layer, x: Tensor) -> Tensor:
     return tapped_linear(layer, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]
 
 
-def cast_weights(linears: list[Layer], device: torch.device) -> dict[Layer, tuple[Tensor, Tensor | None]]:
-    """Weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
+def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | None]]:
+    """On CUDA, weights and biases of Linear layers in autocast's type, by one launch instead of two for each layer.
 
     Made anew in every forward pass, as autocast does, since the backward pass needs the values of its own forward pass.
     """
-    if device.type != "cuda" or not torch.is_autocast_enabled(device.type) or not linears:
+    if not torch.is_autocast_enabled("cuda") or not linears:
         return {}
-    low = torch.get_autocast_dtype(device.type)
+    low = torch.get_autocast_dtype("cuda")
     modules: list[nn.Linear] = [layer.module for layer in linears]  # type: ignore[misc]
     whole: list[Tensor] = [p for m in modules for p in (m.weight, m.bias) if p is not None]
     whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
-    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=device)
+    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=whole[0].device)
     parts = [part.view(p.shape) for p, part in zip(whole, flat.split([p.numel() for p in whole]), strict=True)]
     with torch.no_grad():
         foreach_copy_(parts, whole)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
-from lambdacgd.clipping.records import Record, Stored
+from lambdacgd.clipping.backward import Record, Stored
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import quick_apply
@@ -83,7 +83,7 @@ def layer_norm_records(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, shape: torch.Size, over: slice, names: dict[str, str]
 ) -> Iterator[Record]:
     """As `affine_records`, from the statistics of the forward pass; one launch on CUDA."""
-    sums = gpu.layer_norm_sums(x, gradient, mean, rstd, shape.numel())
+    sums = gpu.layer_norm_sums(x, gradient, mean, rstd, shape.numel()) if x.device.type == gpu.DEVICE else None
     if sums is None:
         yield from affine_records(gradient, x, normalise=lambda v: (v - mean) * rstd, over=over, names=names)
         return
@@ -179,7 +179,7 @@ def group_norm_records(
     gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, normalise: Any, names: dict[str, str]
 ) -> Iterator[Record]:
     """As `affine_records`, from the statistics of the forward pass in one launch on CUDA."""
-    sums = gpu.group_norm_sums(x, gradient, mean, rstd)
+    sums = gpu.group_norm_sums(x, gradient, mean, rstd) if x.device.type == gpu.DEVICE else None
     if sums is None:
         yield from affine_records(gradient, x, normalise=normalise, over=slice(2, None), names=names)
         return

@@ -7,27 +7,20 @@ The output folder, with its training losses, checkpoints and logs, never is.
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from safetensors.torch import save_model
 
 from lambdacgd.training import Private
-from lambdacgd.training.card import CARD_JSON, CARD_MARKDOWN, to_json, to_markdown
+from lambdacgd.training.card import PUBLIC, to_markdown, write_card
+from lambdacgd.training.checkpoint import write_tensors
+from lambdacgd.training.distributed.models import whole_state
 from lambdacgd.training.export import WEIGHTS
 
 TAGS = ("differential-privacy", "lambdacgd")
-
-
-def write_card(private: Private, folder: Path) -> None:
-    """The privacy card of a run's weights, for machines and for people."""
-    facts = private.card()
-    (folder / CARD_JSON).write_text(to_json(facts), encoding="utf-8")
-    (folder / CARD_MARKDOWN).write_text(to_markdown(facts), encoding="utf-8")
 
 
 def readme(model: Any, private: Private, *, name: str | None, tags: Iterable[str], **metadata: Any) -> str:
@@ -42,42 +35,29 @@ def readme(model: Any, private: Private, *, name: str | None, tags: Iterable[str
     return f"---\n{data.to_yaml()}\n---\n\n# {name or 'Model'}\n\nTrained with lambdacgd.\n\n## Privacy card\n{privacy}"
 
 
-def prepare_upload(model: Any, private: Private, processing: Any, card_text: str) -> Path:
-    """A new folder with exactly what may be published."""
-    folder = Path(tempfile.mkdtemp(prefix="lambdacgd-upload-"))
-    try:
+def upload(
+    model: Any,
+    private: Private,
+    processing: Any,
+    card_text: str,
+    *,
+    repo: str,
+    message: str,
+    token: str | None,
+    revision: str | None,
+) -> Any:
+    """Write exactly what may be published into a new folder, upload that, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="lambdacgd-upload-") as name:
+        folder, api = Path(name), HfApi()
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder)
         else:
-            save_model(model, str(folder / WEIGHTS))
+            write_tensors(folder / WEIGHTS, whole_state(model, keep=True), mode=PUBLIC)
         if processing is not None:
             processing.save_pretrained(folder)
-        write_card(private, folder)
+        write_card(private.card(), folder)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         ModelCard.load(folder / "README.md")  # its metadata must be readable
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
-
-
-def upload(folder: Path, *, repo: str, message: str, token: str | None, revision: str | None, wait: bool) -> Any:
-    """Upload a prepared folder and remove it; without ``wait`` in the background, as a future."""
-    try:
-        api: Any = HfApi()
-        result = api.upload_folder(
-            repo_id=repo,
-            folder_path=str(folder),
-            commit_message=message,
-            token=token,
-            revision=revision,
-            run_as_future=not wait,
+        return api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, token=token, revision=revision
         )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if wait:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        result.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
-    return result

@@ -26,80 +26,49 @@ from lambdacgd.planning import Plan
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
-# Argument, the only values that make sense under a plan, and what to do instead.
-_ONLY: tuple[tuple[str, tuple[Any, ...], str], ...] = (
-    (
-        "gradient_accumulation_steps",
-        (1,),
-        "leave it at 1: logical batches come from the plan and are split into physical ones of "
-        "per_device_train_batch_size by themselves",
-    ),
-    ("fp16", (False,), "GradScaler looks at gradients before they are noised. Use bf16=True"),
-    (
-        "auto_find_batch_size",
-        (False,),
-        "it starts training over after running out of memory. Set per_device_train_batch_size lower: the result "
-        "does not depend on it",
-    ),
-    (
-        "dataloader_drop_last",
-        (False,),
-        "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
-    ),
-    ("group_by_length", (False, None), "which examples meet in a batch is fixed by the plan. Leave it out"),
-    (
-        "train_sampling_strategy",
-        ("random", None),
-        "which examples meet in a batch is fixed by the plan. Leave it at 'random'",
-    ),
-    (
-        "torch_compile",
-        (False,),
-        "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
-    ),
-    ("use_liger_kernel", (False,), "its fused kernels hide the layers that clipping must see. Leave it out"),
-    ("neftune_noise_alpha", (None,), "its noise depends on the longest example of the batch. Leave it out"),
-    ("deepspeed", (None,), "it changes gradients behind our back. Use one process a GPU with torchrun"),
-    ("ddp_static_graph", (None, False), "it counts on gradients that private training never makes. Leave it out"),
-    ("parallelism_config", (None,), "tensor, context and sequence parallelism split examples. Use DDP by torchrun"),
-    (
-        "enable_jit_checkpoint",
-        (False,),
-        "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
-    ),
-    (
-        "include_num_input_tokens_seen",
-        ("no", False),
-        "the number of tokens seen depends on the drawn batches and is not private. Leave it out",
-    ),
-)
+_BY_THE_PLAN = "which examples meet in a batch is fixed by the plan. Leave it out"
+# Arguments that keep their defaults under a plan, and what to do instead of changing them.
+_DEFAULTS = {
+    "gradient_accumulation_steps": "leave it at 1: logical batches come from the plan and are split into physical ones "
+    "of per_device_train_batch_size by themselves",
+    "fp16": "GradScaler looks at gradients before they are noised. Use bf16=True",
+    "auto_find_batch_size": "it starts training over after running out of memory. Set per_device_train_batch_size "
+    "lower: the result does not depend on it",
+    "dataloader_drop_last": "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
+    "train_sampling_strategy": _BY_THE_PLAN,
+    "torch_compile": "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
+    "use_liger_kernel": "its fused kernels hide the layers that clipping must see. Leave it out",
+    "neftune_noise_alpha": "its noise depends on the longest example of the batch. Leave it out",
+    "deepspeed": "it changes gradients behind our back. Use one process per GPU with torchrun",
+    "ddp_static_graph": "it counts on gradients that private training never makes. Leave it out",
+    "parallelism_config": "tensor, context and sequence parallelism split examples. Use DDP by torchrun",
+    "enable_jit_checkpoint": "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
+    "include_num_input_tokens_seen": "the number of tokens seen depends on the drawn batches and is not private. Leave "
+    "it out",
+}
 _WHOLE_STEP_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
 
 
 def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     """A copy of ``args`` that does what the plan says, or an ``InvalidInput`` that says what to change."""
-    for name, allowed, advice in _ONLY:
-        given = getattr(args, name, allowed[0])
-        if given not in allowed:
+    for name, advice in _DEFAULTS.items():
+        given = getattr(args, name, None)  # a version may not have it
+        if given not in (None, False) and given != _default(name):
             raise InvalidInput(name, given, advice)
     _check_horizon(args, plan)
-    _check_optimizer(args)
-    _check_devices(args)
+    _check_optimizer_and_devices(args)
     _check_reports(args)
     adapted = copy.copy(args)
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
     if args.gradient_checkpointing:
-        adapted.gradient_checkpointing_kwargs = _checkpointing(args.gradient_checkpointing_kwargs)
+        how: Any = args.gradient_checkpointing_kwargs or {}
+        if how.get("use_reentrant"):
+            raise InvalidInput(
+                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
+            )
+        adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
-
-
-def clipping_norm(args: TrainingArguments, given: float | None) -> float:
-    """ζ: the Trainer's ``max_grad_norm`` keyword, or else that of the arguments."""
-    norm = args.max_grad_norm if given is None else given
-    if not norm:
-        raise InvalidInput("max_grad_norm", norm, "it is the per-example clipping norm ζ and must be above 0")
-    return float(norm)
 
 
 def looks_at_evaluation(args: TrainingArguments) -> bool:
@@ -131,21 +100,17 @@ def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
         )
 
 
-def _check_optimizer(args: TrainingArguments) -> None:
+def _check_optimizer_and_devices(args: TrainingArguments) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
         raise InvalidInput(
             "optim", name, "it changes weights during the backward pass, before there is noise. Use adamw_torch or sgd"
         )
-
-
-def _check_devices(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise InvalidInput(
             "args",
-            f"{args.n_gpu} visible GPUs in one process",
-            "DataParallel splits batches behind our back. Set CUDA_VISIBLE_DEVICES to one, or start one process a GPU "
-            "with torchrun",
+            f"This process sees {args.n_gpu} GPUs, and DataParallel would split batches behind our back. Set "
+            "CUDA_VISIBLE_DEVICES to one, or start one process per GPU with torchrun.",
         )
 
 
@@ -153,29 +118,20 @@ def _check_reports(args: TrainingArguments) -> None:
     where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
     if "trackio" in (args.report_to or []) and any(where):
         raise InvalidInput(
-            "report_to", "trackio with a Space", "training losses are not private and must not go to a hub. Log locally"
+            "report_to", "Training losses are not private and must not go to a Space of trackio. Log locally."
         )
     strategy = str(getattr(args.hub_strategy, "value", args.hub_strategy))
     if args.push_to_hub and strategy in ("checkpoint", "all_checkpoints"):
         raise InvalidInput(
             "hub_strategy",
             strategy,
-            "checkpoints hold training losses and the run's identity, which must not be uploaded. Use 'every_save' or "
-            "'end', which upload weights and the privacy card",
+            "checkpoints hold training losses and the run's identity, which must not be uploaded. Use 'end', and "
+            "push_to_hub() after training, which uploads weights and the privacy card",
         )
-
-
-def _checkpointing(given: Any) -> dict[str, Any]:
-    found = dict(given or {})
-    if found.setdefault("use_reentrant", False):
-        raise InvalidInput(
-            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers: use_reentrant=False"
-        )
-    return found
 
 
 def _default(name: str) -> Any:
-    return next(field.default for field in dataclasses.fields(TrainingArguments) if field.name == name)
+    return {field.name: field.default for field in dataclasses.fields(TrainingArguments)}[name]
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------
@@ -211,9 +167,8 @@ def kind_of(model: nn.Module) -> Kind:
                 return kind
     raise InvalidInput(
         "model",
-        name,
-        "its per-example loss is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) that "
-        "returns one loss per example, or override compute_loss to return that vector",
+        f"The per-example loss of {name} is not known here. Pass compute_loss_func=function(outputs, labels, **kwargs) "
+        "that returns one loss per example, or override compute_loss to return that vector.",
     )
 
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.utils import PushInProgress
 
 from lambdacgd.clipping import Mode
-from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
 from lambdacgd.integrations.huggingface import publishing, settings
-from lambdacgd.integrations.huggingface.settings import adapt, clipping_norm, looks_at_evaluation
+from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
     KeyLike,
     LogicalBatch,
@@ -30,13 +29,13 @@ from lambdacgd.integrations.shared import (
     check_losses,
     find_key,
     internals,
+    logged_claim,
 )
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
-from lambdacgd.training.card import GivenCard
-from lambdacgd.training.checkpoint import has_traces
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.card import GivenCard, write_card
+from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
@@ -62,9 +61,6 @@ INTERNALS = (
         _load_optimizer_and_scheduler="checkpoint",
         _load_rng_state="checkpoint",
         _load_best_model="",
-        _save_optimizer_and_scheduler="output_dir",
-        _save_rng_state="output_dir",
-        _save_scaler="output_dir",
         _push_from_checkpoint="checkpoint_folder",
     ),
     *internals(  # called, not replaced
@@ -76,16 +72,14 @@ INTERNALS = (
         _get_output_dir="trial",
         _remove_unused_columns="dataset description",
         _get_collator_with_removed_columns="data_collator description",
-        _finish_current_push="",
     ),
     *internals(TrainerState, save_to_json="json_path"),
 )
-check_internals("transformers", "hf", "5.17 to 5.22", INTERNALS)
+check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
 logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_PushInProgress: Any = PushInProgress  # its jobs are annotated as one future
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
 
@@ -125,13 +119,14 @@ class LambdaCGDTrainer(_Trainer):
         **options: Any,
     ) -> None:
         if not isinstance(plan, Plan):
-            raise InvalidInput("plan", type(plan).__name__, "the Trainer takes a Plan: lc.plan(…) or Plan.load(path)")
+            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
         if model is None or options.get("model_init") is not None:
-            raise InvalidInput("model", None, "give a model: model_init would train several, each at its own (ε, δ)")
+            raise InvalidInput("model", "Give a model: model_init would train several, each at its own (ε, δ).")
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
-        self._zeta = clipping_norm(args, max_grad_norm)
+        zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
+        self._zeta = number("max_grad_norm", zeta, above=0, include=(math.inf,))
         self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
         self._earlier = None if earlier is None else list(earlier)  # every train() reads it
         self._resumed: dict[str, Any] | None = None
@@ -140,9 +135,8 @@ class LambdaCGDTrainer(_Trainer):
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             raise InvalidInput(
                 "args",
-                "FSDP or DeepSpeed",
-                "this Trainer keeps a whole model in every process (DDP). Leave it out, train adapters (LoRA), or "
-                "shard the model with fully_shard and write the loop with lc.privatize",
+                "This Trainer keeps a whole model in every process (DDP). Leave FSDP and DeepSpeed out, train adapters "
+                "(LoRA), or shard the model with fully_shard and write the loop with lc.privatize.",
             )
         if not self._has_own_loss():
             settings.kind_of(self.model)  # refused now, not at the first step
@@ -165,14 +159,16 @@ class LambdaCGDTrainer(_Trainer):
     ) -> Any:
         """Train the plan's steps, or the rest of them from the newest checkpoint (``resume_from_checkpoint``)."""
         if trial is not None:
-            raise InvalidInput("trial", type(trial).__name__, _NO_SEARCH)
+            raise InvalidInput("trial", _NO_SEARCH)
         world = World.of(None)
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
             key = find_key(self._key, self.args.output_dir) if world.first else None
-            if key is not None and not resume_from_checkpoint:
-                _warn_of_earlier_runs(key)
+            if key is not None and key.path is not None and not resume_from_checkpoint:
+                earlier = len(key.ledger().runs())
+                if earlier:
+                    logger.warning("This key has been used for %d run(s), whose (ε, δ) add up.", earlier)
         self.private, self._randomness = self._privatize(key), TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -189,9 +185,9 @@ class LambdaCGDTrainer(_Trainer):
         if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
             raise InvalidInput(
                 "eval_dataset",
-                "the training data",
-                "with load_best_model_at_end, save_strategy='best' or reduce_lr_on_plateau, weights follow losses of "
-                "private data that no noise protects. Evaluate on public data, or leave these out",
+                "eval_dataset is the training data: with load_best_model_at_end, save_strategy='best' or "
+                "reduce_lr_on_plateau, weights would follow losses of private data that no noise protects. Evaluate on "
+                "public data, or leave these out.",
             )
         if resume_from:
             return
@@ -201,7 +197,13 @@ class LambdaCGDTrainer(_Trainer):
                 "train(resume_from_checkpoint=True), or make a new model and Trainer for a new run, which costs its "
                 "own (ε, δ)"
             )
-        _check_fresh(self.args.output_dir)
+        found = with_runs(self.args.output_dir)
+        if found:  # which a new run would mix up with its own
+            raise CheckpointError(
+                f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with "
+                "it: train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its "
+                "own and costs its own (ε, δ)"
+            )
 
     def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
@@ -249,9 +251,7 @@ class LambdaCGDTrainer(_Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""
-        if self.private is None:
-            raise TrainingError("the training loader exists once train() has bound the plan to the model")
-        return LogicalLoader(self.private)
+        return LogicalLoader(self, self.train_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
@@ -321,12 +321,8 @@ class LambdaCGDTrainer(_Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Training losses under names that say what they are, with the plan's (ε, δ) beside them."""
         if "loss" in logs or "train_loss" in logs:
-            for_tests = self.private is not None and self.private.run.key.is_for_tests  # then nothing is claimed
-            claim = {
-                "privacy_epsilon": math.inf if for_tests else self.plan.epsilon,
-                "privacy_delta": self.plan.delta,
-            }
-            logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()} | claim
+            logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()}
+            logs |= {} if self.private is None else logged_claim(self.private)
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -340,7 +336,7 @@ class LambdaCGDTrainer(_Trainer):
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: every trial is a run with its own cost."""
-        raise InvalidInput("hyperparameter_search", "called", _NO_SEARCH)
+        raise InvalidInput("hyperparameter_search", _NO_SEARCH)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -355,7 +351,11 @@ class LambdaCGDTrainer(_Trainer):
                 extra["trainer"] = (folder / TRAINER_STATE).read_text(encoding="utf-8")
             self._randomness.put_back()
             self.private.save(folder / RUN_STATE, extra=extra, frozen=False)
-        super()._save_checkpoint(model, trial)
+        asked, self.args.save_only_model = self.args.save_only_model, True  # the rest is part of the run's state
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_only_model = asked
 
     def _resume(self, resume_from: str | bool) -> str:
         """Load the newest whole checkpoint; older ones are refused by the ledger."""
@@ -396,15 +396,6 @@ class LambdaCGDTrainer(_Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Part of the run's state."""
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Part of the run's state."""
-
-    def _save_scaler(self, output_dir: str) -> None:
-        """There is none."""
-
     # --- how weights leave ------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -413,7 +404,7 @@ class LambdaCGDTrainer(_Trainer):
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
-            publishing.write_card(self.private, folder)
+            write_card(self.private.card(), folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
         if self.args.push_to_hub and not _internal_call:
@@ -465,61 +456,35 @@ class LambdaCGDTrainer(_Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Upload weights, configuration, tokenizer and the privacy card, and nothing else."""
+        """Upload weights, configuration, tokenizer and the privacy card, and nothing else; returns when it is done."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
-        self._finish_current_push()
-        return self._push(commit_message or "End of training", token, revision, wait=blocking, **kwargs)
-
-    def _push(self, message: str, token: str | None, revision: str | None, *, wait: bool, **kwargs: Any) -> Any:
         if not self.is_world_process_zero():
             return None
         kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
         text = self._readme(**kwargs)
         assert self.private is not None  # or there would be no card
         self._enter_release("push_to_hub")
-        folder = publishing.prepare_upload(self.model, self.private, self._processing(), text)
+        own = self.processing_class
         return publishing.upload(
-            folder,
+            self.model,
+            self.private,
+            own if own is not None else getattr(self.data_collator, "tokenizer", None),
+            text,
             repo=str(self.hub_model_id),
-            message=message,
+            message=commit_message or "End of training",
             token=token if token is not None else self.args.hub_token,
             revision=revision if revision is not None else self.args.hub_revision,
-            wait=wait,
-        )
-
-    def _processing(self) -> Any:
-        return (
-            self.processing_class
-            if self.processing_class is not None
-            else getattr(self.data_collator, "tokenizer", None)
         )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Every save, if so asked: in the background, unless one is still on its way."""
-        strategy = str(getattr(self.args.hub_strategy, "value", self.args.hub_strategy))
-        busy = getattr(self, "push_in_progress", None)
-        if strategy == "end" or not self.is_world_process_zero():
-            return
-        if busy is not None and not busy.is_done():
-            if not self.args.hub_always_push:
-                return
-            busy.wait_until_done()
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        job = self._push(f"Training in progress, step {self.state.global_step}", None, None, wait=False)
-        self.push_in_progress = _PushInProgress([job])
-
-
-def _warn_of_earlier_runs(key: SecretKey) -> None:
-    earlier = len(key.ledger().runs()) if key.path is not None else 0
-    if earlier:
-        logger.warning("This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier)
+        """Nothing is uploaded during training."""
 
 
 _NO_SEARCH = (
-    "every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
-    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost"
+    "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
+    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
 )
 
 
@@ -579,17 +544,6 @@ def _candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
             "save_only_model=True the Trainer saves weights only"
         )
     return [folder]
-
-
-def _check_fresh(output_dir: str | Path) -> None:
-    """A new run does not begin in a folder with another one's checkpoints, which it would mix up."""
-    found = with_runs(output_dir)
-    if found:
-        raise CheckpointError(
-            f"{output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with it: "
-            "train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its own and "
-            "costs its own (ε, δ)"
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -1,14 +1,14 @@
 """How the model is spread over processes: wrapped in DistributedDataParallel, or sharded by FSDP2's ``fully_shard``.
 
-Which rows of a parameter are here and how a gradient goes back to it; and how wrappers are kept from sending gradients
-that were not clipped.
+Which rows of a parameter are here; how wrappers are kept from sending gradients that were not clipped; and that all
+ranks begin with the same weights and keep them.
 """
 
 from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from lambdacgd import torch_private
 from lambdacgd.clipping import accumulator
 from lambdacgd.errors import InvalidInput, TrainingError
+from lambdacgd.torch_private import active_ddp, ddp_parameters, local_tensor, not_compiled
 from lambdacgd.training.distributed.world import World
 
 # --- parameters and their shards -------------------------------------------------------------------------------------
@@ -32,7 +33,7 @@ def is_sharded(p: Tensor) -> bool:
 
 def local(p: Any) -> Tensor:
     """This process's part of a tensor, without autograd."""
-    return torch_private.local_tensor(p) if is_sharded(p) else p
+    return local_tensor(p) if is_sharded(p) else p
 
 
 def fsdp_modules(model: nn.Module) -> list[tuple[str, Any]]:
@@ -78,15 +79,6 @@ def gathered(p: Any) -> Tensor:
     shape = {"shape": p.shape, "stride": p.stride()}
     moved = DTensor.from_local(local(p).detach(), p.device_mesh, p.placements, run_check=False, **shape)
     return moved.full_tensor()
-
-
-def gradient_like(p: Any, value: Tensor) -> Tensor:
-    """``value`` as ``p.grad``: in the parameter's type, device, strides and distribution."""
-    own = local(p).detach()
-    value = value.to(device=own.device, dtype=own.dtype)
-    if value.stride() != own.stride():  # channels_last: fused optimizers walk both through memory side by side
-        value = torch.empty_like(own).copy_(value)
-    return torch_private.dtensor_like(value, p) if is_sharded(p) else value
 
 
 @torch.no_grad()
@@ -162,17 +154,17 @@ def place_of(name: str, p: Any) -> Place:
     if p.device_mesh.ndim > 2 or shards != [last] or not p.placements[last].is_shard(0):
         raise InvalidInput(
             "model",
-            f"parameter {name!r} placed as {', '.join(kinds)}",
-            "fully_shard must shard dimension 0 over one mesh dimension (replicated over another at most). Tensor "
-            "parallelism and shard_placement_fn with other dimensions are not supported: leave them out",
+            f"Parameter {name!r} is placed as {', '.join(kinds)}. fully_shard must shard dimension 0 over one mesh "
+            "dimension (replicated over another at most). Tensor parallelism and shard_placement_fn with other "
+            "dimensions are not supported: leave them out.",
         )
     ranks = p.device_mesh.size(last)
     place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(last), ranks)
     if tuple(local(p).shape) != place.local_shape:
         raise InvalidInput(
             "model",
-            f"parameter {name!r} with a local part of shape {tuple(local(p).shape)} where {place.local_shape} belongs",
-            "shard it with torch.distributed.fsdp.fully_shard",
+            f"The local part of parameter {name!r} has shape {tuple(local(p).shape)}, where {place.local_shape} "
+            "belongs. Shard it with torch.distributed.fsdp.fully_shard.",
         )
     return place
 
@@ -191,95 +183,87 @@ def unwrap(model: Any, world: World) -> Any:
         for path, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise InvalidInput(
-                    "model", f"DistributedDataParallel around its part {path!r}", "wrap the whole model, or nothing"
+                    "model",
+                    f"DistributedDataParallel wraps a part of the model, {path!r}. Wrap the whole model, or nothing.",
                 )
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise InvalidInput(
                     "model",
-                    f"FullyShardedDataParallel (FSDP1) at {path!r}",
-                    "it flattens parameters, so clipping cannot see layers: use torch.distributed.fsdp.fully_shard",
+                    f"FullyShardedDataParallel (FSDP1), at {path!r}, flattens parameters, so that clipping cannot see "
+                    "layers. Use torch.distributed.fsdp.fully_shard.",
                 )
         reshard(model)
     return model
 
 
 def _check_ddp(model: DistributedDataParallel, world: World) -> None:
-    if dist.get_world_size(model.process_group) != world.size:
+    ranks = dist.get_world_size(model.process_group)
+    if ranks != world.size:
         raise InvalidInput(
             "process_group",
-            f"{world.size} process(es), where the model is wrapped over {dist.get_world_size(model.process_group)}",
-            "pass the group that DistributedDataParallel was given",
+            f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}. "
+            "Pass the group that DistributedDataParallel was given.",
         )
-    _check_ddp_options(model)
-
-
-def _check_ddp_options(model: DistributedDataParallel) -> None:
     for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
         if asked:
             raise InvalidInput(
                 "model",
-                f"DistributedDataParallel({name}=…)",
-                "it hooks into gradients that private training never makes: leave it out (autocast works)",
+                f"DistributedDataParallel({name}=…) hooks into gradients that private training never makes. Leave it "
+                "out (autocast works).",
             )
-    known = {id(p) for p in torch_private.ddp_parameters(model)}
+    known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
         raise InvalidInput(
             "model",
-            f"{new[0]!r}, which came after wrapping ({len(new)} parameter(s))",
-            "DistributedDataParallel does not know it. Convert and change the model first, then wrap it, make the "
-            "optimizer, and privatize",
+            f"DistributedDataParallel does not know {new[0]!r}: it came after wrapping ({len(new)} parameter(s) did). "
+            "Convert and change the model first, then wrap it, make the optimizer, and privatize.",
         )
 
 
-def quiet(model: DistributedDataParallel) -> Undo:
+def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
     """Let DistributedDataParallel send nothing: clipped sums are reduced by us, once a logical step.
 
     Its reducer waits for gradients from autograd, which never come here, and its buffers' broadcast would hold up
-    ranks. This is the state that ``no_sync()`` puts it in.
+    ranks. The wrapper ``given``, and any that is put around ``model`` later (as accelerate does), is put into the state
+    that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
-    before = model.require_backward_grad_sync, model.require_forward_param_sync
-    model.require_backward_grad_sync = model.require_forward_param_sync = False
+    if world.group is None:
+        return []
+    silenced: dict[int, tuple[DistributedDataParallel, bool, bool]] = {}
 
-    def undo() -> None:
-        model.require_backward_grad_sync, model.require_forward_param_sync = before
-
-    return undo
-
-
-def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
-    """Quieten the wrapper ``given``, and any that is put around ``model`` later (as accelerate does)."""
-    known: dict[int, Undo] = {}
-    if isinstance(given, DistributedDataParallel):
-        known[id(given)] = quiet(given)
+    def silence(wrapper: DistributedDataParallel) -> None:
+        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+        silenced[id(wrapper)] = (wrapper, *before)
+        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
 
     def before_forward(module: nn.Module, args: Any) -> None:
-        wrapper = DistributedDataParallel._active_ddp_module
-        if wrapper is None or wrapper.module is not model or id(wrapper) in known:
-            return
-        if dist.get_world_size(wrapper.process_group) != world.size:
-            raise TrainingError(
-                f"the model was wrapped in DistributedDataParallel over {dist.get_world_size(wrapper.process_group)} "
-                f"processes after privatize, which knew of {world.size}: each would train by itself. Call "
-                "torch.distributed.init_process_group() first, then wrap, then privatize"
-            )
-        _check_ddp_options(wrapper)
-        known[id(wrapper)] = quiet(wrapper)
+        wrapper = active_ddp()
+        if wrapper is not None and wrapper.module is model and id(wrapper) not in silenced:
+            _check_ddp(wrapper, world)
+            silence(wrapper)
 
     def undo() -> None:
-        for each in known.values():
-            each()
+        for wrapper, backward, forward in silenced.values():
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
 
-    hook = torch_private.not_compiled(before_forward)
-    return [model.register_forward_pre_hook(hook).remove, undo]
+    if isinstance(given, DistributedDataParallel):
+        silence(given)
+    return [model.register_forward_pre_hook(not_compiled(before_forward)).remove, undo]
 
 
-def check_not_sharded_since(model: nn.Module, before: int) -> None:
-    """``before``: how many modules were sharded when the run was bound."""
-    if len(fsdp_modules(model)) != before:
+def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World) -> None:
+    """Refuse a model that was sharded, or a job that was begun, since the run was bound."""
+    if len(fsdp_modules(model)) != sharded_modules:
         raise TrainingError(
             "fully_shard was called after privatize, so the optimizer and the clipper hold parameters that the model "
             "does not use. The order is: fully_shard(model), then the optimizer, then privatize"
+        )
+    if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise TrainingError(
+            f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize, which knew of "
+            "none: each would train by itself. Call torch.distributed.init_process_group() first, then wrap, then "
+            "privatize"
         )
 
 
@@ -299,3 +283,57 @@ def broadcast_(model: nn.Module, world: World) -> None:
             dist.broadcast(value.reshape(-1).view(torch.uint8), src=world.source, group=world.group)
             if value is not held and not torch.equal(value, held):  # one that was expanded cannot be written
                 held.copy_(value)
+
+
+# --- do all ranks begin with the same weights, and keep them? --------------------------------------------------------
+
+
+def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, step: int, world: World) -> None:
+    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it.
+
+    Shards that nobody else holds cannot be compared: that the optimizers' settings agree is what keeps them together.
+    """
+    if not world.many:
+        return
+    world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
+    every: list[Any] = list(parameters.values())
+    plain = (step, *fingerprint(p for p in every if not is_sharded(p)))
+    shards = [p for p in every if is_sharded(p) and p.device_mesh.ndim == 2]
+    place = shards[0].device_mesh.get_local_rank(1) if shards else 0
+    gathered = world.gather((plain, place, fingerprint(local(p) for p in shards)))
+    first = {index: shard for _, index, shard in reversed(gathered)}  # the first rank's that holds this shard
+    odd = [rank for rank, (own, index, shard) in enumerate(gathered) if own != gathered[0][0] or shard != first[index]]
+    if odd:
+        raise TrainingError(
+            f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
+            f"of the ranks before. {_DRIFTED if step else _BEGIN_ALIKE}"
+        )
+
+
+_DRIFTED = (
+    "They have drifted apart: different hardware or libraries, or weights changed by hand on some. Resume all from the "
+    "newest checkpoint, on equal machines"
+)
+_BEGIN_ALIKE = "They must begin alike: build the model from one seed on every rank, or load the same weights on all"
+
+
+def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer does to the weights: its class and, a fact each, the settings of its parameter groups."""
+    settings: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for k, group in enumerate(groups_by_name(parameters, optimizer)):
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                value = value.tolist()
+            if value is None or isinstance(value, (bool, int, float, str, list, tuple)):
+                settings[f"{name} of the optimizer's group {k}"] = value
+    return settings
+
+
+def groups_by_name(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups with names in place of parameters (frozen parameters have none)."""
+    names = {id(p): name for name, p in parameters.items()}
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"names": [names.get(id(p), f"frozen {k}") for k, p in enumerate(group["params"])]}
+        for group in optimizer.param_groups
+    ]

@@ -1,6 +1,6 @@
-"""The processes that train one model together, and how they speak: few words, and never some of them alone.
+"""The processes that train one model together, and how they agree: all of them go on, or none.
 
-Everything here is small (errors, digests, the key); sums travel in `reduction` and `sharded`.
+Everything here is small (errors, digests, the key). Sums travel in `reduction`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import distributed as dist
 
 from lambdacgd.errors import InvalidInput, TrainingError
+from lambdacgd.keys import SubKey
 
 Result = TypeVar("Result")
 
@@ -36,21 +37,19 @@ class World:
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
                 raise InvalidInput(
-                    "process_group", type(process_group).__name__, "call torch.distributed.init_process_group() first"
+                    "process_group", "Before a process group is given, call torch.distributed.init_process_group()."
                 )
             if int(os.environ.get("WORLD_SIZE") or "1") > 1:
                 raise InvalidInput(
                     "process_group",
-                    f"None, in one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE)",
-                    "call torch.distributed.init_process_group() before privatize, so that the processes train one "
-                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE",
+                    f"This is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), and they do not know each "
+                    "other. Call torch.distributed.init_process_group() before privatize, so that they train one "
+                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE.",
                 )
             return cls(None)
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            raise InvalidInput(
-                "process_group", type(group).__name__, "it must be a process group that this process belongs to"
-            )
+            raise InvalidInput.of_type("process_group", group, "a process group that this process belongs to")
         return cls(group)
 
     @property
@@ -138,12 +137,13 @@ class World:
         if not self.many:
             return secret
         box = torch.zeros(32, dtype=torch.uint8, device=device)
-        if self.first:
-            box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
-        dist.broadcast(box, src=self.source, group=self.group)
-        received = bytes(box.tolist())
-        box.zero_()
-        return received
+        try:
+            if self.first:
+                box.copy_(torch.frombuffer(bytearray(secret), dtype=torch.uint8))
+            dist.broadcast(box, src=self.source, group=self.group)
+            return SubKey(box.tolist())
+        finally:
+            box.zero_()  # also if sending failed: the error's traceback holds this tensor
 
 
 def _short(value: Any) -> str:

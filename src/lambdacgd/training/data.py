@@ -1,0 +1,274 @@
+"""What is looked at in the user's data, in place of trust: its length and kind, examples that are in it twice, a
+``collate_fn`` that mixes examples, and whether it is the data that a run began with, or that the other ranks have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import hmac
+import pickle
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+
+from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
+from lambdacgd.keys import SecretKey
+from lambdacgd.planning import Plan
+from lambdacgd.training.loader import random_numbers_of
+
+
+def check_dataset(dataset: Any, plan: Plan) -> None:
+    """Refuse what is no map-style dataset of the plan's length, or holds an example twice."""
+    if isinstance(dataset, DataLoader):
+        raise InvalidInput(
+            "dataset",
+            "This is a DataLoader. The plan decides which examples form a batch, so pass its dataset.",
+        )
+    if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise InvalidInput(
+            "dataset",
+            f"dataset must be map-style, with __len__ and __getitem__, because the plan decides which examples come "
+            f"when; {type(dataset).__name__} is not.",
+        )
+    if len(dataset) != plan.examples:
+        raise InvalidInput(
+            "dataset",
+            f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}. Make a plan for this "
+            "dataset: lc.plan(dataset, …).",
+        )
+    check_no_repeats(dataset)
+
+
+# --- does the dataset hold an example twice? -------------------------------------------------------------------------
+
+
+def check_no_repeats(dataset: Any) -> None:
+    """Refuse a dataset that names one example of another dataset more than once.
+
+    A plan protects one item; what is in two is protected half as well. Oversampling a rare class repeats its examples:
+    `Subset` with an index twice, `ConcatDataset` of one dataset with itself, ``select`` of Hugging Face datasets. What
+    a dataset of one's own does inside is not seen.
+    """
+    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None:
+        return
+    owner, index = _sources(dataset)
+    order = np.lexsort((owner, index))
+    owners, indices = owner[order], index[order]
+    again = np.flatnonzero((owners[1:] == owners[:-1]) & (indices[1:] == indices[:-1]))
+    if len(again):
+        first = again[0]
+        times = int(((owner == owners[first]) & (index == indices[first])).sum())
+        raise InvalidInput(
+            "dataset",
+            f"The {type(dataset).__name__} holds example {indices[first]} {times} times ({len(again)} repetitions). "
+            "Every item is clipped by itself, so an example in two items would move a sum twice as far as the "
+            "plan accounts for. Give each example once; to make a class count for more, multiply its examples' losses.",
+        )
+
+
+def _sources(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+    """For each item, a number for the dataset that it comes from, and its index there."""
+    if isinstance(dataset, Subset):
+        owner, index = _sources(dataset.dataset)
+        chosen = np.asarray(dataset.indices, dtype=np.int64)
+        return owner[chosen], index[chosen]
+    if isinstance(dataset, ConcatDataset):
+        owners, indices = zip(*map(_sources, dataset.datasets), strict=True)
+        return np.concatenate(owners), np.concatenate(indices)
+    selected = _selected(dataset)
+    return np.full(len(dataset), id(dataset)), np.arange(len(dataset)) if selected is None else selected
+
+
+def _selected(dataset: Any) -> np.ndarray | None:
+    """The rows that a ``datasets.Dataset`` has selected of its table, if it has."""
+    chosen = getattr(dataset, "_indices", None)
+    if chosen is None or not hasattr(dataset, "select") or not hasattr(chosen, "column"):
+        return None
+    return np.asarray(chosen.column(0).to_numpy(), dtype=np.int64)
+
+
+# --- does a collate_fn keep examples apart? --------------------------------------------------------------------------
+
+_ITEMS = 4  #: of a batch that are collated for the comparison
+_TRIALS = 4  #: random numbers that are tried: mixing is often random too
+
+
+class _CannotSay(Exception):
+    """These few examples cannot be collated again."""
+
+
+class KeepsApart:
+    """A ``collate_fn`` that is looked at once in each process, with the first batch of several examples.
+
+    Mixup and cutmix put an example into another's row. It then acts by two rows, which are clipped one by one, and
+    zeroing it out moves a sum by 2ζ, not ζ.
+
+    A few examples are collated, and again with the last one exchanged for another, under the same random numbers: at
+    most one row of the result may change, where a row is read across all tensors and rows may come in any order. Where
+    padding changes shapes, nothing is concluded. Agreement is evidence, not proof. The dataset is not read again, and
+    the generators of the process stay where they are.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
+        self._collate, self._seen = collate, False
+
+    def __call__(self, items: list[Any]) -> Any:
+        if not self._seen and len(items) > 1:
+            self._seen = True
+            with contextlib.suppress(_CannotSay):
+                self._look_at(items[:_ITEMS])
+        return self._collate(items)
+
+    def _look_at(self, items: list[Any]) -> None:
+        for trial in range(_TRIALS):
+            # If the last example decides how far all are padded, its turn comes elsewhere than last.
+            pairs = self._exchanged(items, trial) or self._exchanged([items[-1], *items[:-1]], trial)
+            if pairs is not None and (pairs[0] - pairs[1]).total() > 1:
+                raise TrainingError(
+                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
+                    "Clipping bounds a row, so an example in two rows counts twice (mixup, cutmix, negatives from the "
+                    "batch, its mean). Leave it out; several augmentations of one example are averaged before clipping "
+                    "with augmentations=K. Random numbers whose count depends on an example belong into the dataset's "
+                    "__getitem__"
+                )
+
+    def _exchanged(self, items: list[Any], trial: int) -> tuple[Counter[bytes], Counter[bytes]] | None:
+        """Rows with the last item and with another in its place, if there is one that leaves all shapes as they are."""
+        shapes, rows = self._rows(items, trial)
+        for other in items[:-1]:
+            same, changed = self._rows([*items[:-1], other], trial)
+            if same == shapes:
+                return rows, changed
+        return None
+
+    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]]:
+        """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""
+        try:
+            with random_numbers_of(f"trial {trial}", put_back=True):
+                batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
+        except Exception as error:  # if it is broken, the batch itself will say so
+            raise _CannotSay from error
+        tensors = list(_tensors(batch, len(items), ""))
+        rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
+        return [shape for shape, _ in tensors], rows
+
+
+def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes]]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(item, rows, f"{path}[{name!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(item, rows, f"{path}[{place}]")
+    elif isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested:
+        if value.dim() > 0 and value.shape[0] == rows:
+            flat = value.detach().cpu().contiguous().reshape(rows, -1)
+            yield f"{path} {tuple(value.shape)}", [row.view(torch.uint8).numpy().tobytes() for row in flat]
+    elif isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[0] == rows and not value.dtype.hasobject:
+        yield f"{path} {value.shape}", [row.tobytes() for row in value]
+
+
+# --- is it the data that a run began with, or that the other ranks have? --------------------------------------------
+#
+# Bins and batches are by index. A dataset that was shuffled or split anew, without a seed, has other examples at the
+# same places: one of them may then take part twice in an epoch, or in another bin than accounted for. A few examples
+# are compared in place of all.
+
+_SAMPLES = 8
+
+
+class Sample:
+    """The sample of a run's dataset, sealed in checkpoints.
+
+    Guarantee
+    ---------
+    A seal is a keyed hash with a salt of its own: whoever has no key learns nothing from it about an example, nor
+    whether two runs read the same ones. Equal seals are evidence that the data is the same, not proof.
+    """
+
+    def __init__(self, dataset: Any, examples: int, *, readable: bool) -> None:
+        """``readable``: whether this process may read examples (not where workers do: they inherit open files)."""
+        self._dataset, self._examples, self._readable = dataset, examples, readable
+        self._salt = secrets.token_hex(16)
+
+    def seal(self, key: SecretKey) -> list[str] | None:
+        """What a checkpoint keeps; None where reading tells nothing."""
+        digest = self._digest
+        return None if digest is None else [self._salt, _seal(key, self._salt, digest)]
+
+    def check(self, saved: Any, key: SecretKey) -> None:
+        """Refuse to go on with a run whose examples were others."""
+        digest = self._digest
+        if saved is None or digest is None:
+            return
+        salt, sealed = saved
+        if not hmac.compare_digest(sealed, _seal(key, salt, digest)):
+            raise CheckpointError(
+                "this checkpoint does not belong here: some examples, read again, are not those of the run. The "
+                "dataset is in another order or holds other data (shuffled or split anew, without a seed?), and "
+                "batches are by index. Build the dataset as it was. If it is the same and only reading it differs "
+                "(another library, random numbers of its own), say so with data_fingerprint=…"
+            )
+
+    @cached_property
+    def _digest(self) -> str | None:
+        """The digest of a few examples; None where they cannot be read, or reading is random in a way of its own."""
+        if not self._readable:
+            return None
+        first, again = (sample_of(self._dataset, self._examples, plain=True) for _ in range(2))
+        return first if first == again else None
+
+
+def _seal(key: SecretKey, salt: str, digest: str) -> str:
+    return key.derive("sample", salt, digest).hex()
+
+
+def sample_of(dataset: Any, examples: int, *, plain: bool = False) -> str | None:
+    """A digest of a few examples, read with random numbers set; None where they are made of unknown things.
+
+    ``plain``: things that only pickle knows are unknown too. Its bytes are the same on equal machines that run side by
+    side, but not for ever.
+    """
+    running = hashlib.sha256()
+    for index in sorted({k * (examples - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)}):
+        with random_numbers_of(f"sample {index}"):
+            item = dataset[index]
+        try:
+            _feed(running, item, plain)
+        except Exception:  # whatever it is, it does not tell its bytes
+            return None
+    return running.hexdigest()
+
+
+def _feed(running: Any, item: Any, plain: bool) -> None:
+    if isinstance(item, torch.Tensor):
+        item = item.detach().cpu().contiguous()
+        running.update(f"{item.dtype} {tuple(item.shape)} ".encode())
+        running.update(item.reshape(-1).view(torch.uint8).numpy().tobytes() if item.numel() else b"")
+    elif isinstance(item, np.ndarray) and item.dtype != object:
+        running.update(f"{item.dtype} {item.shape} ".encode() + item.tobytes())
+    elif isinstance(item, dict):
+        for key, value in item.items():
+            running.update(f"{key!r}: ".encode())
+            _feed(running, value, plain)
+    elif isinstance(item, (list, tuple)):
+        running.update(f"{len(item)} ".encode())
+        for value in item:
+            _feed(running, value, plain)
+    elif item is None or isinstance(item, (bool, int, float, str, bytes, np.generic)):
+        running.update(f"{type(item).__name__} {item!r} ".encode())
+    elif hasattr(item, "mode") and hasattr(item, "size") and hasattr(item, "tobytes"):  # an image of Pillow
+        running.update(f"{item.mode} {item.size} ".encode() + item.tobytes())
+    elif plain:
+        raise TypeError("its bytes may differ from process to process")
+    else:
+        running.update(pickle.dumps(item, protocol=4))

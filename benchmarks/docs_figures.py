@@ -1,14 +1,12 @@
-"""The two figures of the docs' first page: noise that cancels itself, and accuracy over ε.
+"""The first figure of the docs, noise that cancels itself; the other, ``frontier.svg``, comes from ``results/``.
 
-    python benchmarks/docs_figures.py            # writes docs/figures/cancelling-noise.svg and accuracy.svg
+    python benchmarks/docs_figures.py            # writes docs/figures/cancelling-noise.svg
 
-The first is drawn from the planner's own numbers (DP-SGD and λCGD at the same ε and δ), with NumPy's normal variates;
-the second from ``results/methods-cifar/methods-cifar.csv``.
+It is drawn from the planner's own numbers (DP-SGD and λCGD at the same ε and δ), with NumPy's normal variates.
 """
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ import lambdacgd as lc
 
 ROOT = Path(__file__).resolve().parent.parent
 FIGURES = ROOT / "docs" / "figures"
-BLUE, GREY, ORANGE = "#3f51b5", "#9e9e9e", "#e67e22"
+BLUE, GREY = "#3f51b5", "#9e9e9e"
 
 
 def cancelling_noise(seed: int = 4) -> None:
@@ -57,39 +55,8 @@ def cancelling_noise(seed: int = 4) -> None:
     print(f"RMSE {independent.rmse:.2f} and {correlated.rmse:.2f}")
 
 
-def accuracy() -> None:
-    """Test accuracy on CIFAR-10 over ε, with standard errors."""
-    shown = {
-        "lambda-cgd-fresh-normalized": ("λCGD, normalised, fresh bins", BLUE, "o-"),
-        "lambda-cgd": ("λCGD as in the paper, fixed bins", ORANGE, "s--"),
-        "dp-sgd": ("DP-SGD, Poisson sampling", GREY, "^-"),
-    }
-    rows = list(csv.DictReader((ROOT / "results/methods-cifar/methods-cifar.csv").open()))
-    figure = Figure(figsize=(7, 3.8))
-    axes = figure.subplots()
-    for method, (label, color, style) in shown.items():
-        points = sorted((float(r["epsilon"]), r) for r in rows if r["method"] == method)
-        axes.errorbar(
-            [epsilon for epsilon, _ in points],
-            [100 * float(r["test"]) for _, r in points],
-            [100 * float(r["standard_error"] or 0) for _, r in points],
-            fmt=style, color=color, label=label, capsize=3, ms=5,
-        )  # fmt: skip
-    axes.set_xscale("log", base=2)
-    axes.set_xticks([0.25, 0.5, 1, 2, 4, 8], ["¼", "½", "1", "2", "4", "8"])
-    axes.set_xlabel("ε: less private to the right (δ = 10⁻⁵)")
-    axes.set_ylabel("test accuracy, %")
-    axes.set_title("CIFAR-10, a CNN of 0.3 million parameters trained from scratch", fontsize=10)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=9)
-    figure.tight_layout()
-    figure.savefig(FIGURES / "accuracy.svg", metadata={"Date": None})
-
-
 if __name__ == "__main__":
     import matplotlib
 
     matplotlib.rcParams["svg.hashsalt"] = "lambdacgd"
     cancelling_noise()
-    accuracy()

@@ -42,16 +42,21 @@ def build(sharded: bool, device: torch.device) -> nn.Module:
 
 
 def prepare(out: Path, examples: int) -> lc.SecretKey | None:
-    """On rank 0, once: the plan and the key, in files. The other ranks read the plan and never see the key's file."""
+    """On rank 0, once: the plan and the key, in files. The other ranks read the plan and never see the key's file.
+
+    Whoever has the key can subtract the noise: it is kept outside of the folder that you copy and publish.
+    """
+    key = out.with_name(out.name + ".private") / "run.key"
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
+        key.parent.mkdir(parents=True, exist_ok=True)
         if not (out / "plan.json").exists():
             plan = lc.plan(examples, 64, epochs=3, epsilon=4.0, delta=1e-4, mechanism=lc.LambdaCGD(0.8))
             plan.save(out / "plan.json")
-        if not (out / "run.key").exists():
-            lc.SecretKey.generate().save(out / "run.key")
+        if not key.exists():
+            lc.SecretKey.generate().save(key)
     dist.barrier()
-    return lc.SecretKey.load(out / "run.key") if dist.get_rank() == 0 else None
+    return lc.SecretKey.load(key) if dist.get_rank() == 0 else None
 
 
 @torch.no_grad()

@@ -16,6 +16,7 @@ from reproduce import EXPERIMENTS, bench_noise, bench_step, framework
 from reproduce import faults as fault_table
 from reproduce.bench_models import CASES
 from reproduce.framework import usable_device
+from reproduce.made_with import stale
 from reproduce.numbers import numbers
 from reproduce.pool import bulk
 from reproduce.train import train
@@ -48,6 +49,9 @@ def root(
     """The paper's tables and figures, benchmarks, and training on known data sets."""
 
 
+FINE_TUNING = ("methods-imdb", "lambda-sweep", "amplified-sweep", "epochs-sweep")
+
+
 def _command(name: str) -> Callable[..., None]:
     """The command that computes one experiment."""
 
@@ -62,7 +66,8 @@ def _command(name: str) -> Callable[..., None]:
         weights: Annotated[
             Path | None,
             typer.Option(
-                "--weights", help="methods-imdb: folder with a pretrained BERT (config.json, model.safetensors)."
+                "--weights",
+                help="methods-imdb and the sweeps: folder with a pretrained BERT (config.json, model.safetensors).",
             ),
         ] = None,
         device: Annotated[
@@ -80,8 +85,8 @@ def _command(name: str) -> Callable[..., None]:
             device = usable_device(device)
         if stop_after is not None:
             number("stop_after", stop_after, above=0)
-        if weights is not None and name != "methods-imdb":
-            raise InvalidInput("weights", str(weights), f"{name} takes none; methods-imdb fine-tunes them")
+        if weights is not None and name not in FINE_TUNING:
+            raise InvalidInput("weights", str(weights), f"{name} takes none; {', '.join(FINE_TUNING)} fine-tune them")
         settings = framework.Settings(quick=quick, data=data, weights=weights, device=device)
         folder = out / experiment.name
         framework.reproduce(experiment, folder, settings=settings, stop_after=stop_after, collect=collect)
@@ -96,6 +101,7 @@ for _name, (_, _what) in EXPERIMENTS.items():
     )
 app.command()(train)
 app.command()(numbers)
+app.command()(stale)
 app.command("faults")(fault_table.write)
 
 

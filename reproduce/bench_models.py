@@ -131,7 +131,9 @@ class LSTMClassifier(nn.Module):
 class Bert(nn.Module):
     """Hugging Face BERT for classification, returning logits."""
 
-    def __init__(self, width: int, depth: int, heads: int, *, vocabulary: int = 30522, dropout: float = 0.0) -> None:
+    def __init__(
+        self, width: int, depth: int, heads: int, *, vocabulary: int = 30522, dropout: float = 0.0, positions: int = 512
+    ) -> None:
         super().__init__()
         from transformers import BertConfig, BertForSequenceClassification
 
@@ -141,6 +143,7 @@ class Bert(nn.Module):
             num_hidden_layers=depth,
             num_attention_heads=heads,
             intermediate_size=4 * width,
+            max_position_embeddings=positions,
             hidden_dropout_prob=dropout,
             attention_probs_dropout_prob=dropout,
         )

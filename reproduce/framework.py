@@ -30,8 +30,11 @@ from reproduce import EXPERIMENTS
 if TYPE_CHECKING:
     import torch
 
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
 Cell = dict[str, Any]  # a configuration
 Row = dict[str, Any]  # a configuration with its result, ``seconds`` included
+MORE = "<!-- more -->"
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,8 @@ class Experiment:
 
     Everything that changes the result of a cell belongs into the cell; after any other change of how it is computed,
     raise ``revision``. ``compute`` may return ``{"error": "…"}``, which is shown, and computed again next time.
-    ``columns`` are those of the CSV, in order.
+    ``columns`` are those of the CSV, in order. ``depends`` names the probes of ``made_with`` that decide its values.
+    What ``page`` writes after ``MORE`` is for the folder of results, not for the docs.
     """
 
     name: str
@@ -74,6 +78,7 @@ class Experiment:
     title: Callable[[Cell], str] = lambda cell: ", ".join(f"{name}={value}" for name, value in cell.items())
     revision: int = 1
     table: Callable[[list[Row]], list[Row]] | None = None  # rows of the CSV, where they are not the cells
+    depends: tuple[str, ...] = ()
 
     def key(self, cell: Cell) -> str:
         """What a finished cell is found by."""
@@ -161,6 +166,8 @@ def _compute(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from reproduce.made_with import made_with
+
     began = time.monotonic()
     todo = [cell for cell in cells if (old := known.get(experiment.key(cell))) is None or "error" in old["result"]]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -175,6 +182,7 @@ def _compute(
             key = experiment.key(cell)
             record: dict[str, Any] = {"key": key, "cell": cell, "result": result}
             record |= {"seconds": round(time.monotonic() - started, 2), "machine": machine(), "date": _now()}
+            record["made_with"] = made_with(experiment.depends)
             append(folder / "cells.jsonl", record)
             known[key] = record
             bar.advance(task)
@@ -199,6 +207,8 @@ def _write(experiment: Experiment, folder: Path, finished: list[dict[str, Any]],
         at["dates"] = [min([record["date"], *at["dates"]]), max([record["date"], *at["dates"]])]
     head = {"experiment": name, "what": experiment.what, "quick": quick, "missing_cells": missing}
     head |= {"version": __version__, "revision": experiment.revision, "machines": list(made.values())}
+    if all("made_with" in record for record in finished):
+        head["made_with"] = oldest([record["made_with"] for record in finished])
     text = json.dumps(head | {"rows": rows}, indent=1, ensure_ascii=False, allow_nan=False)
     (folder / f"{name}.json").write_text(text + "\n")
     with (folder / f"{name}.csv").open("w", newline="") as file:
@@ -207,6 +217,16 @@ def _write(experiment: Experiment, folder: Path, finished: list[dict[str, Any]],
         writer.writerows(experiment.table(rows) if experiment.table else rows)
     drawn = experiment.plot is not None and _draw(experiment.plot, folder / name, rows)
     (folder / f"{name}.md").write_text(_page(experiment, rows, list(made.values()), quick, missing, drawn))
+
+
+def oldest(kept: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """One answer for each probe: of cells that were made by different code, the first, which is not today's."""
+    from reproduce.made_with import changes
+
+    return {
+        probe: next((each[probe] for each in kept if changes({probe: each[probe]})), kept[-1][probe])
+        for probe in kept[0]
+    }
 
 
 def _draw(plot: Callable[[list[Row]], Any], stem: Path, rows: list[Row]) -> bool:
@@ -230,16 +250,17 @@ def _page(
         lines += [f"A quick version; `python -m reproduce {name}` computes the whole.", ""]
     if missing:
         lines += [f"{missing} of {missing + len(rows)} cells are missing; the same command goes on with them.", ""]
-    lines += [experiment.page(rows).strip(), ""]
+    shown, more, rest = experiment.page(rows).strip().partition(MORE)
+    lines += [shown.strip(), ""]
     if drawn:
         lines += [f"![{experiment.what}]({name}.svg)", ""]
+    lines += [more, "", rest.strip(), ""] if more else []
     command = f"python -m reproduce {name}" + (" --quick" if quick else "")
-    lines += [f"Written by `{command}`, lambdacgd {__version__}, revision {experiment.revision}. Computed on:", ""]
-    for machine in machines:
-        versions = ", ".join(f"{package} {version}" for package, version in machine["versions"].items())
-        lines.append(
-            f"- {machine['device']}, {machine['system']}; {versions}; {' to '.join(dict.fromkeys(machine['dates']))}"
-        )
+    dates = [date[:10] for machine in machines for date in machine["dates"]]
+    devices = " and ".join(dict.fromkeys(machine["device"] for machine in machines))
+    days = " to ".join(dict.fromkeys((min(dates), max(dates))))
+    lines += [f"Written by `{command}`, revision {experiment.revision}, computed on {devices}, {days}; versions are in "
+              f"`results/{name}/{name}.json`."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
@@ -286,10 +307,13 @@ def machine() -> dict[str, Any]:
 
 
 def measured_on() -> dict[str, Any]:
-    """``machine()`` with the number of torch's threads and the date, for benchmarks."""
+    """``machine()`` with torch's threads, the date and the format of the noise, which times depend on."""
     import torch
 
-    return machine() | {"threads": torch.get_num_threads(), "date": _now()}
+    from reproduce.made_with import made_with
+
+    now = {"threads": torch.get_num_threads(), "date": _now(), "made_with": made_with(("format of the noise",))}
+    return machine() | now
 
 
 def _device_name() -> str:
@@ -329,6 +353,13 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     lines += ["| " + " | ".join("—" if value is None else str(value) for value in row) + " |" for row in rows]
     return "\n".join(lines)
+
+
+def value_range(values: Iterable[float], form: str) -> str:
+    """The least and the most, or the one where they read the same."""
+    texts = [format(value, form) for value in sorted(values)]
+    low, high = texts[0], texts[-1]
+    return low if low == high else f"{low} to {high}"
 
 
 def panels(wide: int, tall: int = 1, *, size: tuple[float, float] = (4.0, 3.4), **how: Any) -> tuple[Any, list[Any]]:

@@ -85,4 +85,5 @@ EXPERIMENT = Experiment(
     page=page,
     plot=plot,
     title=lambda cell: f"k = {cell['epochs']}, b = {cell['steps_per_epoch']}",
+    depends=("mechanisms", "choice of λ"),
 )  # fmt: skip

@@ -36,6 +36,7 @@ from lambdacgd.errors import InvalidInput
 from reproduce import framework
 from reproduce.framework import machine
 from reproduce.frontier import frontier_search
+from reproduce.made_with import made_with
 from reproduce.problems import TRAINING_EXAMPLES, Data, packed, problem, sizes, unpacked
 from reproduce.runs import PlanBook, Result, RunStore, TrainingRun
 from reproduce.search import Asked, Row, Search, advance, method_search, stored, sweep_search
@@ -381,12 +382,14 @@ def collect(
         known, folder = framework.load(name), out / name
         folder.mkdir(parents=True, exist_ok=True)
         answered = list(rows_from(known, SEARCHES[name], store, settings))
-        with (folder / "cells.jsonl").open("w") as file:
-            for cell, row, runs in answered:
-                newest = max(runs, key=lambda run: run["date"])
-                record = {"key": known.key(cell), "cell": cell, "result": row, "seconds": row["training_seconds"]}
-                record |= {"machine": newest["machine"], "date": newest["date"]}
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        cells = framework.stored(folder)  # those of an earlier search, whose runs no longer answer today's, stay
+        for cell, row, runs in answered:
+            newest = max(runs, key=lambda run: run["date"])
+            record = {"key": known.key(cell), "cell": cell, "result": row, "seconds": row["training_seconds"]}
+            record |= {"machine": newest["machine"], "date": newest["date"], "made_with": made_with(known.depends)}
+            cells[record["key"]] = record
+        lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in cells.values()]
+        (folder / "cells.jsonl").write_text("".join(lines))
         print(f"{name}: {len(answered)} cells")
         if answered:
             framework.reproduce(known, folder, settings=settings, collect=True)

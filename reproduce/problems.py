@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lambdacgd import digits
 from lambdacgd.clipping import convert
 from lambdacgd.errors import InvalidInput
-from reproduce.bench_models import CNN
+from reproduce.bench_models import CNN, Bert
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
 from reproduce.fused_norm import fuse
 from reproduce.runs import TrainingRun
@@ -82,26 +82,6 @@ class Classifier(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != PADDING).long()).logits
         return logits
-
-
-class RandomBert(Classifier):
-    """A BERT of the given size with random weights, through ``transformers``: the path that fine-tuning takes."""
-
-    def __init__(self, *, layers: int, width: int, heads: int) -> None:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        config = BertConfig(
-            vocab_size=PIECES,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            max_position_embeddings=LENGTH,
-            hidden_dropout_prob=0.0,
-            attention_probs_dropout_prob=0.0,
-        )
-        config.num_labels = 2
-        super().__init__(BertForSequenceClassification(config))
 
 
 class BagOfWords(nn.Module):
@@ -265,7 +245,7 @@ PROBLEMS: dict[str, Problem] = {
             {
                 "words": DistinctWords,
                 "lstm": lambda: convert(ReviewLSTM()),
-                "bert-tiny": lambda: RandomBert(layers=2, width=128, heads=2),
+                "bert-tiny": lambda: Classifier(Bert(128, 2, 2, vocabulary=PIECES, positions=LENGTH).bert),
             },
             _pieces,
         ),

@@ -67,57 +67,34 @@ def _binned(mechanism: str, bins: str = "fixed", **more: Any) -> dict[str, Any]:
     return {"mechanism": mechanism, "sampling": "balls-in-bins", "bins": bins} | more
 
 
-METHODS: dict[str, Method] = {
-    method.name: method
-    for method in (
-        Method("dp-sgd", "DP-SGD (Poisson)", {"mechanism": "dp-sgd", "sampling": "poisson"}),
-        Method(
-            "lambda-cgd-fresh",
-            "DP-λCGD, fresh bins",
-            _binned("lambda-cgd", "fresh"),
-            ours=True,
-            lam=_FRESH,
-            other=_FRESH_OTHER,
-        ),
-        Method("lambda-cgd", "DP-λCGD", _binned("lambda-cgd"), lam=_FIXED, other=_FIXED_OTHER),
-        Method("dp-sgd-fresh", "DP-SGD, fresh bins", _binned("dp-sgd", "fresh"), ours=True),
-        Method("bisr-2", "BISR (p = 2)", _binned("bisr", bands=2)),
-        Method("bisr-16", "BISR (p = 16)", _binned("bisr", bands=16)),
-        Method("bandinvmf-2", "BandInvMF (p = 2)", _binned("bandinvmf", bands=2)),
-        Method("bandinvmf-16", "BandInvMF (p = 16)", _binned("bandinvmf", bands=16)),
-        Method("blt", "BLT (3 buffers)", _binned("blt", buffers=3)),
-        Method(
-            "lambda-cgd-normalized",
-            "normalised DP-λCGD",
-            _binned("lambda-cgd", normalized=True),
-            ours=True,
-            lam=_FIXED,
-            other=_FIXED_OTHER,
-        ),
-        Method(
-            "lambda-cgd-fresh-normalized",
-            "normalised DP-λCGD, fresh bins",
-            _binned("lambda-cgd", "fresh", normalized=True),
-            ours=True,
-            lam=_FRESH,
-            other=_FRESH_OTHER,
-        ),
-        Method("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4, objective="guideline"), ours=True),
-        Method(
-            "bandinvmf-amplified-4",
-            "amplified BandInvMF (p = 4)",
-            _binned("bandinvmf", bands=4, amplified=True),
-            ours=True,
-        ),
-        # No amplification: a fixed order, for the sweeps over λ. λ = 0 is DP-SGD.
-        Method(
-            "lambda-cgd-cyclic",
-            "DP-λCGD, no amplification",
-            {"mechanism": "lambda-cgd", "sampling": "cyclic"},
-            lam={1.0: 0.9},
-        ),
-    )
-}
+_OURS: dict[str, Any] = {"ours": True}
+_FIXED_LAMBDAS: dict[str, Any] = {"lam": _FIXED, "other": _FIXED_OTHER}
+_FRESH_LAMBDAS: dict[str, Any] = {"lam": _FRESH, "other": _FRESH_OTHER}
+# name, title, what ``lc.plan`` is asked, and more of Method
+_METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    ("dp-sgd", "DP-SGD (Poisson)", {"mechanism": "dp-sgd", "sampling": "poisson"}, {}),
+    ("lambda-cgd-fresh", "DP-λCGD, fresh bins", _binned("lambda-cgd", "fresh"), _OURS | _FRESH_LAMBDAS),
+    ("lambda-cgd", "DP-λCGD", _binned("lambda-cgd"), _FIXED_LAMBDAS),
+    ("dp-sgd-fresh", "DP-SGD, fresh bins", _binned("dp-sgd", "fresh"), _OURS),
+    ("bisr-2", "BISR (p = 2)", _binned("bisr", bands=2), {}),
+    ("bisr-16", "BISR (p = 16)", _binned("bisr", bands=16), {}),
+    ("bandinvmf-2", "BandInvMF (p = 2)", _binned("bandinvmf", bands=2), {}),
+    ("bandinvmf-16", "BandInvMF (p = 16)", _binned("bandinvmf", bands=16), {}),
+    ("blt", "BLT (3 buffers)", _binned("blt", buffers=3), {}),
+    ("lambda-cgd-normalized", "normalised DP-λCGD", _binned("lambda-cgd", normalized=True), _OURS | _FIXED_LAMBDAS),
+    (
+        "lambda-cgd-fresh-normalized", "normalised DP-λCGD, fresh bins",
+        _binned("lambda-cgd", "fresh", normalized=True), _OURS | _FRESH_LAMBDAS,
+    ),
+    ("gamma-bifr-4", "γ-BIFR (p = 4)", _binned("gamma-bifr", bands=4, objective="guideline"), _OURS),
+    ("bandinvmf-amplified-4", "amplified BandInvMF (p = 4)", _binned("bandinvmf", bands=4, amplified=True), _OURS),
+    # No amplification: a fixed order, for the sweeps over λ. λ = 0 is DP-SGD.
+    (
+        "lambda-cgd-cyclic", "DP-λCGD, no amplification",
+        {"mechanism": "lambda-cgd", "sampling": "cyclic"}, {"lam": {1.0: 0.9}},
+    ),
+)  # fmt: skip
+METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
 # BandMF with its best sampler, where this version has it: amplified over groups of p steps.
 _CYCLIC_POISSON = next((name for name in SAMPLINGS if "cyclic" in name and "poisson" in name), None)
 if _CYCLIC_POISSON is not None:

@@ -2,7 +2,7 @@
 
 A search is a generator that yields lists of ``TrainingRun`` and is sent their results in order. It neither trains nor
 waits, so one process can hold many searches and train what all of them ask for (``pool``), in order of importance.
-Every method gets the same number of runs, from the same learning rates and clipping norm.
+Every method gets the same moves, from the same learning rates and clipping norm.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ CENTRES = {8.0: 2.0, 4.0: 1.4, 2.0: 1.0, 1.0: 0.7, 0.5: 0.4, 0.25: 0.25}
 NEIGHBOURS = {4.0: (8.0, 2.0), 1.0: (2.0, 0.5), 0.25: (0.5, 2.0)}  # ε that learn from two others, the nearest first
 SMALLER_CLIP = 1 / 3
 MOVES = ("edge", "other", "linear")
+REVISION = 2  # of the search; 1 let a rate at the edge use up the run that would have tried the schedule
 
 
 def best(runs: Sequence[TrainingRun], results: Sequence[Result]) -> tuple[TrainingRun, str, float]:
@@ -52,11 +53,12 @@ def start(cell: Cell, *, epsilon: float | None = None) -> TrainingRun:
 
 
 def tune(cell: Cell, *, epsilon: float | None = None) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
-    """Up to ``cell["tries"]`` runs on the validation split.
+    """``cell["tries"]`` runs on the validation split, and one more for each rate at the edge.
 
     Three learning rates a factor of two apart; then, from the best so far, the moves in ``cell["moves"]`` that apply:
     "edge", a rate further out if the best is outermost; "other", another λ, or for methods without λ a smaller ζ;
-    "linear", a schedule that falls to a twentieth. Returns the best run, whose weights, its accuracy, and all tried.
+    "linear", a schedule that falls to a twentieth. An edge does not count, so every method tries the rest, however
+    well its first rates were guessed. Returns the best run, whose weights, its accuracy, and all tried.
     """
     first = start(cell, epsilon=epsilon)
     tries: int = cell["tries"]
@@ -64,7 +66,8 @@ def tune(cell: Cell, *, epsilon: float | None = None) -> Generator[list[Training
     results = list((yield runs))
     for move in cell.get("moves", MOVES):
         more = _moved(move, best(runs, results)[0], runs)
-        if more is not None and len(runs) < tries:
+        if more is not None and (move == "edge" or len(runs) < tries):
+            tries += move == "edge"
             runs.append(more)
             results += yield [more]
     return _tuned(runs, results)
@@ -119,18 +122,27 @@ def _round(rate: float) -> float:
 
 def _tuned(runs: list[TrainingRun], results: list[Result]) -> dict[str, Any]:
     top, which, score = best(runs, results)
-    tried = [
-        {
-            "learning_rate": run.learning_rate,
-            "max_grad_norm": run.max_grad_norm,
-            "lam": run.lam,
-            "schedule": run.schedule,
-            "accuracy": result["accuracy"],
-        }
-        for run, result in zip(runs, results, strict=True)
-    ]
     seconds = sum(result["seconds"] for result in results)
+    tried = everything_tried(runs, results, "learning_rate", "max_grad_norm", "lam", "schedule")
     return {"run": top, "which": which, "validation": score, "tried": tried, "seconds": seconds}
+
+
+def everything_tried(runs: Sequence[TrainingRun], results: Sequence[Result], *names: str) -> list[Row]:
+    """The runs of a search by their settings, with what came out."""
+    pairs = zip(runs, results, strict=True)
+    return [{name: getattr(run, name) for name in names} | {"accuracy": result["accuracy"]} for run, result in pairs]
+
+
+def at_edge(row: Row, tried: Sequence[Row] | None = None) -> bool:
+    """Whether a search ended at the smallest or the largest rate · ζ of those tried: a longer one might find more."""
+    reaches = [run["learning_rate"] * run["max_grad_norm"] for run in (row["tried"] if tried is None else tried)]
+    reach = row["learning_rate"] * row["max_grad_norm"]
+    return len(reaches) > 1 and not min(reaches) * 1.01 < reach < max(reaches) / 1.01
+
+
+def possibly_short(searches: Sequence[str]) -> str:
+    """What a page says of the searches that ended at an edge."""
+    return f"Ended at the edge of what was tried: {'; '.join(searches)}." if searches else ""
 
 
 def method_search(cell: Cell) -> Search:

@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -34,7 +35,7 @@ from lambdacgd.training.export import export
 from lambdacgd.training.privatize import Private, privatize
 from reproduce.data import Examples, Splits
 from reproduce.framework import check_device
-from reproduce.problems import TASKS, Task
+from reproduce.problems import TASKS, Classifier, Task, make_pretrained, register_weights, reviews
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Config:
     device: str = "cpu"
     seed: int = 0
     data: str | None = None
+    weights: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("epsilon", "lr", "clip"):
@@ -72,8 +74,11 @@ class Config:
         integer("seed", self.seed, minimum=0)
         if self.physical_batch_size is not None:
             integer("physical_batch_size", self.physical_batch_size)
-        if not isinstance(self.data, (str, type(None))):
-            raise InvalidInput("data", self.data, "it must be a folder")
+        for name in ("data", "weights"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise InvalidInput(name, getattr(self, name), "it must be a folder")
+        if self.weights is not None and self.task != "imdb":
+            raise InvalidInput("weights", self.weights, "a pretrained BERT is fine-tuned on imdb only")
         if self.bins not in (None, "fresh", "fixed"):
             raise InvalidInput("bins", self.bins, "it must be fresh or fixed")
         if self.optimizer not in ("sgd", "adamw"):
@@ -83,7 +88,12 @@ class Config:
 
     @property
     def described(self) -> Task:
-        return TASKS[self.task]
+        """The task; with pretrained weights, their model and their word pieces in the place of its own."""
+        task = TASKS[self.task]
+        if self.weights is None:
+            return task
+        name = register_weights(Path(self.weights))
+        return replace(task, load=partial(reviews, name), model=lambda: Classifier(make_pretrained(name)))
 
 
 def _infinite(name: str) -> tuple[float, ...]:

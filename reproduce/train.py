@@ -64,32 +64,19 @@ def train(
         int | None, typer.Option("--seed", help="Initial weights and dropout; never noise or batches.")
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with the data set's files.")] = None,
+    weights: Annotated[
+        Path | None, typer.Option("--weights", help="imdb: folder with a pretrained BERT to fine-tune.")
+    ] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="A plan file of lambdacgd plan --out.")] = None,
     config: Annotated[Path | None, typer.Option("--config", help="TOML file with any of these settings.")] = None,
     resume: Annotated[Path | None, typer.Option("--resume", help="Go on with the run in this folder.")] = None,
     out: Annotated[Path | None, typer.Option("--out", help="New folder for the run (default runs/TASK-TIME).")] = None,
 ) -> None:
     """Train a model privately, and write weights that may be released."""
-    given = {
-        "epsilon": epsilon,
-        "delta": delta,
-        "mechanism": mechanism,
-        "lam": number_or_auto("lam", lam),
-        "bands": bands,
-        "sampling": sampling,
-        "bins": bins,
-        "epochs": epochs,
-        "batch_size": batch_size,
-        "lr": lr,
-        "clip": clip,
-        "optimizer": optimizer,
-        "ema": ema,
-        "physical_batch_size": physical_batch_size,
-        "workers": workers,
-        "device": device,
-        "seed": seed,
-        "data": str(data) if data else None,
-    }
+    given = dict(locals())
+    for name in ("task", "plan", "config", "resume", "out"):
+        del given[name]
+    given |= {"lam": number_or_auto("lam", lam), "data": data and str(data), "weights": weights and str(weights)}
     run(task, {name: value for name, value in given.items() if value is not None}, plan, config, resume, out)
 
 

@@ -99,6 +99,16 @@ def test_main_pages_run(name, tmp_path, monkeypatch, capsys):
             assert f"# {answer:.3f}\n" in page.read_text()
 
 
+@pytest.mark.parametrize("name", ["huggingface", "lightning"])
+@pytest.mark.filterwarnings("ignore")
+def test_first_programs_run(name, tmp_path, monkeypatch):
+    """What these pages begin with is a whole program."""
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, object] = {"__name__": name}
+    exec(blocks(ROOT / "docs" / f"{name}.md", "python")[0], known)
+    assert list(tmp_path.rglob("release/PRIVACY.md"))
+
+
 @pytest.mark.parametrize("name", ["quickstart", "mechanisms", "lora"])
 @pytest.mark.filterwarnings("ignore")
 def test_notebooks_run(name):

@@ -103,3 +103,15 @@ def test_a_class_that_tells_accountants_something_else_is_refused(said):
     setattr(Two, said, lambda self, n: np.eye(1, n)[0])
     with pytest.raises(lc.InvalidInput, match="override recurrence"):
         lc.plan(**SMALL, epsilon=2.0, mechanism=Two(0.5), sampling=lc.Cyclic())
+
+
+def test_a_recurrence_of_another_type_is_a_sentence():
+    @dataclass(frozen=True)
+    class Bare(lc.Mechanism):
+        name: ClassVar[str] = "bare"
+
+        def recurrence(self, n: int) -> BandedInverse:
+            return (1.0, -0.4)[:n]  # type: ignore[return-value]
+
+    with pytest.raises(lc.InvalidInput, match=r"must return a BandedInverse.*returned a tuple"):
+        lc.plan(**SMALL, epsilon=2.0, mechanism=Bare())

@@ -88,20 +88,10 @@ def brief(text: object, length: int = 200) -> str:
 
 
 def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None = None, why: str = "") -> int:
-    """Check an integer argument.
-
-    Args:
-        parameter: the argument's name, for the error.
-        value: what was given for it.
-        minimum: the smallest integer allowed.
-        maximum: the largest integer allowed; None for no limit.
-        why: said behind the limits in the error.
-
-    Returns:
-        ``value`` as an ``int``.
+    """``value`` as an ``int``, if it is an integer (a ``bool`` is none) within the limits; ``why`` follows them.
 
     Raises:
-        InvalidInput: ``value`` is not an integer (a ``bool`` is none), or outside the limits.
+        InvalidInput: It is not.
     """
     ok = isinstance(value, Integral) and not isinstance(value, bool)
     if not ok or int(value) < minimum or (maximum is not None and int(value) > maximum):
@@ -118,20 +108,10 @@ def number(
     below: float = math.inf,
     include: tuple[float, ...] = (),
 ) -> float:
-    """Check a real argument.
-
-    Args:
-        parameter: the argument's name, for the error.
-        value: what was given for it.
-        above: the value must be strictly above this.
-        below: the value must be strictly below this.
-        include: values that are allowed although they are not strictly between the limits.
-
-    Returns:
-        ``value`` as a ``float``.
+    """``value`` as a ``float``, if it is a real number (a ``bool`` is none) strictly between the limits, or included.
 
     Raises:
-        InvalidInput: ``value`` is not a real number (a ``bool`` is none), or outside the limits.
+        InvalidInput: It is not.
     """
     if isinstance(value, Real) and not isinstance(value, bool):
         try:

@@ -82,16 +82,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def write_new(path: Path, parts: Iterable[Any], *, mode: int = 0o600, sync: bool = True) -> str:
-    """Write a file that does not exist yet. Nothing is buffered, so no copy of a secret stays behind.
+    """Write a file that does not exist yet, of bytes-like parts, and return its SHA-256.
 
-    Args:
-        path: The file.
-        parts: Bytes-like objects, one behind the other.
-        mode: Who may read it: by default its owner alone.
-        sync: Whether it is on disk when this returns.
-
-    Returns:
-        The SHA-256 of the file.
+    Nothing is buffered, so no copy of a secret stays behind. With ``sync`` it is on disk when this returns. By default
+    its owner alone may read it.
 
     Raises:
         OSError: It exists or cannot be written; what was written of it stays.

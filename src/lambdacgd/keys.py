@@ -94,9 +94,8 @@ class SecretKey:
     computationally independent of each other, of the fingerprint, and tell nothing about the secret.
     """
 
-    __slots__ = ("_for_tests", "_ledger", "_path", "_secret")
+    __slots__ = ("_for_tests", "_path", "_secret")
     _for_tests: bool
-    _ledger: Ledger | None
     _path: Path | None
     _secret: _Buffer
 
@@ -166,7 +165,6 @@ class SecretKey:
         key = object.__new__(cls)
         key._secret = secret
         key._path = path
-        key._ledger = None
         key._for_tests = False
         return key
 
@@ -214,16 +212,14 @@ class SecretKey:
         """The run ledger beside the key's file (``run.key`` -> ``run.ledger``).
 
         Returns:
-            The same object at every call, so that it need not read the file again from its beginning.
+            The ledger.
 
         Raises:
             KeyFileError: The key has no file yet.
         """
         if self._path is None:
             raise KeyFileError("a ledger lives beside the key's file; save(path) the key first")
-        if self._ledger is None or self._ledger.path != self._path.with_suffix(".ledger"):
-            self._ledger = Ledger.beside(self._path)
-        return self._ledger
+        return Ledger.beside(self._path)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read (0600). An existing file is never replaced.

@@ -10,7 +10,7 @@ to disk before the call returns; a line cut off by a crash was therefore never a
 damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between then
 leaves a run that refuses to go back, never one that goes back unnoticed.
 
-A process reads the file once, and afterwards only what was added since: a record costs the same whatever the length.
+The file is read whole whenever it is asked or written: about 7 ms for every thousand records.
 
 What the file itself cannot show is that its last lines were cut off, or that it is an older copy of the ledger, as when
 a folder is copied and both are resumed. So the machine remembers, outside of the folder, the last record of each run
@@ -26,7 +26,6 @@ import json
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -61,8 +60,6 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._contents = _Contents(self.path)
-        self._reading = threading.Lock()
 
     @classmethod
     def beside(cls, key_file: str | os.PathLike[str]) -> Ledger:
@@ -209,20 +206,10 @@ class Ledger:
             os.close(descriptor)
 
     def _read(self) -> _Contents:
-        try:
-            with open(self.path, "rb", buffering=0) as file, self._reading:
-                return self._contents_of(file)
-        except FileNotFoundError:
-            return _Contents(self.path)
-
-    def _contents_of(self, file: Any) -> _Contents:
-        """What the open file says. Lines that were read before are not read again, unless the file is another one."""
-        known, self._contents = self._contents, _Contents(self.path)
-        if not known.begins(file):
-            known = _Contents(self.path)
-        known.read_on(file)
-        self._contents = known
-        return known
+        contents = _Contents(self.path)
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb", buffering=0) as file:
+            contents.read(file)
+        return contents
 
     def _append(self, record: dict[str, Any], check: Callable[[_Contents], object] | None = None) -> None:
         """Add a record, unless ``check`` refuses what is there: both under one lock, so nothing comes between.
@@ -237,16 +224,16 @@ class Ledger:
             raise self._unwritten(error) from error
         with open(descriptor, "r+b", buffering=0) as file:
             _lock_file(descriptor, wait=True)
-            with self._reading:
-                if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o600:
-                    os.fchmod(descriptor, 0o600)
-                contents = self._contents_of(file)
-                if check is not None:
-                    check(contents)
-                record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-                record["check"] = _checksum(contents.check, record)
-                self._write(file, contents.length, json.dumps(record, sort_keys=True).encode() + b"\n")
-                _remember(record["run"], record["check"])
+            if stat.S_IMODE(os.fstat(descriptor).st_mode) != 0o600:
+                os.fchmod(descriptor, 0o600)
+            contents = _Contents(self.path)
+            contents.read(file)
+            if check is not None:
+                check(contents)
+            record = record | {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+            record["check"] = _checksum(contents.check, record)
+            self._write(file, contents.length, json.dumps(record, sort_keys=True).encode() + b"\n")
+            _remember(record["run"], record["check"])
 
     def _write(self, file: Any, length: int, line: bytes) -> None:
         """Put the line behind the whole lines: a torn one was never acknowledged, and must not run on into this one."""
@@ -270,18 +257,15 @@ class Ledger:
 
 
 class _Contents:
-    """What the whole lines of a ledger's file say, as far as they were read."""
+    """What the whole lines of a ledger's file say."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.releases: dict[str, list[Release]] = {}  # by run, oldest first, without what was declared destroyed
-        self.newest: dict[str, Release] = {}  # by run: the last entry of the furthest step, whatever came last
         self._checks: dict[str, set[int]] = {}  # by run: the checksums of all its records
         self.lines = 0
         self.length = 0  # in bytes
         self.check = ""  # the last line's
-        self._last = b""
-        self._file: tuple[int, int] | None = None
 
     def releases_of(self, run_id: str) -> list[Release]:
         if run_id not in self.releases:
@@ -291,8 +275,8 @@ class _Contents:
         return self.releases[run_id]
 
     def newest_of(self, run_id: str) -> Release | None:
-        self.releases_of(run_id)
-        return self.newest.get(run_id)
+        """The last entry of the furthest step, whatever came last."""
+        return max(reversed(self.releases_of(run_id)), key=lambda release: release.step, default=None)
 
     def check_remembered(self, run_id: str) -> None:
         """Refuse a ledger without the last record of this run that this machine wrote."""
@@ -305,18 +289,8 @@ class _Contents:
                 f"since is destroyed with all copies, say so here with ledger.declare_destroyed({run_id!r}, step)"
             )
 
-    def begins(self, file: Any) -> bool:
-        """Whether this is the file that was read, with the same last line where it ended then."""
-        status = os.fstat(file.fileno())
-        if self._file != (status.st_dev, status.st_ino):
-            return False
-        file.seek(self.length - len(self._last))
-        return bool(file.read(len(self._last)) == self._last)
-
-    def read_on(self, file: Any) -> None:
-        status = os.fstat(file.fileno())
-        self._file = status.st_dev, status.st_ino
-        file.seek(self.length)
+    def read(self, file: Any) -> None:
+        """Read an unbuffered file to its end."""
         torn = b""
         while part := file.read(_PART):
             *lines, torn = (torn + part).split(b"\n")
@@ -338,7 +312,7 @@ class _Contents:
         self._checks.setdefault(str(record["run"]), set()).add(int(record["check"], 16))
         self.lines += 1
         self.length += len(line) + 1
-        self.check, self._last = record["check"], line + b"\n"
+        self.check = record["check"]
 
     def _apply(self, record: dict[str, Any]) -> bool:
         event, run_id = record["event"], str(record["run"])
@@ -347,15 +321,9 @@ class _Contents:
         elif event == "release":
             release = Release(_check_step(record["step"]), str(record["digest"]), str(record["kind"]))
             self.releases[run_id].append(release)
-            before = self.newest.get(run_id)
-            if before is None or release.step >= before.step:
-                self.newest[run_id] = release
         elif event == "destroyed":
-            left = [release for release in self.releases[run_id] if release.step <= _check_step(record["after"])]
-            self.releases[run_id] = left
-            self.newest.pop(run_id, None)
-            if left:
-                self.newest[run_id] = max(reversed(left), key=lambda release: release.step)
+            after = _check_step(record["after"])
+            self.releases[run_id] = [release for release in self.releases[run_id] if release.step <= after]
         else:
             return False
         return True

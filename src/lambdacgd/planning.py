@@ -35,6 +35,7 @@ from lambdacgd.mechanisms import (
     mechanism_from_dict,
     sensitivity,
 )
+from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.sampling import SAMPLINGS, BallsInBins, Poisson, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
@@ -204,17 +205,17 @@ class Plan:
         >>> import lambdacgd as lc
         >>> strong = lc.LambdaCGD(0.9)
         >>> print(lc.plan(1000, 50, epochs=2, epsilon=2.0, delta=1e-5, mechanism=strong, sampling=lc.Cyclic()))
-        λCGD λ=0.9, cyclic: ε = 2, δ = 1e-05, σ = 6.8297,
-        2 epochs × 20 steps of about 50 of 1000 examples,
-        RMSE 7.466 (analytic)
+        λCGD λ=0.9, cyclic:
+        ε = 2, δ = 1e-05, σ = 6.8297, RMSE 7.466 (analytic),
+        2 epochs × 20 steps of about 50 of 1000 examples
         """
         certificate = self.certificate
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
-            f"{self.mechanism}, {self.sampling.kind}: "
-            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g},\n"
+            f"{self.mechanism}, {self.sampling.kind}:\n"
+            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, RMSE {self.rmse:.4g} ({claim}),\n"
             f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
-            f"{self.examples} examples,\nRMSE {self.rmse:.4g} ({claim})"
+            f"{self.examples} examples"
         )
 
     def __repr__(self) -> str:
@@ -619,6 +620,12 @@ def _check_one_noise(mechanism: Mechanism, n: int) -> None:
     if not mechanism.foreign:
         return
     made = mechanism.recurrence(n)
+    if not isinstance(made, Recurrence):
+        raise InvalidInput(
+            "mechanism",
+            f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
+            f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
+        )
     told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
     if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
         raise InvalidInput(

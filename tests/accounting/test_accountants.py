@@ -75,6 +75,10 @@ def test_other_mechanisms_with_fresh_bins_are_dominated() -> None:
     assert found.details["dominated_by"]["norm"] > 1
 
 
+def refused(*_: object, **__: object) -> None:
+    raise AccountingError("nothing dominates")
+
+
 def sampled_epsilon(monkeypatch: pytest.MonkeyPatch, needed: float) -> tuple[list[dict[str, float]], lc.Certificate]:
     """ε of σ = 2 where Monte Carlo certifies σ = needed/ε; and what it was asked."""
     asked: list[dict[str, float]] = []
@@ -85,6 +89,7 @@ def sampled_epsilon(monkeypatch: pytest.MonkeyPatch, needed: float) -> tuple[lis
         return lc.Calibration(needed / epsilon, claim)
 
     monkeypatch.setattr(MonteCarlo, "estimate_epsilon", lambda self, sigma, delta: 1.0)
+    monkeypatch.setattr(accountants, "dominating", refused)
     monkeypatch.setattr(MonteCarlo, "certify", certify)
     monkeypatch.setenv("LAMBDACGD_CACHE", "off")
     sampling = fixed(40, 3)
@@ -186,11 +191,11 @@ def test_the_four_questions_agree(mechanism: lc.Mechanism, sampling: lc.Sampling
 
 
 def test_sampling_and_domination_answer_for_other_mechanisms() -> None:
-    for sampling, method in ((fixed(10, 2), "monte-carlo"), (fresh(8, 2), "transfer-matrix-composed")):
+    for sampling in (fixed(10, 2), fresh(8, 2)):
         accountant = accountant_for(lc.BISR(3).resolve(sampling.block), sampling)
         sigma = accountant.sigma(1.0, 1e-3).sigma
         found = accountant.delta(sigma, 1.0)
-        assert found.method == method
+        assert found.method in methods(sampling)
         assert 0.5e-3 <= found.delta <= 1.2e-3  # a sampled bound on δ is looser than a sampled σ
         assert accountant.quick_sigma(1.0, 1e-3) <= 1.02 * sigma
 

@@ -116,8 +116,6 @@ def test_a_loop_that_stops_early_is_named() -> None:
 def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     result = lc.audit(plan_of(), runs=2, seed=0)
     result.save(tmp_path / "audit.json")
-    result.plot(tmp_path / "audit.png")
-    assert (tmp_path / "audit.png").stat().st_size > 1000
     stored = json.loads((tmp_path / "audit.json").read_text())
     assert stored["passed"] is result.passed is True
     assert stored["plan_digest"] == plan_of().digest

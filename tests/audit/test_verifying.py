@@ -15,6 +15,7 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd import cache, cli
+from lambdacgd.accounting import accountants
 from lambdacgd.planning import _digest
 from lambdacgd.verifying import verify
 
@@ -67,11 +68,26 @@ def test_a_plan_that_was_asked_for_sigma_is_certified_again() -> None:
     assert verify(plan).epsilon == plan.epsilon
 
 
-def test_a_certificate_by_monte_carlo_is_sampled_again(tmp_path: Path) -> None:
+def test_a_certificate_by_monte_carlo_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_dominates(*_: Any, **__: Any) -> Any:
+        raise lc.AccountingError("nothing dominates it")
+
+    monkeypatch.setattr(accountants, "dominating", nothing_dominates)
     settings = {"mechanism": lc.BISR(3), "sampling": lc.BallsInBins("fixed")}
     plan = lc.plan(400, 100, epochs=2, epsilon=2.0, delta=1e-3, **settings)
     assert 0 < 1 - verify(plan).confidence < 1e-6
     share = 0.9
+    path = edited(tmp_path, plan, sigma=plan.sigma * share, rmse=plan.rmse * share, maxse=plan.maxse * share)
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        verify(path)
+
+
+@pytest.mark.parametrize(("bins", "delta"), [("fixed", 1e-3), ("fresh", 1e-4)])
+def test_a_certificate_through_columns_that_dominate_is_made_again(bins: str, delta: float, tmp_path: Path) -> None:
+    plan = lc.plan(400, 10, epochs=2, epsilon=4.0, delta=delta, mechanism=lc.BISR(4), sampling=lc.BallsInBins(bins))
+    assert "dominated_by" in plan.certificate.details
+    assert verify(plan).confidence == 1
+    share = 0.97
     path = edited(tmp_path, plan, sigma=plan.sigma * share, rmse=plan.rmse * share, maxse=plan.maxse * share)
     with pytest.raises(lc.InvalidInput, match="This plan is false"):
         verify(path)

@@ -41,8 +41,10 @@ def test_plan_for_people(capsys, tmp_path):
     assert main(["plan", *CYCLIC, "--plot", str(figure)]) == 0
     text = capsys.readouterr().out
     assert "noise multiplier" in text
-    assert "regenerates 1" in text
+    assert "stores none, regenerates 1" in text
     assert "was chosen by rmse" in text
+    assert "quick estimates" in text
+    assert max(map(len, text.splitlines())) <= 80
     assert figure.read_bytes().startswith(b"\x89PNG")
 
 

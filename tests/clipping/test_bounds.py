@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import ClippingError, attach
+from lambdacgd.clipping import attach
 from lambdacgd.clipping.backward import Stored, outer
 from lambdacgd.clipping.bounds import clip_factors, folding_unit
 from lambdacgd.clipping.layers.embedding import Rows, Tied
@@ -120,10 +120,6 @@ def test_non_finite_and_weightless_examples_contribute_exactly_zero(bad: float) 
     clipper.weigh(torch.zeros(4))
     step(model, spoiled)
     assert total_norm(clipper.take()) == 0.0
-    clipper.detach()
-    clipper = attach(model, 0.1, nonfinite="raise")
-    with pytest.raises(ClippingError, match="non-finite"):
-        step(model, spoiled)
 
 
 def test_long_gradients_are_normed_in_pieces() -> None:
@@ -149,17 +145,6 @@ def test_infinite_norm_is_the_plain_gradient() -> None:
     model.zero_grad()
     clipper = attach(model, math.inf)
     step(model, x)
-    for name, total in clipper.take().items():
-        torch.testing.assert_close(total, wanted[name])
-
-
-def test_loss_scale_is_taken_out() -> None:
-    model, x = mlp(), torch.randn(4, 4)
-    clipper = attach(model, 0.1)
-    step(model, x)
-    wanted = {n: t.clone() for n, t in clipper.take().items()}
-    clipper.expect_loss_scale(1024.0)
-    (1024.0 * model(x).square().flatten(1).sum(1).mean()).backward()
     for name, total in clipper.take().items():
         torch.testing.assert_close(total, wanted[name])
 

@@ -168,6 +168,61 @@ def test_what_begins_later() -> None:
         _train(model, 4)
 
 
+@pytest.mark.parametrize("alike", ["the first rows", "all views of an example", "all"])
+def test_equal_examples_tell_nothing(alike: str) -> None:
+    """Exchanging equal rows changes nothing: those that differ are looked at, or the next batch."""
+    x = torch.randn(40, 4)
+    x[:10] = 0.0 if alike == "all" else x[0]
+    if alike == "all views of an example":
+        x = x[10:15].repeat_interleave(8, 0)
+    model = Net(lambda m, x: m.last(m.first(x - x.mean(0))))
+    attach(model)
+    if alike == "all":
+        for count in (8, 2, 9):
+            step(model, x[:count])
+    with pytest.raises(ClippingError, match="mixes"):
+        step(model, x)
+
+
+IMAGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "maximum": lambda x: x / x.amax(),
+    "range": lambda x: (x - x.amin()) / (x.amax() - x.amin()),
+}
+
+
+@pytest.mark.parametrize("pixels", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("name", IMAGES)
+def test_statistics_in_which_all_examples_agree(name: str, pixels: torch.dtype) -> None:
+    """Every image has a black pixel and a white one, but a next one may be brighter than white."""
+    x = torch.rand(32, 4)
+    x[:, 0], x[:, 1] = 0, 1
+    x = (255 * x).to(pixels)
+    model = Net(lambda m, x: m.last(m.first(IMAGES[name](x.float() + 1)).tanh()))
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes"):
+        step(model, x)
+
+
+def _carry_hidden(m: Any, x: Tensor) -> Tensor:
+    h = m.first(x)
+    h = (h + m.memory if m.memory.shape == h.shape else h).tanh()
+    m.memory = h.detach()  # as long as the batch: a cache, as far as values tell
+    return m.last(h)  # type: ignore[no-any-return]
+
+
+def _subtract_last(m: Any, x: Tensor) -> Tensor:
+    before, m.memory = m.memory, x.detach()
+    return m.last(m.first(x - before.mean(0)))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("run", [_carry_hidden, _subtract_last], ids=["hidden state", "the last batch's mean"])
+def test_an_earlier_pass_is_forgotten(run: Any) -> None:
+    model = Net(run)
+    attach(model)
+    with pytest.raises(ClippingError, match="examples of an earlier one"):
+        step(model, torch.randn(6, 4))
+
+
 def test_what_happens_now_and_then() -> None:
     random.seed(1)
     model = Net(_mixup)

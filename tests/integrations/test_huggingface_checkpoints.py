@@ -40,7 +40,7 @@ def same_run(folder, key, **changes):
 KEY = bytes(reversed(range(32)))
 
 
-@pytest.mark.parametrize("died", [3, 5, 6, 7], ids=lambda step: f"died at {step}")
+@pytest.mark.parametrize("died", [5, 7], ids=lambda step: f"died at {step}")
 def test_resuming_ends_with_the_same_bits(died, tmp_path, monkeypatch):
     """Dropout, AdamW, a schedule; killed within and at the end of epochs. Evaluation draws random numbers after the
     checkpoint of an epoch's last step, which the resumed run does not repeat.

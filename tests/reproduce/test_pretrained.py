@@ -10,8 +10,10 @@ import torch
 
 from lambdacgd.errors import InvalidInput
 from reproduce import framework, problems
+from reproduce.__main__ import main
 from reproduce.framework import Settings
 from reproduce.methods_table import imdb_cells
+from reproduce.sweeps import lambda_cells
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,6 +77,22 @@ def test_methods_imdb_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, m
     page = (tmp_path / "out" / "methods-imdb.md").read_text()
     assert "pretrained weights and a new output layer" in page
     assert "trained from scratch, B" not in page
+
+
+def test_sweeps_fine_tune_reviews_only(weights: Path) -> None:
+    cells = lambda_cells(Settings(weights=weights))
+    assert {(cell["task"], cell["model"]) for cell in cells} == {("imdb", problems.register_weights(weights))}
+    assert {cell["model"] for cell in lambda_cells(Settings())} == {"cnn", "words"}
+
+
+def test_a_single_run_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path / "cache"))
+    given = ["imdb", "--weights", str(weights), "--data", str(reviews), "--epsilon", "8", "--epochs", "1"]
+    folder = tmp_path / "run"
+    assert main(["train", *given, "--batch-size", "50", "--delta", "1e-3", "--lr", "0.1", "--out", str(folder)]) == 0
+    assert (folder / "release").is_dir()
+    assert main(["train", "--resume", str(folder)]) == 0  # the weights are in its settings
+    assert main(["train", "digits", "--weights", str(weights), "--epsilon", "8"]) != 0
 
 
 def test_what_does_not_fit_is_refused(reviews: Path, tmp_path: Path) -> None:

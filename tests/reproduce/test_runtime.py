@@ -139,7 +139,7 @@ def test_memory_is_measured_apart_from_times() -> None:
     memory = {"what": "memory", "model": "cnn", "peaks_mib": {DP_SGD: 258.0, "regenerated, 2 bands": 258.25}}
     text = runtime.page(CIFAR, [times, memory])
     assert "| 258 MiB | 258 MiB |" in text
-    assert "+0.25 to +0.25 MiB" in text
+    assert "+0.2 MiB" in text
     peaks = {line["variant"]: line.get("peak_mib") for line in runtime.flat(CIFAR, [times, memory])}
     assert peaks[DP_SGD] == 258.0
     assert peaks["Opacus"] is None

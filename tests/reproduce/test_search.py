@@ -71,7 +71,7 @@ def test_a_search_tries_rates_another_lambda_and_a_schedule_then_tests_with_new_
 
 @pytest.mark.parametrize(("peak", "expected"), [(16.0, 8.0), (0.25, 0.5)])
 def test_a_best_rate_at_the_edge_is_followed(peak: float, expected: float) -> None:
-    land = Landscape(peak, lam=0.95)
+    land = Landscape(peak, lam=0.95, linear=-0.1)
     assert land.row(CELL)["learning_rate"] == expected
 
 
@@ -83,12 +83,23 @@ def test_methods_without_lambda_try_a_smaller_clipping_norm_instead() -> None:
     assert other.learning_rate * other.max_grad_norm == pytest.approx(0.6)
 
 
+@pytest.mark.parametrize("peak", [0.01, 0.5, 2.0, 100.0])
+def test_every_method_gets_the_same_moves_however_well_its_rates_were_guessed(peak: float) -> None:
+    """A rate at the edge is one more run: it must not use up the run that tries the schedule, or λ or ζ."""
+    for cell in cifar_cells(Settings()) + imdb_cells(Settings()):
+        if cell.get("between"):  # begins with what two such searches chose
+            continue
+        land = Landscape(peak)
+        row = land.row(cell)
+        assert {run["schedule"] for run in row["tried"]} == {"constant", "linear"}, cell
+        assert len({(run["lam"], run["max_grad_norm"]) for run in row["tried"]}) > 1, cell
+        assert len(row["scores"]) == 3
+
+
 def test_every_method_gets_the_same_number_of_runs() -> None:
     for cell in cifar_cells(Settings()):
-        land = Landscape(2.0)
-        row = land.row(cell)
-        assert len(row["tried"]) == (2 if cell["epsilon"] in NEIGHBOURS else 5), cell
-        assert len(row["scores"]) == 3
+        rows = [Landscape(rate).row(cell) for rate in (CENTRES[cell["epsilon"]], 100.0)]
+        assert [len(row["tried"]) for row in rows] == ([2, 2] if cell["epsilon"] in NEIGHBOURS else [5, 6]), cell
 
 
 @pytest.mark.parametrize(
@@ -96,7 +107,7 @@ def test_every_method_gets_the_same_number_of_runs() -> None:
     [(4.0, 1.0), (1.0, math.sqrt(1.0 * 0.8)), (0.25, 0.8 * math.sqrt(0.8 / 1.0))],
 )
 def test_other_epsilons_begin_where_their_neighbours_ended(epsilon: float, middle: float) -> None:
-    land = Landscape(1.0, lam=0.9)  # found at ε = 8 and 2; at ε = 0.5 the nearest rate tried is 0.8
+    land = Landscape(1.0, lam=0.9, linear=-0.1)  # found at ε = 8 and 2; at ε = 0.5 the nearest rate tried is 0.8
     row = land.row(CELL | {"epsilon": epsilon, "between": True})
     mine = [run for run in land.runs if run.epsilon == epsilon and run.split == "validation"]
     assert [run.learning_rate for run in mine] == pytest.approx([0.7 * middle, 1.4 * middle], rel=0.01)
@@ -124,7 +135,7 @@ def test_rows_come_with_the_records_behind_them() -> None:
     store = RunStore(None)
     names = {"dp-sgd": "one machine", "lambda-cgd": "another"}
     for name, place in names.items():
-        land = Landscape(1.0)
+        land = Landscape(2.0)
         answer(method_search(CELL | {"method": name}), RunStore(None), land)
         for run in tuple(land.runs):
             store.add(run, land(run, None), where={"device": place})

@@ -16,7 +16,7 @@ from reproduce import framework
 from reproduce.framework import Settings
 from reproduce.methods_table import cifar_page, plot
 from reproduce.pool import Worker, _Pace, solve
-from reproduce.problems import DistinctWords, RandomBert, ReviewLSTM, packed, problem
+from reproduce.problems import DistinctWords, ReviewLSTM, packed, problem
 from reproduce.runs import PlanBook, RunStore, TrainingRun
 from reproduce.search import method_search
 from reproduce.trainer import compute_with, plan_requests
@@ -103,7 +103,7 @@ def test_an_interrupted_search_goes_on_in_its_folder_and_another_begins_from_scr
 def test_workers_answer_searches_and_go_on_where_they_stopped(tmp_path: Path) -> None:
     base = {
         "task": "digits", "model": "mlp", "batch_size": 64, "epochs": 1, "max_grad_norm": 1.0, "tries": 3, "seeds": 2,
-        "splits": ["validation", "test"], "learning_rate": 0.5,
+        "splits": ["validation", "test"], "learning_rate": 0.5, "moves": [],
     }  # fmt: skip
     cells = [base | {"method": name, "epsilon": 8.0} for name in ("lambda-cgd", "dp-sgd")]
     plans = PlanBook(tmp_path / "plans.jsonl", make=True)
@@ -183,7 +183,7 @@ def test_the_script_plans_trains_and_collects(folder: Path, tmp_path: Path) -> N
 
 
 def test_pages_mark_the_best_and_say_what_is_missing() -> None:
-    tried = [{"learning_rate": rate, "max_grad_norm": 0.3} for rate in (0.5, 1.0, 2.0)]
+    tried = [{"learning_rate": rate, "max_grad_norm": 0.3, "schedule": "constant"} for rate in (0.5, 1.0, 2.0)]
     found = {
         "learning_rate": 1.0, "max_grad_norm": 0.3, "lambda": None, "schedule": "constant", "weights": "last",
         "sigma": 0.5, "validation": 0.5, "tried": tried, "batch_size": 128, "epochs": 10, "standard_error": 0.004,
@@ -198,11 +198,14 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     assert "| DP-SGD (Poisson) | 56.0 ± 0.4 | **50.0 ± 0.4** |" in page
     assert "- **DP-λCGD, fresh bins against DP-SGD (Poisson)**: +11.0 ± 0.6 at ε = 8." in page
     assert "What comes out" not in cifar_page(rows[:1])
+    assert "3 of 3 never tried the schedule" in page
+    rows = [row | {"tried": [*tried, tried[0] | {"schedule": "linear"}]} for row in rows]
+    assert "never tried" not in cifar_page(rows)
     assert "Every search of three rates and more ended between the smallest and the largest it tried." in page
     smallest = rows[0] | {"learning_rate": 0.5}
-    assert "short of their best: DP-SGD (Poisson) at ε = 8." in cifar_page([smallest, *rows[1:]])
+    assert "Ended at the edge of what was tried: DP-SGD (Poisson) at ε = 8." in cifar_page([smallest, *rows[1:]])
     two = rows[0] | {"learning_rate": 0.5, "tried": tried[:2]}  # always at an edge
-    assert "short of their best" not in cifar_page([two, *rows[1:]])
+    assert "Ended at the edge" not in cifar_page([two, *rows[1:]])
     more = rows[0] | {"tried": [*tried, *tried]}  # a search that moved outwards spent more of the budget
     assert "the same budget, at most 6 runs, from the same learning rates" in cifar_page([more, *rows[1:]])
     assert plot(rows) is not None
@@ -225,7 +228,7 @@ def test_models_that_read_in_order_take_private_steps(model: str) -> None:
 
 
 def test_sizes_of_the_models_for_reviews() -> None:
-    made = (ReviewLSTM(), DistinctWords(), RandomBert(layers=2, width=128, heads=2))
+    made = (ReviewLSTM(), DistinctWords(), problem("imdb").models["bert-tiny"]())
     lstm, words, bert = (sum(p.numel() for p in model.parameters()) for model in made)
     assert (lstm, words) == (137_538, 131_106)
     assert bert > 1_000_000

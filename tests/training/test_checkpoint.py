@@ -350,16 +350,13 @@ def test_files_that_are_no_facts(tmp_path, text):
         start(tmp_path).load(tmp_path / "c")
 
 
-def test_old_formats_are_refused_with_a_sentence(tmp_path):
-    torch.save({"format": "lambdacgd-checkpoint-1"}, tmp_path / "file.pt")
-    (tmp_path / "folder" / "step-00000001").mkdir(parents=True)
-    torch.save({"format": "lambdacgd-folder-1"}, tmp_path / "folder" / "step-00000001" / "run.pt")
+def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
+    (tmp_path / "file.pt").write_bytes(b"")
     private = start(tmp_path)
-    for name in ("file.pt", "folder"):
-        for act in (private.load, private.resume):
-            with pytest.raises(CheckpointError, match="Earlier versions wrote pickled files"):
-                act(tmp_path / name)
-    with pytest.raises(CheckpointError, match="choose another name"):
+    for act in (private.load, private.resume):
+        with pytest.raises(CheckpointError, match="there is no checkpoint"):
+            act(tmp_path / "file.pt")
+    with pytest.raises(CheckpointError, match="choose another place"):
         private.save(tmp_path / "file.pt")
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from lambdacgd.training import CheckpointError
-from lambdacgd.training.codec import content_digest, decode, encode, write_tensors
+from lambdacgd.training.checkpoint import content_digest, decode, encode, write_tensors
 
 NUMBERS = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),

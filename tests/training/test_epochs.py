@@ -1,4 +1,4 @@
-"""Loops over epochs that would train the whole run within one, or never end."""
+"""Loops over epochs that would never end, or that are left."""
 
 from __future__ import annotations
 
@@ -6,18 +6,6 @@ import pytest
 
 from lambdacgd.training import TrainingError
 from tests.training.disturbed import backward, check_same_end, start
-
-
-def test_the_whole_run_within_one_epoch():
-    """``for epoch in private.epochs(): for batch in private.loader`` would train everything in epoch 1."""
-    private, module, optimizer = start()
-    epochs = private.epochs()
-    next(epochs)
-    with pytest.raises(TrainingError, match="loader iterates the whole run"):
-        iter(private.loader)
-    epochs.close()
-    assert private.steps_taken == 0
-    check_same_end(private, module, optimizer)
 
 
 def test_epochs_passed_over():

@@ -197,7 +197,7 @@ def test_bad_input(tmp_path):
     with pytest.raises(lc.InvalidInput, match="max_grad_norm"):
         Noiser(oracle.plan(), max_grad_norm=0.0)
     noiser = Noiser(oracle.plan(), oracle.key())
-    with pytest.raises(lc.InvalidInput, match=r"sums must be a dict of name -> float32 .*holds list"):
+    with pytest.raises(lc.InvalidInput, match=r"sums must be a dict of name -> float32 "):
         noiser.add({"a": [1.0]})
     with pytest.raises(lc.InvalidInput, match="sums"):
         noiser.add({})

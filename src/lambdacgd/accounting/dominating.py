@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -52,15 +52,17 @@ _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
 
 @dataclass(frozen=True)
 class Dominating:
-    """The accountants' λ and columns."""
+    """The accountants' λ and columns, and by about how much σ grows for them, judged by E W²."""
 
     lam: float
     columns: Columns
+    loss: float = 0.0
 
     def details(self) -> dict[str, float]:
         """What a certificate says about it."""
         c = self.columns
-        return {"lam": self.lam, "norm": math.sqrt(c.chain + c.nugget), "nugget": c.nugget, "tail": c.tail}
+        norm = math.sqrt(c.chain + c.nugget)
+        return {"lam": self.lam, "norm": norm, "nugget": c.nugget, "tail": c.tail, "sigma_loss": self.loss}
 
 
 def exact_columns(mechanism: Mechanism, steps: int) -> Dominating | None:
@@ -85,17 +87,21 @@ def exact_columns(mechanism: Mechanism, steps: int) -> Dominating | None:
     return Dominating(decay, Columns(columns.chain / total * SAFETY, columns.nugget / total * SAFETY))
 
 
-def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Dominating:
+def dominating(
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, restarts: bool = True
+) -> Dominating:
     """The columns that should need the least noise for (ε, δ), judged by E W² after all epochs.
 
     Args:
-        mechanism: resolved for one epoch. Where C has negative entries, |C| is dominated (Lemma 0).
+        mechanism: resolved, for one epoch or, without restarts, for all. Where C has negative entries, |C| is dominated
+            (Lemma 0).
         horizon: b and k.
         epsilon: ε near which they are to be good.
         delta: likewise δ.
+        restarts: whether the noise restarts every epoch (fresh bins).
 
     Returns:
-        λ and columns for ``FreshBins``.
+        λ and columns for ``FreshBins``, or without restarts for ``TransferMatrix``.
 
     Raises:
         AccountingError: C is not finite, or an epoch has too many steps.
@@ -104,15 +110,18 @@ def dominating(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta:
     ---------
     Whatever is chosen, G' − G is a matrix without negative entries plus a positive semidefinite one.
     """
-    steps = horizon.steps_per_epoch
+    steps = horizon.steps_per_epoch if restarts else horizon.steps
     if (exact := exact_columns(mechanism, steps)) is not None:
         return exact
     inner = _Inner(mechanism, steps)
-    goal = _Goal(inner, gaussian_sigma(epsilon, delta) ** -2 / horizon.epochs)
+    # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
+    allowed = gaussian_sigma(epsilon, delta) ** -2
+    goal = _Goal(inner, allowed / horizon.epochs if restarts else math.log1p(math.expm1(allowed) / horizon.epochs))
     choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
-    return min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
+    best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
+    return replace(best, loss=goal.loss(best.lam, best.columns))
 
 
 class _Inner:
@@ -170,7 +179,17 @@ class _Goal:
         def enough(log_sigma: float) -> bool:
             return self._log_moment(lambda i: self.upper[i], math.exp(-2 * log_sigma)) <= budget
 
-        self.precision = math.exp(-2 * bisect(enough, low, high, most=30))
+        self.budget, self.precision = budget, math.exp(-2 * bisect(enough, low, high, most=30))
+
+    def loss(self, lam: float, columns: Columns) -> float:
+        """About how much more σ these columns need, relatively."""
+
+        def enough(x: float) -> bool:
+            scale = math.exp(-2 * x)
+            less = Columns(columns.chain * scale, columns.nugget * scale, columns.tail)
+            return self.excess(lam, less) <= self.budget * (1 + 1e-6)
+
+        return math.expm1(bisect(enough, 0.0, 3.0, width=1e-4))
 
     def excess(self, lam: float, columns: Columns) -> float:
         """log E W² of these columns: the less the better."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -120,30 +121,9 @@ class Report:
         for name, attack in self.floating_point["attacks"].items():
             rates = f"true and false positive rates {attack['tpr']:.2f} and {attack['fpr']:.2f}"
             lines.append(f"    {name}: {rates}, ε ≥ {attack['epsilon_at_least']:.2f}")
-        return "\n".join([*lines, f"  {self.verdict}"])
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the trade-off between false and true positives, with what (ε, δ) allows. Needs matplotlib.
-
-        Args:
-            path: The file; its ending says of which kind it is.
-        """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(6, 4.5))
-        axes = figure.subplots()
-        for name, points in self.trade_off.items():
-            shown = [(x, y) for x, y in points if x > 0 and y > 0]
-            axes.loglog(*zip(*shown, strict=True), "." if name == "released" else "-", label=name)
-        rates = np.geomspace(1e-5, 1, 200)
-        epsilon, delta = self.plan.epsilon, self.plan.delta
-        allowed = np.minimum(np.exp(epsilon) * rates + delta, 1 - np.exp(-epsilon) * (1 - delta - rates))
-        axes.loglog(rates, np.minimum(allowed, 1), "k--", label=f"allowed by ε = {epsilon:g}, δ = {delta:g}")
-        axes.set_xlabel("false positive rate")
-        axes.set_ylabel("true positive rate")
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(path, dpi=150)
+        told = "\n".join([*lines, f"  {self.verdict}"]).replace(" = ", "\xa0=\xa0")  # lines break elsewhere
+        wrapper = textwrap.TextWrapper(80, subsequent_indent=" " * 9, break_on_hyphens=False)
+        return "\n".join(map(wrapper.fill, told.splitlines())).replace("\xa0", " ")
 
 
 def audit(

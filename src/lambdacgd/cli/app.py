@@ -152,8 +152,12 @@ def epsilon(
     from lambdacgd.planning import Plan
 
     made = None if plan is None else Plan.load(plan)
-    if delta is None and made is None:
-        raise InvalidInput("delta", "Give δ, well below one over the number of examples.")
+    if made is None and None in (delta, sampling_rate, steps, noise_multiplier):
+        raise ValueError(
+            "Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta of a run of DP-SGD."
+        )
+    if made is not None and not (sampling_rate is None and steps is None):
+        raise ValueError("A plan knows its sampling and its steps: leave --sampling-rate and --steps out.")
     delta = made.delta if delta is None and made is not None else delta
     assert delta is not None
     answer = questions.epsilon(
@@ -233,20 +237,19 @@ def audit(
     canaries: Annotated[int | None, typer.Option("--canaries", help="How many canaries in a run.")] = None,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the report to this JSON file.")] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the trade-off to this PNG, SVG or PDF.")] = None,
 ) -> None:
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
     place_for("out", out)
-    place_for("plot", plot)
     loop = None if train is None else _imported("train", train)
+    from rich.console import Console
+
     from lambdacgd.auditing import audit
     from lambdacgd.planning import Plan
 
-    report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
+    with Console(stderr=True).status("training canaries by the plan, and testing what they release …"):
+        report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
     if out:
         report.save(out)
-    if plot:
-        report.plot(plot)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
     if not report.passed:
         raise typer.Exit(1)
@@ -262,7 +265,7 @@ def verify(
     from lambdacgd.verifying import verify
 
     claim = verify(source)
-    sure = "deterministic" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
+    sure = "certain" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
     told = f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} ({claim.method}, {sure})"
     print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
 

@@ -59,8 +59,7 @@ def demo(seeds: int) -> None:
             )
         plans.append(plan)
         console.print(
-            f"{method.name}: σ = {plan.sigma:.3f}, error of prefix sums {plan.rmse:.2f} "
-            f"({plan.certificate.method}, confidence {plan.certificate.confidence:g})",
+            f"{method.name}: σ = {plan.sigma:.3f}, RMSE {plan.rmse:.2f} ({plan.certificate.method})",
             highlight=False,
         )
     accuracies: list[list[float]] = [[] for _ in METHODS]
@@ -76,6 +75,7 @@ def demo(seeds: int) -> None:
     table.add_row("mean", *(f"{_mean(values)}" for values in accuracies), style="bold")
     console.print(table)
     console.print(
+        "σ is the noise in clipping norms, RMSE what it does to the sum of all gradients: smaller is better. "
         f"{EPOCHS} epochs of {plans[0].steps_per_epoch} steps, expected batch size {BATCH_SIZE}, SGD; λ = 0.8. "
         "Learning rate and clipping norm were chosen for each method on a validation split beforehand, which ε does "
         "not cover. Few epochs and small batches are where correlated noise pays most. "

@@ -52,7 +52,8 @@ def show_plan(
     if out:
         plan.save(out)
     if plot:
-        plots().plan_figure(plan, plot)
+        with _busy(as_json, "drawing"):
+            plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
@@ -118,22 +119,22 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
     add(
         "training",
-        f"{plan.examples} examples, {plan.epochs} epochs × {plan.steps_per_epoch} steps of about "
+        f"{plan.examples} examples, {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'} × "
+        f"{plan.steps_per_epoch} steps of about "
         f"{plan.described_batch_size}",
     )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
     add("sensitivity of C", f"{plan.sensitivity:.6g}")
-    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}")
-    add("of", str(plan.workload))
+    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}  (of the sum of gradients)")
+    add("optimizer assumed", str(plan.workload))
     past = plan.mechanism.past_vectors(plan.block.steps)
-    verb = "stores" if _stored(plan) else "regenerates"
-    add("past noise", f"{f'{verb} {past}' if past else 'nothing'} (vectors of the model's size)")
+    kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
+    add("past noise vectors", kept if past else "none needed")
     certificate = plan.certificate
-    sure = (
-        "deterministic" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
-    )
+    sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
     kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
-    add(kind, f"{certificate.method}, {certificate.direction}, {sure}")
+    only = "" if certificate.direction == "both" else f", {certificate.direction} only"
+    add(kind, f"{certificate.method}{only}, {sure}")
     if "estimate" in certificate.details:
         error = certificate.details.get("estimate_standard_error", 0.0)
         add("its estimate", f"σ ≈ {certificate.details['estimate']:.5g} ± {error:.2g}, which claims nothing")
@@ -159,10 +160,13 @@ def _remarks(plan: Plan) -> list[str]:
         lines.append(
             f"{plan.selection['parameter']} was chosen by {plan.selection['objective']}: {plan.selection['because']}"
         )
-        for candidate in plan.selection.get("candidates", ()):
-            where = "amplified" if candidate["amplified"] else "at unit noise"
+        candidates = plan.selection.get("candidates", ())
+        if candidates:
+            lines.append("What each objective would choose, by quick estimates:")
+        for candidate in candidates:
+            where = "" if candidate["amplified"] else " at unit noise"
             lines.append(
-                f"  {candidate['objective']:<15} {candidate['value']:.5f}   RMSE {candidate['rmse']:.4g} {where}"
+                f"  {candidate['objective']:<15} {candidate['value']:.4f}   RMSE ~{candidate['rmse']:.3g}{where}"
             )
     return lines
 

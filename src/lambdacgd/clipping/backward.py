@@ -30,7 +30,6 @@ from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import after_backward, backward_task, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
-NonFinite = Literal["zero", "raise"]
 
 # Temporaries of the norm pass are cut into groups of examples of at most this many elements.
 CHUNK_CPU, CHUNK_CUDA = 1 << 19, 1 << 27
@@ -347,12 +346,10 @@ class Settings:
     max_grad_norm: float
     loss_reduction: LossReduction = "mean"
     mode: Mode = "flat"
-    nonfinite: NonFinite = "zero"
-    loss_scale: float | Tensor = 1.0  #: by how much the loss was multiplied (GradScaler; the views of an example)
     views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
 
     def __post_init__(self) -> None:
-        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode), ("nonfinite", NonFinite)):
+        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode)):
             given, allowed = getattr(self, name), get_args(kind)
             if given not in allowed:
                 raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
@@ -392,6 +389,7 @@ class BackwardPass:
         self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
         self.sharded = False
+        self.over = 0  # the newest forward pass that is of an earlier batch than the one under way
         self._clipped: set[int] = set()  # forward passes that were added already
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
@@ -436,6 +434,11 @@ class BackwardPass:
                 self.before_adding()
             self._task, self._batch, self._generation = task, batch, generation
             after_backward(self._finish)
+        if generation <= self.over:
+            raise refuse(
+                "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
+                "model on the batch that the loader yielded last."
+            )
         if generation in self._clipped:
             raise refuse(
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
@@ -467,13 +470,15 @@ class BackwardPass:
         if len(self._clipped) > _REMEMBERED:
             newest = max(self._clipped)
             self._clipped = {g for g in self._clipped if g > newest - _REMEMBERED // 4}
-        weights, self.weights = self.weights, None
         if not pending:
             return
+        weights = None if self.looking is not None else self.weights
         if weights is not None and weights.shape[0] != batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {batch} examples.")
         with torch.no_grad(), bounds.uncast(self.anchor):
             self._clip_and_add(pending, norm_pass, batch, weights)
+        if self.looking is None:  # nor where it failed: whoever tries again has the same examples
+            self.weights = None
 
     def _clip_and_add(
         self, pending: dict[str, list[Record]], norm_pass: NormPass, batch: int, weights: Tensor | None
@@ -536,16 +541,14 @@ class BackwardPass:
             groups,
             max_grad_norm=s.max_grad_norm,
             mode=s.mode,
-            scale=1.0 / s.loss_scale * (batch if s.loss_reduction == "mean" else 1),
+            scale=float(batch) if s.loss_reduction == "mean" else 1.0 / s.views,
             weights=weights,
             layers=self._groups,
         )
         if self.looking is not None:
             self.looking.append(factors.norms)
-            return factors
-        self.norms.append((factors.norms, weights))
-        if s.nonfinite == "raise" and (missing := self.dropped()):
-            raise ClippingError(f"{missing} example(s) have a non-finite gradient (nonfinite='raise').")
+        else:
+            self.norms.append((factors.norms, weights))
         return factors
 
     def dropped(self) -> int:

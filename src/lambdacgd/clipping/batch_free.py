@@ -110,35 +110,34 @@ def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def standing_in(layers: Iterable[Layer]) -> Iterator[None]:
-    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other tensors in the places of parameters; these come back at the end."""
     kept: list[tuple[dict[str, Any], str, Any]] = []
     try:
-        for layer in layers:
-            for local in layer.elsewhere:
-                slots, last, parameter = layer.slots[list(layer.names).index(local)]
-                kept.append((slots, last, slots[last]))
-                slots[last] = parameter_stand_in(layer, layer.names[local], parameter)
+        for slots, name, value in places:
+            kept.append((slots, name, slots[name]))
+            slots[name] = value
         yield
     finally:
-        for slots, last, parameter in reversed(kept):
-            slots[last] = parameter
+        for slots, name, value in reversed(kept):
+            slots[name] = value
 
 
-@contextlib.contextmanager
-def own_parameters_of(layer: Layer) -> Iterator[None]:
+def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:
+    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+    return exchanged(
+        (slots, last, parameter_stand_in(layer, name, parameter))
+        for layer in layers
+        for (local, name), (slots, last, parameter) in zip(layer.names.items(), layer.slots, strict=True)
+        if local in layer.elsewhere
+    )
+
+
+def own_parameters_of(layer: Layer) -> contextlib.AbstractContextManager[None]:
     """While a layer itself runs, its parameters are its own again. What else put something there keeps it: FSDP2 lays
     gathered parameters in the place of its shards.
     """
-    kept = [(slots, last, slots[last]) for slots, last, _ in layer.slots if isinstance(slots[last], BatchFree)]
-    try:
-        for slots, last, parameter in layer.slots:
-            if isinstance(slots[last], BatchFree):
-                slots[last] = parameter
-        yield
-    finally:
-        for slots, last, parameter in kept:
-            slots[last] = parameter
+    return exchanged(slot for slot in layer.slots if isinstance(slot[0][slot[1]], BatchFree))
 
 
 def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:
@@ -171,15 +170,15 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     _refuse_writing(name, flat, roots, batched)
     if not batched:
         _refuse_statistics(name, flat, roots)
+    args, kwargs = tree_unflatten(values, tree)
     if not batched or name == "expand_as":
-        args, kwargs = tree_unflatten(values, tree)
         out = func(*args, **kwargs)
         if name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree) and batch > 1:
             spread = _spread(flat[0], out, roots)
             if spread is not None:
                 return spread
         return _wrap(out, roots)
-    if name == "batch_norm" and _trains(*tree_unflatten(values, tree)):
+    if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
         raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if len(kinds) > 1:
         raise _refuse(roots, f"in {name} it meets tensors that have different numbers of rows for every example")
@@ -220,11 +219,6 @@ def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched
         raise _refuse(roots, f"it is changed in place by {name}")
     if not batched or name not in _ELEMENTWISE:
         raise _refuse(roots, f"it is written into another tensor by {name} (torch.where and torch.cat are followed)")
-
-
-def _trains(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a batch_norm, of ``torch`` or of ``torch.nn.functional``, takes its statistics from the batch."""
-    return bool(kwargs.get("training", args[5] if len(args) > 5 else False))
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:

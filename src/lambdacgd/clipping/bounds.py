@@ -174,7 +174,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 @dataclass
 class Factors:
-    """What the sum pass needs: ``weight`` [groups, B] (loss scale folded in), ``keep`` [B], ``norms`` [B]."""
+    """What the sum pass needs: ``weight`` [groups, B] (``scale`` folded in), ``keep`` [B], ``norms`` [B]."""
 
     weight: Tensor
     keep: Tensor
@@ -187,11 +187,11 @@ def clip_factors(
     *,
     max_grad_norm: float,
     mode: Mode,
-    scale: float | Tensor,
+    scale: float,
     weights: Tensor | None,
     layers: int = 1,
 ) -> Factors:
-    """Factors for examples whose recorded gradients are ``1/scale`` times their own (the batch mean, a loss scale)."""
+    """Factors for examples whose recorded gradients are ``1/scale`` times their own (the batch mean, several views)."""
     squares = _joined([upper_squares(g).sum(0) for g in groups])
     slack = 1 + (2.0**-45 if squares.dtype == torch.float64 else 2.0**-18)
     upper = squares.sqrt() * (scale * slack)

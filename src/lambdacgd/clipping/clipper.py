@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from lambdacgd.clipping import bounds
-from lambdacgd.clipping.backward import BackwardPass, LossReduction, NonFinite, Settings, Totals
+from lambdacgd.clipping.backward import BackwardPass, LossReduction, Settings, Totals
 from lambdacgd.clipping.batch_free import (
     BatchFree,
+    exchanged,
     own_parameters_of,
     parameter_stand_in,
     refuse_stand_ins,
@@ -64,7 +65,6 @@ def attach(
     *,
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
-    nonfinite: NonFinite = "zero",
     batch_of: BatchOf | None = None,
     probe: bool = True,
 ) -> Clipper:
@@ -76,8 +76,6 @@ def attach(
         loss_reduction: How the loss combines the examples of the batch it saw.
         mode: One norm over all parameters ("flat"), one per layer at ζ/√layers ("per-layer"), or normalising instead
             of clipping ("automatic"). The sum's sensitivity is ζ in each.
-        nonfinite: What an example with a non-finite gradient does: contribute zero, or raise an error, which tells
-            everybody something about one example.
         batch_of: ``batch_of(args, kwargs)`` gives the number of examples where it is not the first dimension of the
             model's first tensor argument.
         probe: Whether a few examples of some batches are run again, to learn which dimensions are the batch and
@@ -89,8 +87,7 @@ def attach(
     Raises:
         ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    settings = Settings(max_grad_norm, loss_reduction, mode, nonfinite)
-    return Clipper(model, settings, batch_of=batch_of, probe=probe)
+    return Clipper(model, Settings(max_grad_norm, loss_reduction, mode), batch_of=batch_of, probe=probe)
 
 
 class Clipper:
@@ -275,11 +272,10 @@ class Clipper:
         The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
         """
         self._settings.views = views
-        self._settings.loss_scale = float(views) if self.loss_reduction != "mean" else 1.0
 
-    def expect_loss_scale(self, scale: float | Tensor) -> None:
-        """The loss is multiplied by ``scale`` before ``backward()`` (GradScaler, under float16)."""
-        self._settings.loss_scale = scale
+    def begin_batch(self) -> None:
+        """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
+        self._backward_pass.over = self._forward_pass.generation
 
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
@@ -324,8 +320,9 @@ class Clipper:
             capturing = self.anchor.is_cuda and torch.cuda.is_current_stream_capturing()
             # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
             if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
-                with self._watch.probing():
-                    self._probe.look((args, kwargs), batch, self._watch.mode)
+                self._watch.probing()
+                if self._probe.look((args, kwargs), batch, self._watch.mode):
+                    self._watch.probed()
             self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
@@ -493,12 +490,13 @@ class Watch:
         self._due |= new or (again and self._passes >= self._next)
         return self._due
 
-    @contextlib.contextmanager
-    def probing(self) -> Iterator[None]:
-        """While the probe runs. Where it raises, it stays due."""
+    def probing(self) -> None:
+        """Before a probe. It stays due until `probed`: where it raises, and where it could not tell."""
         while self._next <= self._passes:
             self._next *= 2
-        yield
+
+    def probed(self) -> None:
+        """The pass that begins was probed, and nothing was found."""
         self._probed_modes.add(self.mode)
         self._due, self._probed = False, True
 
@@ -657,15 +655,9 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
-        kept.append((slots, last, slots[last]))
-        slots[last] = parameter_stand_in(layer, name, slots[last])
-    try:
+    places = zip(_slots(layer), layer.names.values(), strict=True)
+    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last), name in places):
         return layer.original(*args, **kwargs)
-    finally:
-        for slots, last, parameter in kept:
-            slots[last] = parameter
 
 
 def _stray(name: str, parameter: Tensor) -> None:

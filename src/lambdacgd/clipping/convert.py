@@ -72,20 +72,15 @@ def _refuse(path: str, module: nn.Module) -> None:
 
 def _without_batch_norm(module: nn.Module, groups: int) -> nn.Module:
     if isinstance(module, AnyBatchNorm):
-        return _group_norm(module, groups)
+        norm = FittedGroupNorm(groups, module.num_features, eps=module.eps, affine=module.affine)
+        if module.affine:
+            norm.weight, norm.bias = module.weight, module.bias
+        return norm.train(module.training)
     for name, child in module.named_children():
         new = _without_batch_norm(child, groups)
         if new is not child:
             setattr(module, name, new)
     return module
-
-
-def _group_norm(old: AnyBatchNorm, groups: int) -> nn.GroupNorm:
-    new = FittedGroupNorm(groups, old.num_features, eps=old.eps, affine=old.affine)
-    if old.affine:
-        new.weight, new.bias = old.weight, old.bias
-    new.train(old.training)
-    return new
 
 
 class OpenMultiheadAttention(nn.MultiheadAttention):

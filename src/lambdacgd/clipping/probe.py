@@ -71,7 +71,7 @@ class Probe:
         self._looked = False  # whether any probe has come to its end
         self._shapes: dict[int, list[torch.Size]] = {}  # of the model's outputs, by the number of examples
 
-    def look(self, arguments: Arguments, batch: int, mode: bytes) -> None:
+    def look(self, arguments: Arguments, batch: int, mode: bytes) -> bool:
         """Run a few examples together, and with each of them exchanged; compare, and leave everything as it was.
 
         Args:
@@ -79,8 +79,12 @@ class Probe:
             batch: How many examples it has.
             mode: Which modules are in train mode.
 
+        Returns:
+            Whether that tells anything. It does not where all examples are equal: to exchange one changes nothing.
+
         Raises:
-            ClippingError: The model mixes examples, or a forward pass writes what must not leave the model.
+            ClippingError: The model mixes examples, depends on those of an earlier pass, or writes what must not leave
+                it.
         """
         kind, suspects = self._anchor.device.type, self.suspects.setdefault(mode, {})
         # What mixes does so in any precision: without autocast rounding hides less.
@@ -92,21 +96,30 @@ class Probe:
                 error = failed
         if not self._looked:  # it has worked before: if this batch is at fault, the pass itself will say so
             raise error.explained() from error.error
+        return True
 
-    def _look(self, arguments: Arguments, batch: int, suspects: dict[int, str]) -> None:
-        sets = self._chosen(arguments, batch)
-        if take_examples(arguments, batch, sets[0], self._count) is None:
-            return  # arguments that cannot be cut: the sizes of later batches have to do
+    def _look(self, arguments: Arguments, batch: int, suspects: dict[int, str]) -> bool:
+        if take_examples(arguments, batch, [0, 1], self._count) is None:
+            return True  # arguments that cannot be cut: the sizes of later batches have to do
+        sets, differ = self._chosen(arguments, batch)
         noise, state, turn = SameNoise(), State(self._model), 0
         devices = [self._anchor.device] if self._anchor.is_cuda else []
         sharded = self._forward_pass.sharded
         self._forward_pass.sizes.learning, self._shapes = True, {}
 
-        def run(rows: Sequence[int], stage: str = "", *, apart: bool = False) -> Seen:
-            again(turn)
+        def run(
+            rows: Sequence[int],
+            stage: str = "",
+            *,
+            apart: bool = False,
+            scales: Sequence[float] | None = None,
+            then: Sequence[int] | None = None,
+        ) -> Seen:
             try:
-                with noise.passing(stage, len(rows)) if stage else contextlib.nullcontext():
-                    seen = self._run(arguments, batch, rows, apart=apart)
+                for some in (rows, then) if then else (rows,):
+                    again(turn)
+                    with noise.passing(stage, len(some)) if stage else contextlib.nullcontext():
+                        seen = self._run(arguments, batch, some, apart=apart, scales=scales)
             finally:
                 written = state.take_back()
             seen.written = written
@@ -130,10 +143,49 @@ class Probe:
                             self._compare(*apart, j, suspects)
                     if self._settle(whole):
                         break
+                if not sharded:
+                    sizes = sizes_of(arguments, batch, chosen, self._count)
+                    self._look_further(run, noise, chosen, sizes, suspects)
                 self._looked = True
                 self.read_elsewhere = [layer for layer in self.layers if layer.elsewhere]
         finally:
             self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
+        return differ or sharded
+
+    def _look_further(
+        self,
+        run: Callable[..., Seen],
+        noise: SameNoise,
+        chosen: list[int],
+        sizes: Tensor | None,
+        suspects: dict[int, str],
+    ) -> None:
+        """Two things that neighbours, exchanged within a pass, do not show.
+
+        An example larger than all others: where every image has the same maximum, dividing by that of the batch changes
+        nothing, until one comes that has another. So all are halved but one, the largest.
+        And examples of an earlier pass: a hidden state that is carried on, a queue.
+        """
+        count, nobody = len(chosen), -1
+
+        def found(one: Callable[..., Seen], other: Callable[..., Seen], exchanged: int) -> dict[int, str]:
+            seen: dict[int, str] = {}
+            pair = one("keep"), other("repeat")
+            if noise.repeats and self._compare(*pair, exchanged, seen):  # some outputs mix: which?
+                self._compare(one("keep", apart=True), other("repeat", apart=True), exchanged, seen)
+            return seen
+
+        if sizes is not None and float(sizes.max()) > 0:
+            j = int(sizes.argmax())
+            half, all_but_one = [0.5] * count, [1.0 if i == j else 0.5 for i in range(count)]
+            with contextlib.suppress(_Failed):  # half of an example need not be one
+                mixing = found(partial(run, chosen, scales=half), partial(run, chosen, scales=all_but_one), j)
+                suspects.update({place: why for place, why in mixing.items() if place not in suspects})
+        try:
+            late = found(partial(run, chosen, then=chosen), partial(run, [chosen[-1]] * count, then=chosen), nobody)
+        except ClippingError as error:
+            raise ClippingError(_REMEMBERS) from error
+        suspects.update({place: _REMEMBERS for place in late if place not in suspects})
 
     # --- the passes ---------------------------------------------------------------------------------------------------
 
@@ -173,9 +225,17 @@ class Probe:
             raise failed
         state.compare(written[0], written[1], None)
 
-    def _run(self, arguments: Arguments, batch: int, rows: Sequence[int], *, apart: bool) -> Seen:
+    def _run(
+        self,
+        arguments: Arguments,
+        batch: int,
+        rows: Sequence[int],
+        *,
+        apart: bool,
+        scales: Sequence[float] | None = None,
+    ) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
-        taken = take_examples(arguments, batch, rows, self._count)
+        taken = take_examples(arguments, batch, rows, self._count, scales)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
         own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
@@ -276,17 +336,30 @@ class Probe:
                 sure &= layer.path not in several or layer.layout is not None
         return sure
 
-    def _chosen(self, arguments: Arguments, batch: int) -> list[list[int]]:
-        """Sets of a few examples, those first whose number, and one less, no other dimension has.
+    def _chosen(self, arguments: Arguments, batch: int) -> tuple[list[list[int]], bool]:
+        """Sets of a few examples, first those whose number, and one less, no dimension has; and whether they differ.
 
-        Of two examples one is taken twice for a second number: a batch of one tells nothing.
+        Views of an example and what fills a batch up may be equal rows: exchanging them tells nothing, so rows that
+        differ are taken. Of two one is taken twice for a second number: a batch of one tells nothing.
         """
-        if batch == 2:
-            return [[0, 1, 1]]
+        different: list[int] = []
+        held: list[list[Tensor]] = []
+        for row in range(batch):
+            taken = take_examples(arguments, batch, [row], lambda args, kwargs: 1)
+            one = list(tensors_in(taken))
+            if not any(len(one) == len(x) and all(map(_same, one, x)) for x in held):
+                different.append(row)
+                held.append(one)
+            if len(different) == max(_SIZES):
+                break
+        differ = len(different) > 1
+        rows = different if differ else list(range(min(batch, max(_SIZES))))
+        if len(rows) == 2:
+            return [[*rows, rows[1]]], differ
         dims = {d for p in self._model.parameters() for d in p.shape}
         dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch,) else 0 :]}
-        sizes = sorted((m for m in _SIZES if m <= batch), key=lambda m: sum(d in (m, m - 1) for d in dims))
-        return [list(range(m)) for m in sizes[:_SETS]]
+        sizes = sorted((m for m in _SIZES if m <= len(rows)), key=lambda m: sum(d in (m, m - 1) for d in dims))
+        return [rows[:m] for m in sizes[:_SETS]], differ
 
 
 class _Failed(Exception):
@@ -319,6 +392,11 @@ _LOSS = (
     "the loss that the model returns is not the declared mean or sum over examples: an example's gradient is not the "
     "same with and without another one (a mean over all tokens of a batch weighs long examples more; statistics over "
     "the batch mix examples). Compute the loss from the model's other outputs, averaged within each example first."
+)
+_REMEMBERS = (
+    "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on from batch "
+    "to batch, a queue, a memory. An example then changes sums of later steps, which it takes no part in by the plan. "
+    "Begin every forward pass anew."
 )
 
 
@@ -614,9 +692,15 @@ def _cotangent(x: Tensor, other: torch.Size, count: int, weights: list[float]) -
 # --- the same passes again --------------------------------------------------------------------------------------------
 
 
-def take_examples(arguments: Arguments, batch: int, rows: Sequence[int], count: Callable[..., int]) -> Arguments | None:
+def take_examples(
+    arguments: Arguments,
+    batch: int,
+    rows: Sequence[int],
+    count: Callable[..., int],
+    scales: Sequence[float] | None = None,
+) -> Arguments | None:
     """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
-    they cannot be cut.
+    they cannot be cut. ``scales``: what each example's numbers and pixels are multiplied by.
     """
     for dim in (0, 1):
 
@@ -632,13 +716,25 @@ def take_examples(arguments: Arguments, batch: int, rows: Sequence[int], count: 
                 return held
             if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == batch):
                 return x
-            return x.index_select(dim, torch.tensor(list(rows), device=x.device))
+            some = x.index_select(dim, torch.tensor(list(rows), device=x.device))
+            if scales is None or not (some.is_floating_point() or some.dtype == torch.uint8):
+                return some
+            factors = torch.tensor(list(scales), device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
+            return (some * factors).to(some.dtype)
 
         args, kwargs = tree_map(take, arguments, is_leaf=_whole)
         first = next(tensors_in((args, kwargs)), None)
         cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
         if cut and count(args, kwargs) == len(rows):
             return args, kwargs
+    return None
+
+
+def sizes_of(arguments: Arguments, batch: int, rows: Sequence[int], count: Callable[..., int]) -> Tensor | None:
+    """The largest number of each example, in the first tensor of numbers or pixels that has one row each."""
+    for x in tensors_in(take_examples(arguments, batch, rows, count)):
+        if x.shape[:1] == (len(rows),) and x.numel() and (x.is_floating_point() or x.dtype == torch.uint8):
+            return x.detach().flatten(1).float().abs().amax(1).nan_to_num(0.0, 0.0, 0.0) if x.dim() > 1 else None
     return None
 
 

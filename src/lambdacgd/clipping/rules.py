@@ -39,17 +39,9 @@ _BESIDES = ("reset_parameters", "extra_repr")  #: methods of a layer that its fo
 def register(
     *kinds: type[nn.Module] | str, finds_batch: bool = False, pointwise: bool = False
 ) -> Callable[[Rule], Rule]:
-    """Use the decorated rule for these classes of layers.
+    """Use the decorated rule for these classes of layers, or names of classes that need not be importable.
 
-    Args:
-        kinds: Classes, or names of classes ("package.module.Class") that need not be importable.
-        finds_batch: Whether the rule looks for the batch dimension itself. Otherwise it is called only if its first
-            argument has the batch first.
-        pointwise: Whether the layer treats all leading dimensions of its only argument alike (Linear, LayerNorm). Then
-            inputs whose second dimension is the batch are taken, too.
-
-    Returns:
-        A decorator that keeps the rule and returns it.
+    `clipping.register`, which tries a rule before it keeps it, says what ``finds_batch`` and ``pointwise`` mean.
     """
 
     def keep(rule: Rule) -> Rule:

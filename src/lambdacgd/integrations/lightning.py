@@ -125,7 +125,7 @@ class Privatising(_Base):
         check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
-        self.loader = StrategyLoader(self)
+        self.loader = LogicalLoader(self, dataset)
         self._key, self._submodule = key, submodule
         self._options = options | {
             "max_grad_norm": max_grad_norm,
@@ -192,15 +192,16 @@ class Privatising(_Base):
                 f"training got a {type(batch).__name__} from a loader that is not the plan's. Pass strategy.loader to "
                 "fit, or return it from train_dataloader()"
             )
-        output = None
+        output, results = None, self.lightning_module.trainer._results
         with self._randomness.step():
             for part, last in batch.parts():
                 moved = super().batch_to_device(self.precision_plugin.convert_input(part))
-                self._show_batch(moved)
+                if results is not None:  # Lightning weighs logged values by the size of the batch it knows of
+                    results.batch, results.batch_size = moved, None
                 output = super().training_step(moved, *args, **kwargs)
                 if not last:
                     self.backward(_loss(output), None)
-        self._log_privacy()
+        self.lightning_module.log_dict(logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
         check_monitors(self.lightning_module.trainer)  # before this step changes a weight
         return output
 
@@ -208,16 +209,6 @@ class Privatising(_Base):
         """What the last epoch's end has logged, a stopping time may have followed."""
         super().on_train_end()
         check_monitors(self.lightning_module.trainer)
-
-    def _show_batch(self, part: Any) -> None:
-        """Lightning weighs logged values by the size of the batch it knows of."""
-        results = self.lightning_module.trainer._results
-        if results is not None:
-            results.batch, results.batch_size = part, None
-
-    def _log_privacy(self) -> None:
-        assert self.private is not None
-        self.lightning_module.log_dict(logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """The closure's backward pass first, then a step without it: noise comes in between."""
@@ -351,23 +342,6 @@ class LambdaCGDDDPStrategy(Privatising, _DDP):
 
     def configure_ddp(self) -> None:
         """Nothing is wrapped: `privatize` reduces the sums."""
-
-
-class StrategyLoader:
-    """What ``fit`` takes as its training loader: the plan's logical batches, once the run has begun."""
-
-    def __init__(self, strategy: Privatising) -> None:
-        self._strategy, self.dataset = strategy, strategy.dataset
-
-    def __len__(self) -> int:
-        """Logical steps in an epoch."""
-        return self._strategy.plan.steps_per_epoch
-
-    def __iter__(self) -> Iterator[LogicalBatch]:
-        private = self._strategy.private
-        if private is None:
-            raise TrainingError("the plan's batches exist once trainer.fit has bound the plan to the module")
-        yield from LogicalLoader(private)
 
 
 def _loss(output: Any) -> Tensor:

@@ -110,8 +110,13 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
     if key is None:
         key = default_key_path(output_dir)
     path = key.path if isinstance(key, SecretKey) else key
-    if isinstance(path, (str, os.PathLike)):
-        check_outside(Path(path), output_dir)
+    if isinstance(path, (str, os.PathLike)) and Path(path).resolve().is_relative_to(Path(output_dir).resolve()):
+        raise InvalidInput(
+            "key",
+            str(path),
+            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
+            f"it at {default_key_path(output_dir)}",
+        )
     return load_or_make(key)
 
 
@@ -132,16 +137,6 @@ def load_or_make(key: KeyLike) -> SecretKey:
 def check_key(key: object) -> None:
     if not isinstance(key, (SecretKey, str, os.PathLike)):
         raise InvalidInput.of_type("key", key, "a SecretKey or the path of a key file")
-
-
-def check_outside(path: Path, output_dir: str | os.PathLike[str]) -> None:
-    if path.resolve().is_relative_to(Path(output_dir).resolve()):
-        raise InvalidInput(
-            "key",
-            str(path),
-            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
-            f"it at {default_key_path(output_dir)}",
-        )
 
 
 def logged_claim(private: Private) -> dict[str, float]:
@@ -207,17 +202,21 @@ class LogicalBatch:
 
 
 class LogicalLoader:
-    """The plan's logical batches, an epoch an iteration, from where the run stands."""
+    """The plan's logical batches, an epoch an iteration, from where the run of a Trainer or strategy stands."""
 
-    def __init__(self, private: Private) -> None:
-        self.private, self.dataset = private, private.dataset
+    def __init__(self, owner: Any, dataset: Any) -> None:
+        """``owner`` has a ``plan`` and, once it trains, a run: ``private``."""
+        self._owner, self.dataset = owner, dataset
 
     def __len__(self) -> int:
         """Logical steps in an epoch."""
-        return self.private.plan.steps_per_epoch
+        steps: int = self._owner.plan.steps_per_epoch
+        return steps
 
     def __iter__(self) -> Iterator[LogicalBatch]:
-        private = self.private
+        private: Private | None = self._owner.private
+        if private is None:
+            raise TrainingError("the plan's batches exist once training has bound the plan to the model")
         if private.finished:
             return
         end = (private.steps_taken // len(self) + 1) * len(self)

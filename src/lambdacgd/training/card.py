@@ -74,6 +74,10 @@ class Spent:
         """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
         return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
 
+    def __repr__(self) -> str:
+        """The sentence, also in a notebook: the certificate's details fill a screen."""
+        return f"Spent: {self}"
+
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
@@ -250,22 +254,12 @@ def card(
     loss_checked: bool = False,
     key_for_tests: bool = False,
 ) -> Card:
-    """The privacy card of a run's weights, as a dictionary that JSON can hold.
+    """The privacy card of a run's weights: the facts, in the order in which a person would read them.
 
-    Args:
-        plan: What the run was trained by.
-        history: What the weights went through besides. The ε and δ of earlier runs are added to the plan's (basic
-            composition), as if all had read the same examples.
-        steps_taken: Steps of the plan that were taken.
-        max_grad_norm: The clipping norm ζ.
-        clipping: The clipping mode.
-        augmentations: Readings of an example whose gradients are averaged before clipping.
-        floating_point: What floating point takes of ε and δ, both ways; None where nothing is claimed.
-        loss_checked: Whether the loss was seen to add examples up.
-        key_for_tests: Whether everybody can compute the key. Then nothing is claimed.
-
-    Returns:
-        The facts, in the order in which a person would read them.
+    The ε and δ of earlier runs in ``history`` are added to the plan's (basic composition), as if all had read the same
+    examples. ``clipping`` is the clipping mode, ``augmentations`` the readings of an example whose gradients are
+    averaged before clipping. ``floating_point`` is None where nothing is claimed, and with ``key_for_tests``, which
+    everybody can compute, nothing is.
     """
     certified = plan.certificate.kind == "bound" and not key_for_tests
     own = (plan.epsilon if certified else math.inf, plan.delta)

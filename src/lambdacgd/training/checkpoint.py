@@ -17,14 +17,18 @@ Resuming from anything older than the newest release is refused unless the later
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
+import itertools
+import json
+import math
 import os
 import random
 import re
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +38,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from lambdacgd.errors import CheckpointError, LedgerError, brief, shown
-from lambdacgd.files import read_json, sync_folder
+from lambdacgd.files import read_json, sync_folder, write_new
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.training.card import History
-from lambdacgd.training.codec import MOST_JSON, decode, encode, write_json, write_tensors
 from lambdacgd.training.distributed.models import (
     compare_weights,
     groups_by_name,
@@ -55,7 +58,6 @@ if TYPE_CHECKING:
 
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
-_OLD_FACTS = "run.pt"
 _STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
@@ -71,18 +73,10 @@ def save(
     frozen: bool = True,
     weights_only: bool = False,
 ) -> None:
-    """Write a checkpoint, whole or not at all, and enter it in the ledger. All ranks must call it.
+    """What `Private.save` does. All ranks must call it; rank 0's ``extra`` is kept.
 
-    Args:
-        private: The run, which must stand between two logical steps.
-        path: The folder; the checkpoint becomes ``path/step-…``, and those that were there before are removed.
-        extra: Plain data of the caller's own (see `codec.encode`); rank 0's is kept.
-        frozen: Whether parameters that are not trained are written too.
-        weights_only: Leave the optimizer's state out; nothing can resume from the result.
-
-    Raises:
-        CheckpointError: It could not be written, or could not be read again. The previous checkpoint and the ledger
-            are as they were.
+    The checkpoint becomes ``path/step-…``, and those that were there before are removed. With ``weights_only`` the
+    optimizer's state is left out, and nothing can resume from the result.
     """
     world, folder = private.world, Path(path)
     run_id = private.run.id
@@ -90,7 +84,6 @@ def save(
     with world.together("saving"):
         check_savable(private)
         private.note_changes()
-        _refuse_old(folder)
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
     compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
     state["generators"] = world.gather(generators())
@@ -128,19 +121,9 @@ def save(
 
 
 def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Go on from a checkpoint, written by any number of ranks. All ranks must call it.
+    """What `Private.load` does, from a checkpoint that any number of ranks wrote. All ranks must call it.
 
     Everything is checked before anything changes, and the ledger is asked before a weight is read.
-
-    Args:
-        private: A run that has not begun, or the checkpoint's own.
-        path: The folder that was given to `save`.
-
-    Returns:
-        What was given as ``extra``.
-
-    Raises:
-        CheckpointError: It is not this run's, not its newest release, damaged, or of an older format.
     """
     world, folder = private.world, Path(path)
     source, facts = world.from_first("loading", lambda: _newest(private, folder))
@@ -187,9 +170,9 @@ def exists(private: Private, path: str | os.PathLike[str]) -> bool:
 
 
 def has_traces(path: str | os.PathLike[str]) -> bool:
-    """Whether anything of a checkpoint is there: a whole one, a draft, or one of an older format."""
+    """Whether anything of a checkpoint is there: a whole one, or a draft."""
     folder = Path(path)
-    return folder.is_file() or bool(_steps(folder)) or any(folder.glob(".step-*.draft"))
+    return bool(_steps(folder)) or any(folder.glob(".step-*.draft"))
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -202,7 +185,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ``step``, ``model`` (a state_dict), ``optimizer``, ``averages`` and ``extra``.
 
     Raises:
-        CheckpointError: There is none, or it is damaged or of an older format.
+        CheckpointError: There is none, or it is damaged.
     """
     source, facts = _newest(None, Path(path))
     with _damage(source):
@@ -411,29 +394,18 @@ def set_generators(state: dict[str, Any]) -> None:
 
 
 def _steps(folder: Path) -> list[Path]:
-    """Whole checkpoints, newest last; those of an older format too, so that they are refused and not passed over."""
-    return sorted(p for p in folder.glob("step-*") if (p / FACTS).is_file() or (p / _OLD_FACTS).is_file())
+    """Whole checkpoints, newest last."""
+    return sorted(p for p in folder.glob("step-*") if (p / FACTS).is_file())
 
 
 def _newest(private: Private | None, folder: Path) -> tuple[Path, dict[str, Any]]:
-    _refuse_old(folder)
     if private is not None:
         _settle(private.run, folder)
     steps = _steps(folder)
     if not steps:
         raise CheckpointError(f"there is no checkpoint in {folder}")
-    _refuse_old(steps[-1])
     with _damage(steps[-1]):
         return steps[-1], _read_facts(steps[-1])
-
-
-def _refuse_old(path: Path) -> None:
-    if path.is_file() or ((path / _OLD_FACTS).is_file() and not (path / FACTS).is_file()):
-        raise CheckpointError(
-            f"{path} is not a checkpoint folder of this version. Earlier versions wrote pickled files, which are not "
-            "read: opening one could run code of whoever wrote it. Finish that run with the version that began it, or "
-            "choose another name and start a new run, which costs its own (ε, δ)"
-        )
 
 
 @contextlib.contextmanager
@@ -536,7 +508,13 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[st
             entry = sharded.setdefault(name, {"shape": part["shape"], "parts": []})
             entry["parts"].append([part["file"], part["first"]])
     digests = {name: digest for own, _ in written for name, digest in own.items()}
-    digests[FACTS] = write_json(draft / FACTS, facts | {"sharded": sharded})
+    content = json.dumps(facts | {"sharded": sharded}, allow_nan=False).encode()
+    if len(content) > MOST_JSON:
+        raise CheckpointError(
+            f"the numbers and texts of this checkpoint take {len(content)} bytes, and {MOST_JSON} are allowed: give "
+            "long lists in extra= as tensors"
+        )
+    digests[FACTS] = write_new(draft / FACTS, [content])
     sync_folder(draft)
     return _joined(digests)
 
@@ -687,3 +665,170 @@ class _Handle:
         made = torch.empty_like(p, dtype=rows.dtype)
         local(made).copy_(rows)
         return made
+
+
+# --- plain data as JSON and named tensors, and back: nothing is pickled or unpickled ---------------------------------
+
+# A JSON object that holds this key stands for something that JSON lacks; the key's value says for what.
+_TAG = "$"
+MOST_JSON = 1 << 30  # bytes: the user's ``extra`` is part of it, and longer files are not read
+_SAFE_INTEGER = 1 << 53  # larger ones are written in hexadecimal: other readers of JSON would round them
+_NUMPY = (
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+)  # fmt: skip
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
+    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Turn nested plain data into a JSON value and the tensors that it names.
+
+    Args:
+        value: Dicts, lists, tuples, numbers (NumPy's too), strings, bytes, None and tensors, nested at will. Subclasses
+            of these count as what they derive from.
+
+    Returns:
+        A value for ``json.dumps``, and the tensors by name. They are those given, not copies. Two places that hold
+        the same memory share one name.
+
+    Raises:
+        CheckpointError: Something else is in it; the sentence says where.
+    """
+    encoder = _Encoder()
+    try:
+        return encoder.encode(value, ""), encoder.tensors
+    except RecursionError:
+        raise CheckpointError("this state is nested too deeply, or holds itself: it cannot be saved") from None
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[Any, str] = {}
+
+    def encode(self, value: Any, path: str) -> Any:
+        if isinstance(value, np.generic):  # before float: np.float64 is one
+            if value.dtype.name not in _NUMPY:
+                raise _not_plain(value, path)
+            return {_TAG: "numpy", "dtype": value.dtype.name, "value": self.encode(value.item(), path)}
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, str):
+            return str(value)
+        if isinstance(value, int):
+            whole = int(value)
+            return whole if abs(whole) < _SAFE_INTEGER else {_TAG: "integer", "hex": hex(whole)}
+        if isinstance(value, float):
+            return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
+        if isinstance(value, bytes):
+            return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
+        if isinstance(value, Tensor):
+            return {_TAG: "tensor", "name": self._name(value, path)}
+        if isinstance(value, list):
+            return [self.encode(item, f"{path}.{k}") for k, item in enumerate(value)]
+        if isinstance(value, tuple):
+            return {_TAG: "tuple", "items": [self.encode(item, f"{path}.{k}") for k, item in enumerate(value)]}
+        if isinstance(value, Mapping):
+            if all(type(key) is str and key != _TAG for key in value):
+                return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
+            items = [[self.encode(k, f"{path}.(key)"), self.encode(v, f"{path}.{k}")] for k, v in value.items()]
+            return {_TAG: "dict", "items": items}
+        raise _not_plain(value, path)
+
+    def _name(self, value: Tensor, path: str) -> str:
+        if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
+            raise CheckpointError(
+                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold: "
+                "make it a dense tensor of an ordinary type"
+            )
+        memory = _memory(value)
+        if memory is not None and memory in self._names:
+            return self._names[memory]
+        name = path[1:]
+        while name in self.tensors:  # keys such as "a.b" and "a" -> "b" meet
+            name += "'"
+        self.tensors[name] = value
+        if memory is not None:
+            self._names[memory] = name
+        return name
+
+
+def _memory(value: Tensor) -> Any:
+    """Equal for tensors that are the same numbers in the same memory; None where nobody can tell."""
+    if hasattr(value, "placements") or not value.numel() or value.device.type == "meta":
+        return None
+    return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+
+
+def _not_plain(value: Any, path: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give tensors, "
+        "numbers, strings, lists and dicts (a state_dict, not the object itself)"
+    )
+
+
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The inverse of `encode`, after JSON; ``tensor`` says what to put in the place of a tensor, by its name.
+
+    Raises:
+        CheckpointError: ``value`` holds something that `encode` does not write.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensor) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if _TAG not in value:
+        return {key: decode(item, tensor) for key, item in value.items()}
+    try:
+        match value[_TAG]:
+            case "tensor":
+                return tensor(value["name"])
+            case "tuple":
+                return tuple(decode(item, tensor) for item in value["items"])
+            case "dict":
+                return {decode(k, tensor): decode(v, tensor) for k, v in value["items"]}
+            case "float":
+                return float(value["value"])
+            case "integer":
+                return int(value["hex"], 16)
+            case "bytes":
+                return base64.b64decode(value["base64"], validate=True)
+            case "numpy" if value["dtype"] in _NUMPY:
+                return np.dtype(value["dtype"]).type(decode(value["value"], tensor))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"a checkpoint holds a {value[_TAG]!r} that cannot be read ({error})") from error
+    raise CheckpointError(f"a checkpoint holds a {str(value[_TAG])[:20]!r}, which this version does not know")
+
+
+def content_digest(state: Any) -> str:
+    """A SHA-256 over all keys, numbers and tensor bytes of nested plain data; the same after saving and loading it."""
+    plain, tensors = encode(state)
+    running = hashlib.sha256(json.dumps(plain).encode())
+    for value in tensors.values():
+        running.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
+        running.update(_bytes(value))
+    return running.hexdigest()
+
+
+def _bytes(value: Tensor) -> Any:
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data if flat.numel() else b""
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, mode: int = 0o600) -> str:
+    """Write a new safetensors file of dense tensors, on any device, synced to disk; returns its SHA-256."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    ordered = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that each begins aligned
+    for name in ordered:
+        value = tensors[name]
+        begin, end = end, end + value.numel() * value.element_size()
+        header[name] = {"dtype": _DTYPES[value.dtype], "shape": list(value.shape), "data_offsets": [begin, end]}
+    start = json.dumps(header).encode()
+    start += b" " * (-len(start) % 8)
+    parts = itertools.chain((len(start).to_bytes(8, "little"), start), (_bytes(tensors[name]) for name in ordered))
+    return write_new(path, parts, mode=mode)

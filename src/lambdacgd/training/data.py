@@ -186,10 +186,6 @@ def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes
 _SAMPLES = 8
 
 
-class _Untold(Exception):
-    """An item of unknown things, whose bytes may differ from process to process."""
-
-
 class Sample:
     """The sample of a run's dataset, sealed in checkpoints.
 
@@ -273,6 +269,6 @@ def _feed(running: Any, item: Any, plain: bool) -> None:
     elif hasattr(item, "mode") and hasattr(item, "size") and hasattr(item, "tobytes"):  # an image of Pillow
         running.update(f"{item.mode} {item.size} ".encode() + item.tobytes())
     elif plain:
-        raise _Untold
+        raise TypeError("its bytes may differ from process to process")
     else:
         running.update(pickle.dumps(item, protocol=4))

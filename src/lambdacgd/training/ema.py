@@ -31,12 +31,9 @@ class EMA:
     ) -> None:
         """An average that begins with the model's weights.
 
-        Args:
-            model: The model whose trainable parameters are averaged.
-            decay: β in [0, 1).
-            exchanged: Gives a context for the block of ``applied()``, which yields a function to call once the average
-                is in the model. So the run knows that its weights were not changed for good.
-            before_update: Called before weights are taken in.
+        ``exchanged`` gives a context for the block of ``applied()``, which yields a function to call once the average
+        is in the model: so the run knows that its weights were not changed for good. ``before_update`` is called before
+        weights are taken in.
         """
         self._exchanged, self._before_update = exchanged, before_update
         self.decay = number("decay", decay, above=0, below=1, include=(0,))

@@ -12,7 +12,7 @@ from torch import Tensor
 from lambdacgd.errors import InvalidInput, TrainingError
 from lambdacgd.files import sync_folder
 from lambdacgd.training.card import PUBLIC, write_card
-from lambdacgd.training.codec import write_tensors
+from lambdacgd.training.checkpoint import write_tensors
 from lambdacgd.training.distributed.models import is_sharded, whole_state
 from lambdacgd.training.privatize import Private
 from lambdacgd.verifying import verify

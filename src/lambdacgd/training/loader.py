@@ -144,7 +144,7 @@ class Loader:
         max_physical_batch_size: int | None,
         pad_batches: int,
         views: int,
-        options: dict[str, Any],
+        **options: Any,
     ) -> None:
         """``options`` go to ``torch.utils.data.DataLoader``; every example is read ``views`` times."""
         self._loop, self._dataset, self._views, self._options = loop, dataset, views, options
@@ -155,16 +155,9 @@ class Loader:
         self._stands_at: tuple[int, bool] | None = None  # the step of the next chunk, and whether it has others before
         self._turn = 0
         self._verified = False  # whether a bin-sorted file has been checked against the run
-        self._untouched: Epoch | None = None  # handed out by `epochs`, and nobody has asked for its batches
         loop.when_moved.append(self.restart)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._untouched is not None:
-            self._untouched = None  # said once: a notebook's traceback may keep the loop over epochs alive
-            raise TrainingError(
-                "private.loader iterates the whole run, so it would all be one epoch here. Loop over the epoch: "
-                "for epoch in private.epochs(): for batch in epoch: …"
-            )
         return self.until(self._plan.steps)
 
     def __len__(self) -> int:
@@ -174,23 +167,18 @@ class Loader:
         """The rest of the run, epoch by epoch."""
         cycle, plan = self._loop.cycle, self._plan
         self._loop.check_usable()
-        try:
-            while cycle.done < plan.steps:
-                done = cycle.done
-                number = done // plan.steps_per_epoch + 1
-                epoch = self._untouched = Epoch(self, number, number * plan.steps_per_epoch)
-                yield epoch
-                if self._untouched is epoch and cycle.done == done:  # it would come again, for ever
-                    raise TrainingError(
-                        f"epoch {epoch.number} was passed over: its batches were not asked for. Epochs cannot be "
-                        "skipped (private.load goes to where a run stopped): for batch in epoch: …"
-                    )
-        finally:
-            self._untouched = None
+        while cycle.done < plan.steps:
+            done = cycle.done
+            number = done // plan.steps_per_epoch + 1
+            yield Epoch(self, number, number * plan.steps_per_epoch)
+            if cycle.done == done:  # it would come again, for ever
+                raise TrainingError(
+                    f"epoch {number} was passed over: no step was taken in it. Epochs cannot be skipped (private.load "
+                    "goes to where a run stopped): for batch in epoch: …"
+                )
 
     def until(self, last_step: int) -> Iterator[Any]:
         """The physical batches of the steps up to ``last_step``. A logical batch under way starts again."""
-        self._untouched = None
         self._loop.check_usable()
         # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
         if self._loop.cycle.done >= self._plan.steps and self._reading is not None:

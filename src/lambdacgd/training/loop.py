@@ -292,6 +292,7 @@ class Loop:
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
         self.cycle.hand_out(chunk)
+        self.clipper.begin_batch()
         if self.shards is not None:
             self.shards.expect(chunk.step, last=chunk.last)
             self.clipper.allow_probe(chunk.least > 1)
@@ -301,6 +302,8 @@ class Loop:
     def drop_batch(self) -> None:
         """Forget the logical batch under way. Nothing of it was released."""
         self.cycle.drop()
+        for total in self.clipper.sums.values():  # whoever kept a gradient of the step before shares their memory
+            total.zero_()
         self.clipper.zero()
         self.clipper.weigh(None)
 

@@ -14,8 +14,7 @@ from lambdacgd.keys import LedgerError, SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
-from lambdacgd.training.checkpoint import check_identity
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.checkpoint import check_identity, content_digest
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan
@@ -121,13 +120,10 @@ class Noiser:
             TrainingError: All steps of the plan are done.
         """
         self._check_horizon()
-        tensors = isinstance(sums, dict) and all(isinstance(value, torch.Tensor) for value in sums.values())
-        if not tensors or not sums:
-            wanted = "a dict of name -> float32 tensor, the clipped sums of this batch"
-            kinds = {type(value).__name__ for value in sums.values()} if isinstance(sums, dict) else ()
-            if kinds:
-                raise InvalidInput("sums", f"sums must be {wanted}; this one holds {', '.join(sorted(kinds))}.")
-            raise InvalidInput.of_type("sums", sums, wanted + ", at least one")
+        if not isinstance(sums, dict) or not sums or not all(isinstance(x, torch.Tensor) for x in sums.values()):
+            raise InvalidInput.of_type(
+                "sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch, at least one"
+            )
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False

@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -170,19 +171,22 @@ def privatize(
                 floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
                 clipper.leave_room()  # σ is then the plan's own
                 clipper.expect_views(views)
-                options = {
-                    "num_workers": num_workers,
-                    "collate_fn": None if collate_fn is None else KeepsApart(collate_fn),
-                    "pin_memory": pin_memory,
-                    "prefetch_factor": prefetch_factor,
-                    "worker_init_fn": worker_init_fn,
-                    "multiprocessing_context": multiprocessing_context,
-                }
-                run = (
-                    SharedRun(world, key, prepared=run_id, plan=plan.digest)
-                    if world.many
-                    else Run(key, prepared=run_id, plan=plan.digest)
+                loader = partial(
+                    Loader,
+                    dataset=dataset,
+                    max_physical_batch_size=max_physical_batch_size,
+                    pad_batches=pad_batches,
+                    views=views,
+                    num_workers=num_workers,
+                    collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                    pin_memory=pin_memory,
+                    prefetch_factor=prefetch_factor,
+                    worker_init_fn=worker_init_fn,
+                    multiprocessing_context=multiprocessing_context,
                 )
+                start = partial(SharedRun, world) if world.many else Run
+                # With several ranks this process reads a few examples in any case, to compare them.
+                readable = data_fingerprint is None and (world.many or not num_workers)
                 private = Private(
                     model,
                     optimizer,
@@ -190,12 +194,10 @@ def privatize(
                     plan,
                     max_grad_norm=max_grad_norm,
                     clipper=clipper,
-                    run=run,
-                    views=views,
-                    max_physical_batch_size=max_physical_batch_size,
-                    pad_batches=pad_batches,
+                    run=start(key, prepared=run_id, plan=plan.digest),
+                    loader=loader,
+                    sample=Sample(dataset, plan.examples, readable=readable),
                     data_fingerprint=data_fingerprint,
-                    loader_options=options,
                     undo=undo,
                     history=history,
                     world=world,
@@ -247,11 +249,9 @@ class Private(Loop):
         max_grad_norm: float,
         clipper: Clipper,
         run: Run,
-        views: int,
-        max_physical_batch_size: int | None,
-        pad_batches: int,
+        loader: Callable[[Loop], Loader],
+        sample: Sample,
         data_fingerprint: str | None,
-        loader_options: dict[str, Any],
         undo: list[Callable[[], None]],
         history: History,
         world: World,
@@ -266,19 +266,9 @@ class Private(Loop):
         step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
         super().__init__(model, optimizer, clipper, step, world=world, shards=shards, history=history)
         self.dataset, self.run, self.layout = dataset, run, layout
-        self.augmentations, self.data_fingerprint = views, data_fingerprint
+        self.augmentations, self.data_fingerprint = clipper.views, data_fingerprint
         self.loss_checked = False  # whether anybody has seen that the loss adds examples up
-        # With several ranks this process has read a few already, to compare them.
-        readable = data_fingerprint is None and (world.many or not loader_options.get("num_workers"))
-        self.sample = Sample(dataset, plan.examples, readable=readable)
-        self.loader = Loader(
-            self,
-            dataset,
-            max_physical_batch_size=max_physical_batch_size,
-            pad_batches=pad_batches,
-            views=views,
-            options=loader_options,
-        )
+        self.sample, self.loader = sample, loader(self)
         self._undo = [*undo, run.close]
 
     # --- where the run stands ----------------------------------------------------------------------------------------
@@ -316,7 +306,7 @@ class Private(Loop):
         """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``.
 
         Raises:
-            TrainingError: An epoch was passed over without asking for its batches, or the run was detached.
+            TrainingError: No step was taken in an epoch, or the run was detached.
         """
         return self.loader.epochs()
 

@@ -13,8 +13,7 @@ from typing import NoReturn
 import torch
 
 from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
-from lambdacgd.keys import Ledger, LedgerError, SecretKey, SubKey
-from lambdacgd.ledger import Release
+from lambdacgd.keys import Ledger, LedgerError, Release, SecretKey, SubKey
 from lambdacgd.training.distributed.world import World
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
@@ -111,7 +110,7 @@ class Run:
             with self.holding(self.id, patience=0):
                 self._check_alone()
                 self._ledger.record(self.id, step, digest=digest, kind=kind)
-                self._last = self._ledger.newest(self.id)
+                self._last = Release(step, digest, kind)  # the ledger refuses what is not the newest
 
     def hand_over(self, step: int) -> None:
         """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
@@ -137,9 +136,7 @@ class Run:
         self._hold(ledger, run_id, self._held)
         self._holds = True
         try:
-            ledger.check_resume(
-                run_id, step, digest
-            )  # again: the process that held it may have released more meanwhile
+            ledger.check_resume(run_id, step, digest)  # again: whoever held it may have released more meanwhile
         except LedgerError:
             self.close()
             raise

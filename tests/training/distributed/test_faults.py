@@ -81,10 +81,12 @@ def fail_once(out: str, *options: str) -> None:
 
 
 def prepared(folder: Path) -> Path:
-    """A folder with a key and a plan (made up, for speed) of 22 steps."""
+    """A folder with a plan (made up, for speed) of 22 steps, and one with a key beside it."""
+    private = folder.with_name(folder.name + ".private")
     folder.mkdir()
+    private.mkdir()
     oracle.binned_plan(1437, 65, 1).save(folder / "plan.json")
-    lc.SecretKey.from_bytes(oracle.KEY).save(folder / "run.key")
+    lc.SecretKey.from_bytes(oracle.KEY).save(private / "run.key")
     return folder
 
 

@@ -158,12 +158,8 @@ def embedding_records(
     if padding is not None:
         unused = index == padding
         index = torch.where(unused, torch.full((), -1, dtype=index.dtype, device=index.device), index)
-        b = masked_tokens(b, ~unused)
+        b = torch.where(unused.unsqueeze(2), torch.zeros((), dtype=b.dtype, device=b.device), b)
     yield Rows(name, index, b, shape)
-
-
-def masked_tokens(b: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
 
 
 def _refuse_options(layer: Layer, module: Any) -> None:

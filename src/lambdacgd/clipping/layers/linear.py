@@ -89,15 +89,10 @@ def tapped_linear(
     transposed: bool,
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
-    recorder = partial(
-        linear_records, weight=names[0], bias=names[1], shape=_shape(weight, transposed), transposed=transposed
-    )
+    shape = weight.t().shape if transposed else weight.shape
+    recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
     anchor, call = layer.anchor, Call(layer, recorder)
     return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
-
-
-def _shape(weight: Tensor, transposed: bool) -> torch.Size:
-    return torch.Size((weight.shape[1], weight.shape[0])) if transposed else weight.shape
 
 
 @register(nn.Linear, pointwise=True)

@@ -7,7 +7,6 @@ The output folder, with its training losses, checkpoints and logs, never is.
 from __future__ import annotations
 
 import re
-import shutil
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +16,7 @@ from huggingface_hub import HfApi, ModelCard, ModelCardData
 
 from lambdacgd.training import Private
 from lambdacgd.training.card import PUBLIC, to_markdown, write_card
-from lambdacgd.training.codec import write_tensors
+from lambdacgd.training.checkpoint import write_tensors
 from lambdacgd.training.distributed.models import whole_state
 from lambdacgd.training.export import WEIGHTS
 
@@ -36,10 +35,20 @@ def readme(model: Any, private: Private, *, name: str | None, tags: Iterable[str
     return f"---\n{data.to_yaml()}\n---\n\n# {name or 'Model'}\n\nTrained with lambdacgd.\n\n## Privacy card\n{privacy}"
 
 
-def prepare_upload(model: Any, private: Private, processing: Any, card_text: str) -> Path:
-    """A new folder with exactly what may be published."""
-    folder = Path(tempfile.mkdtemp(prefix="lambdacgd-upload-"))
-    try:
+def upload(
+    model: Any,
+    private: Private,
+    processing: Any,
+    card_text: str,
+    *,
+    repo: str,
+    message: str,
+    token: str | None,
+    revision: str | None,
+) -> Any:
+    """Write exactly what may be published into a new folder, upload that, and remove it."""
+    with tempfile.TemporaryDirectory(prefix="lambdacgd-upload-") as name:
+        folder, api = Path(name), HfApi()
         if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder)
         else:
@@ -49,29 +58,6 @@ def prepare_upload(model: Any, private: Private, processing: Any, card_text: str
         write_card(private.card(), folder)
         (folder / "README.md").write_text(card_text, encoding="utf-8")
         ModelCard.load(folder / "README.md")  # its metadata must be readable
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return folder
-
-
-def upload(folder: Path, *, repo: str, message: str, token: str | None, revision: str | None, wait: bool) -> Any:
-    """Upload a prepared folder and remove it; without ``wait`` in the background, as a future."""
-    try:
-        api: Any = HfApi()
-        result = api.upload_folder(
-            repo_id=repo,
-            folder_path=str(folder),
-            commit_message=message,
-            token=token,
-            revision=revision,
-            run_as_future=not wait,
+        return api.upload_folder(
+            repo_id=repo, folder_path=folder, commit_message=message, token=token, revision=revision
         )
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if wait:
-        shutil.rmtree(folder, ignore_errors=True)
-    else:
-        result.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
-    return result

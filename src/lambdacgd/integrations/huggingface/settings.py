@@ -56,23 +56,19 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         if given not in (None, False) and given != _default(name):
             raise InvalidInput(name, given, advice)
     _check_horizon(args, plan)
-    _check_optimizer(args)
-    _check_devices(args)
+    _check_optimizer_and_devices(args)
     _check_reports(args)
     adapted = copy.copy(args)
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
     if args.gradient_checkpointing:
-        adapted.gradient_checkpointing_kwargs = _checkpointing(args.gradient_checkpointing_kwargs)
+        how: Any = args.gradient_checkpointing_kwargs or {}
+        if how.get("use_reentrant"):
+            raise InvalidInput(
+                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
+            )
+        adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
-
-
-def clipping_norm(args: TrainingArguments, given: float | None) -> float:
-    """ζ: the Trainer's ``max_grad_norm`` keyword, or else that of the arguments."""
-    norm = args.max_grad_norm if given is None else given
-    if not norm:
-        raise InvalidInput("max_grad_norm", norm, "it is the per-example clipping norm ζ and must be above 0")
-    return float(norm)
 
 
 def looks_at_evaluation(args: TrainingArguments) -> bool:
@@ -104,15 +100,12 @@ def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
         )
 
 
-def _check_optimizer(args: TrainingArguments) -> None:
+def _check_optimizer_and_devices(args: TrainingArguments) -> None:
     name = str(getattr(args.optim, "value", args.optim))
     if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
         raise InvalidInput(
             "optim", name, "it changes weights during the backward pass, before there is noise. Use adamw_torch or sgd"
         )
-
-
-def _check_devices(args: TrainingArguments) -> None:
     if args.n_gpu > 1:
         raise InvalidInput(
             "args",
@@ -132,18 +125,9 @@ def _check_reports(args: TrainingArguments) -> None:
         raise InvalidInput(
             "hub_strategy",
             strategy,
-            "checkpoints hold training losses and the run's identity, which must not be uploaded. Use 'every_save' or "
-            "'end', which upload weights and the privacy card",
+            "checkpoints hold training losses and the run's identity, which must not be uploaded. Use 'end', and "
+            "push_to_hub() after training, which uploads weights and the privacy card",
         )
-
-
-def _checkpointing(given: Any) -> dict[str, Any]:
-    found = dict(given or {})
-    if found.setdefault("use_reentrant", False):
-        raise InvalidInput(
-            "gradient_checkpointing_kwargs", given, "reentrant checkpointing hides layers. Say use_reentrant=False"
-        )
-    return found
 
 
 def _default(name: str) -> Any:

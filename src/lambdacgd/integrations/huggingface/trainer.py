@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
-from transformers.trainer_utils import HubStrategy
-from transformers.utils import PushInProgress
 
 from lambdacgd.clipping import Mode
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.integrations.huggingface import publishing, settings
-from lambdacgd.integrations.huggingface.settings import adapt, clipping_norm, looks_at_evaluation
+from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
     KeyLike,
     LogicalBatch,
@@ -36,8 +34,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 from lambdacgd.training.card import GivenCard, write_card
-from lambdacgd.training.checkpoint import has_traces
-from lambdacgd.training.codec import content_digest
+from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
@@ -74,7 +71,6 @@ INTERNALS = (
         _get_output_dir="trial",
         _remove_unused_columns="dataset description",
         _get_collator_with_removed_columns="data_collator description",
-        _finish_current_push="",
     ),
     *internals(TrainerState, save_to_json="json_path"),
 )
@@ -83,7 +79,6 @@ check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
-_PushInProgress: Any = PushInProgress  # its jobs are annotated as one future
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
 
@@ -129,7 +124,9 @@ class LambdaCGDTrainer(_Trainer):
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
-        self._zeta = clipping_norm(args, max_grad_norm)
+        self._zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
+        if not self._zeta:  # "no clipping", for a plain Trainer
+            raise InvalidInput("max_grad_norm", self._zeta, "it is the per-example clipping norm ζ and must be above 0")
         self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
         self._earlier = None if earlier is None else list(earlier)  # every train() reads it
         self._resumed: dict[str, Any] | None = None
@@ -168,8 +165,10 @@ class LambdaCGDTrainer(_Trainer):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
             key = find_key(self._key, self.args.output_dir) if world.first else None
-            if key is not None and not resume_from_checkpoint:
-                _warn_of_earlier_runs(key)
+            if key is not None and key.path is not None and not resume_from_checkpoint:
+                earlier = len(key.ledger().runs())
+                if earlier:
+                    logger.warning("This key has been used for %d run(s), whose (ε, δ) add up.", earlier)
         self.private, self._randomness = self._privatize(key), TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -198,7 +197,13 @@ class LambdaCGDTrainer(_Trainer):
                 "train(resume_from_checkpoint=True), or make a new model and Trainer for a new run, which costs its "
                 "own (ε, δ)"
             )
-        _check_fresh(self.args.output_dir)
+        found = with_runs(self.args.output_dir)
+        if found:  # which a new run would mix up with its own
+            raise CheckpointError(
+                f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with "
+                "it: train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its "
+                "own and costs its own (ε, δ)"
+            )
 
     def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
@@ -246,9 +251,7 @@ class LambdaCGDTrainer(_Trainer):
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""
-        if self.private is None:
-            raise TrainingError("the training loader exists once train() has bound the plan to the model")
-        return LogicalLoader(self.private)
+        return LogicalLoader(self, self.train_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
@@ -453,44 +456,30 @@ class LambdaCGDTrainer(_Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Upload weights, configuration, tokenizer and the privacy card, and nothing else."""
+        """Upload weights, configuration, tokenizer and the privacy card, and nothing else; returns when it is done."""
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)
-        self._finish_current_push()
         if not self.is_world_process_zero():
             return None
         kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
         text = self._readme(**kwargs)
         assert self.private is not None  # or there would be no card
         self._enter_release("push_to_hub")
+        own = self.processing_class
         return publishing.upload(
-            publishing.prepare_upload(self.model, self.private, self._processing(), text),
+            self.model,
+            self.private,
+            own if own is not None else getattr(self.data_collator, "tokenizer", None),
+            text,
             repo=str(self.hub_model_id),
             message=commit_message or "End of training",
             token=token if token is not None else self.args.hub_token,
             revision=revision if revision is not None else self.args.hub_revision,
-            wait=blocking,
         )
 
-    def _processing(self) -> Any:
-        own = self.processing_class
-        return own if own is not None else getattr(self.data_collator, "tokenizer", None)
-
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Every save, if so asked: in the background, unless one is still on its way."""
-        busy = getattr(self, "push_in_progress", None)
-        busy = busy is not None and not busy.is_done() and not self.args.hub_always_push
-        if self.args.hub_strategy == HubStrategy.END or busy or not self.is_world_process_zero():
-            return
-        job = self.push_to_hub(f"Training in progress, step {self.state.global_step}", blocking=False)
-        self.push_in_progress = _PushInProgress([job])
-
-
-def _warn_of_earlier_runs(key: SecretKey) -> None:
-    earlier = len(key.ledger().runs()) if key.path is not None else 0
-    if earlier:
-        logger.warning("This key has been used for %d run(s). Every run costs its own (ε, δ); they add up.", earlier)
+        """Nothing is uploaded during training."""
 
 
 _NO_SEARCH = (
@@ -555,17 +544,6 @@ def _candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
             "save_only_model=True the Trainer saves weights only"
         )
     return [folder]
-
-
-def _check_fresh(output_dir: str | Path) -> None:
-    """A new run does not begin in a folder with another one's checkpoints, which it would mix up."""
-    found = with_runs(output_dir)
-    if found:
-        raise CheckpointError(
-            f"{output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with it: "
-            "train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its own and "
-            "costs its own (ε, δ)"
-        )
 
 
 def _plain(value: Any) -> Any:

@@ -71,7 +71,10 @@ def all_reduce_(sums: dict[str, Tensor], step: int, world: World, *, begins: boo
         work.wait()
     check_tag(flats[0][0][-TAGS:], step, world.size, begins=begins)
     for flat, members in flats:
-        _copy_back(flat, members)
+        if members:
+            sizes = [t.numel() for t in members]
+            parts = flat[: sum(sizes)].split(sizes)
+            torch_private.foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members, strict=True)])
 
 
 def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -87,13 +90,6 @@ def _buckets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
         open_[kind].append(t)
         filled[kind] += size
     return done + list(open_.values()) or [[]]
-
-
-def _copy_back(flat: Tensor, members: list[Tensor]) -> None:
-    if not members:
-        return
-    parts = flat[: sum(t.numel() for t in members)].split([t.numel() for t in members])
-    torch_private.foreach_copy_(members, [part.view(t.shape) for part, t in zip(parts, members, strict=True)])
 
 
 # --- sharded models --------------------------------------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""What the code computes today, in a few numbers: whether a result was made by code that still says the same.
+
+    python -m reproduce stale
+
+A probe is a small question to one part of the library, or a number kept by hand where no small question will do. An
+experiment names the probes that decide its values; their answers are kept with each finished cell, and a result is
+stale where a probe answers differently today. Answers count to six digits, so a change that moves no published digit
+makes nothing stale, and files may be moved and rewritten freely.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from reproduce import EXPERIMENTS
+from reproduce.framework import RESULTS
+
+Answers = dict[str, list[float]]
+
+
+def _sigma(mechanism: Any, sampling: Any) -> list[float]:
+    import lambdacgd as lc
+
+    ends = ((8.0, 1e-5), (0.5, 1e-5))
+    plans = [lc.plan(2000, 100, epochs=2, epsilon=e, delta=d, mechanism=mechanism, sampling=sampling) for e, d in ends]
+    return [plan.sigma for plan in plans]
+
+
+def _poisson() -> list[float]:
+    import lambdacgd as lc
+
+    return _sigma(lc.Identity(), lc.Poisson())
+
+
+def _fixed_bins() -> list[float]:
+    import lambdacgd as lc
+
+    return _sigma(lc.LambdaCGD(0.8), lc.BallsInBins("fixed"))
+
+
+def _fresh_bins() -> list[float]:
+    import lambdacgd as lc
+
+    return _sigma(lc.LambdaCGD(0.8), lc.BallsInBins("fresh"))
+
+
+def _monte_carlo() -> list[float]:
+    from lambdacgd.accounting.monte_carlo import MonteCarlo
+    from lambdacgd.mechanisms import BISR, Horizon
+
+    return [MonteCarlo(BISR(4), Horizon(20, 2)).estimate_sigma(2.0, 1e-3, relative_error=0.1).sigma]
+
+
+def _mechanisms() -> list[float]:
+    """RMSE without amplification, which holds the sensitivity too, of each family in the paper's table."""
+    from lambdacgd.mechanisms import Horizon, LambdaCGD, rmse
+    from reproduce.paper import ROWS
+
+    horizon = Horizon(20, 3)
+    tabled = {row.family: row.mechanism for row in ROWS if not row.title.endswith(("p=64)", "p=b)"))}.values()
+    return [rmse(each.resolve(horizon), horizon) for each in (*tabled, LambdaCGD(0.8, normalized=True))]
+
+
+def _choosing() -> list[float]:
+    from lambdacgd import choose_lambda
+    from lambdacgd.mechanisms import Horizon
+
+    horizon = Horizon(20, 2)
+    chosen = [choose_lambda(horizon, objective=name) for name in ("rmse", "maxse")]
+    for bins in ("fixed", "fresh"):
+        chosen.append(choose_lambda(horizon, objective="amplified-rmse", epsilon=2.0, delta=1e-5, bins=bins))
+    return [each.value for each in chosen]
+
+
+def _noise() -> list[float]:
+    from lambdacgd.noise.layout import FORMAT
+
+    return [float(FORMAT)]
+
+
+def _search() -> list[float]:
+    from reproduce.search import REVISION
+
+    return [REVISION]
+
+
+def _training() -> list[float]:
+    from reproduce.runs import REVISION
+
+    return [REVISION]
+
+
+PROBES: dict[str, Callable[[], list[float]]] = {
+    "Poisson accountant": _poisson,
+    "fixed-bins accountant": _fixed_bins,
+    "fresh-bins accountant": _fresh_bins,
+    "Monte Carlo": _monte_carlo,
+    "mechanisms": _mechanisms,
+    "choice of λ": _choosing,
+    "format of the noise": _noise,
+    "search": _search,
+    "training": _training,
+}
+
+
+@cache
+def answer(probe: str) -> tuple[float, ...]:
+    """What a probe says now, to six digits; computed from scratch, once a process."""
+    from lambdacgd import cache as stored
+
+    with stored.disabled():
+        return tuple(float(f"{value:.6g}") for value in PROBES[probe]())
+
+
+def made_with(probes: Iterable[str]) -> Answers:
+    """The answers that a result computed now is kept with."""
+    return {probe: list(answer(probe)) for probe in probes}
+
+
+def changes(kept: Answers) -> list[str]:
+    """What has changed since a result was kept with these answers."""
+    return [f"{probe} (it was {_text(then)}, now {_text(answer(probe))})" for probe, then in kept.items()
+            if tuple(then) != answer(probe)]  # fmt: skip
+
+
+def _text(values: Iterable[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)
+
+
+def verdicts() -> dict[str, str]:
+    """Each file of results with "current", "stale: …" or "unknown: …"."""
+    files = [RESULTS / name / f"{name}.json" for name in EXPERIMENTS]
+    said = {}
+    for path in [path for path in files if path.exists()] + sorted(RESULTS.glob("*.json")):
+        content = json.loads(path.read_text())
+        kept = content.get("made_with", content.get("machine", {}).get("made_with"))
+        text = "unknown: it says nothing of the code that made it"
+        if kept is not None:
+            changed = changes(kept)
+            text = f"stale: {'; '.join(changed)}" if changed else "current"
+        said[str(path.relative_to(RESULTS))] = text
+    return said
+
+
+def stale() -> None:
+    """Say which results were made by code that computes something else today."""
+    for name, text in verdicts().items():
+        print(f"{name:<44} {text}")

@@ -1,4 +1,4 @@
-"""Certified σ beside independent estimates, at forty settings that nothing was tuned to.
+"""Certified σ beside independent estimates, at forty settings.
 
     OMP_NUM_THREADS=1 nice -n 10 python benchmarks/accounting_truth.py [--table] [NUMBER …]
 

@@ -219,6 +219,7 @@ def test_a_weight_above_its_decay_has_no_nugget() -> None:
         Columns(1.0, -0.1)
 
 
+@pytest.mark.slow
 def test_a_buffer_is_chosen_and_beats_what_needs_no_memory() -> None:
     request = {"epochs": 5, "epsilon": 8.0, "delta": 1e-5, "sampling": lc.BallsInBins("fresh")}
     without = lc.plan(4000, 50, mechanism=lc.LambdaCGD(normalized=True), **request)  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -107,45 +108,42 @@ class Probe:
         sharded = self._forward_pass.sharded
         self._forward_pass.sizes.learning, self._shapes = True, {}
 
-        def run(
-            rows: Sequence[int],
-            stage: str = "",
-            *,
-            apart: bool = False,
-            scales: Sequence[float] | None = None,
-            then: Sequence[int] | None = None,
-        ) -> Seen:
+        def run(some: Some, stage: str = "", *, apart: bool = False) -> Seen:
             try:
-                for some in (rows, then) if then else (rows,):
+                for rows in (some.before, some.rows) if some.before else (some.rows,):
                     again(turn)
-                    with noise.passing(stage, len(some)) if stage else contextlib.nullcontext():
-                        seen = self._run(arguments, batch, some, apart=apart, scales=scales)
+                    with noise.passing(stage, len(rows)):
+                        seen = self._run(arguments, batch, rows, some.scales, apart=apart)
             finally:
                 written = state.take_back()
             seen.written = written
             return seen
 
+        def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[int, str]:
+            """Which outputs mix examples, and why. ``whole``: what ``one`` shows, where that is known."""
+            mixing: dict[int, str] = {}
+            pair = whole or run(one, "keep"), run(other, "repeat")
+            state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
+            if noise.repeats and self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
+                self._compare(run(one, "keep", apart=True), run(other, "repeat", apart=True), exchanged, mixing)
+            return mixing
+
         try:
             # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
             # outputs that their own nodes keep would never be freed.
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
-                chosen = sorted(set(self._learn_sizes(run, state, sets)))
-                count = len(chosen)
+                chosen = sorted(set(self._learn(run, state, sets)))
+                one, count = Some(chosen), len(chosen)
                 for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
-                    whole = run(chosen, "keep")
+                    whole = run(one, "keep")
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
                     for j in (0, count - 1) if sharded else range(count):
-                        rows = [*chosen[:j], chosen[(j + 1) % count], *chosen[j + 1 :]]
-                        other = run(rows, "repeat")
-                        state.compare(whole.written, other.written, whole.tolerance)
-                        if noise.repeats and self._compare(whole, other, j, suspects):  # some outputs mix: which?
-                            apart = run(chosen, "keep", apart=True), run(rows, "repeat", apart=True)
-                            self._compare(*apart, j, suspects)
+                        other = Some([*chosen[:j], chosen[(j + 1) % count], *chosen[j + 1 :]])
+                        suspects.update(compare(one, other, j, whole))
                     if self._settle(whole):
                         break
                 if not sharded:
-                    sizes = sizes_of(arguments, batch, chosen, self._count)
-                    self._look_further(run, noise, chosen, sizes, suspects)
+                    self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
                 self._looked = True
                 self.read_elsewhere = [layer for layer in self.layers if layer.elsewhere]
         finally:
@@ -153,12 +151,7 @@ class Probe:
         return differ or sharded
 
     def _look_further(
-        self,
-        run: Callable[..., Seen],
-        noise: SameNoise,
-        chosen: list[int],
-        sizes: Tensor | None,
-        suspects: dict[int, str],
+        self, compare: Callable[..., dict[int, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[int, str]
     ) -> None:
         """Two things that neighbours, exchanged within a pass, do not show.
 
@@ -167,72 +160,53 @@ class Probe:
         And examples of an earlier pass: a hidden state that is carried on, a queue.
         """
         count, nobody = len(chosen), -1
-
-        def found(one: Callable[..., Seen], other: Callable[..., Seen], exchanged: int) -> dict[int, str]:
-            seen: dict[int, str] = {}
-            pair = one("keep"), other("repeat")
-            if noise.repeats and self._compare(*pair, exchanged, seen):  # some outputs mix: which?
-                self._compare(one("keep", apart=True), other("repeat", apart=True), exchanged, seen)
-            return seen
-
         if sizes is not None and float(sizes.max()) > 0:
             j = int(sizes.argmax())
-            half, all_but_one = [0.5] * count, [1.0 if i == j else 0.5 for i in range(count)]
+            scales = [1.0 if i == j else 0.5 for i in range(count)]
             with contextlib.suppress(_Failed):  # half of an example need not be one
-                mixing = found(partial(run, chosen, scales=half), partial(run, chosen, scales=all_but_one), j)
-                suspects.update({place: why for place, why in mixing.items() if place not in suspects})
+                suspects.update(compare(Some(chosen, [0.5] * count), Some(chosen, scales), j) | suspects)
         try:
-            late = found(partial(run, chosen, then=chosen), partial(run, [chosen[-1]] * count, then=chosen), nobody)
+            late = compare(Some(chosen, before=chosen), Some(chosen, before=[chosen[-1]] * count), nobody)
         except ClippingError as error:
             raise ClippingError(_REMEMBERS) from error
-        suspects.update({place: _REMEMBERS for place in late if place not in suspects})
+        suspects.update(dict.fromkeys(late, _REMEMBERS) | suspects)
 
     # --- the passes ---------------------------------------------------------------------------------------------------
 
-    def _learn_sizes(self, run: Callable[..., Seen], state: State, sets: list[list[int]]) -> list[int]:
-        """Learn from the first set of examples whose size does not stand in the way."""
-        for attempt, chosen in enumerate(sets):
-            try:
-                self._learn(run, state, chosen, rounds=1 if self._looked or self._forward_pass.sharded else 2)
-                return chosen
-            except ClippingError:
-                if self._looked or self._forward_pass.sharded or attempt == len(sets) - 1:
-                    raise
-                self._forward_pass.sizes.forget()
-                self._shapes = {}
-        raise AssertionError
-
-    def _learn(self, run: Callable[..., Seen], state: State, chosen: Sequence[int], *, rounds: int) -> None:
+    def _learn(self, run: Callable[..., Seen], state: State, sets: list[list[int]]) -> list[int]:
         """Passes of two sizes, until all places know whether the batch is their first dimension.
 
         A table with as many rows as there are examples looks like a batch until a pass of another size has come by it.
+
+        Returns:
+            The first set of examples whose size does not stand in the way.
         """
-        failed: ClippingError | None = None
-        written: list[Written] = []
-        while rounds > 0:
-            failed, rounds, written = None, rounds - 1, []
-            for rows in (chosen, chosen[1:]):
-                try:
-                    seen = run(rows)
-                    written.append(seen.written)
-                except ClippingError as error:
-                    failed, seen = error, self._forward_pass.watch
-                for layer in self.layers if seen.strays else ():
-                    new = {local for local, name in layer.names.items() if name in seen.strays} - layer.elsewhere
-                    layer.elsewhere |= new
-                    rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
-        if failed is not None:
-            raise failed
-        state.compare(written[0], written[1], None)
+        once = self._looked or self._forward_pass.sharded
+        for chosen in sets[:1] if once else sets:
+            failed, rounds = None, 1 if once else 2
+            while rounds > 0:
+                failed, rounds, written = None, rounds - 1, []
+                for rows in (chosen, chosen[1:]):
+                    try:
+                        seen = run(Some(rows))
+                        written.append(seen.written)
+                    except ClippingError as error:
+                        failed, seen = error, self._forward_pass.watch
+                    for layer in self.layers if seen.strays else ():
+                        new = {local for local, name in layer.names.items() if name in seen.strays} - layer.elsewhere
+                        layer.elsewhere |= new
+                        rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
+            if failed is None:
+                state.compare(written[0], written[1], None)
+                return chosen
+            if not once:
+                self._forward_pass.sizes.forget()
+                self._shapes = {}
+        assert failed is not None
+        raise failed
 
     def _run(
-        self,
-        arguments: Arguments,
-        batch: int,
-        rows: Sequence[int],
-        *,
-        apart: bool,
-        scales: Sequence[float] | None = None,
+        self, arguments: Arguments, batch: int, rows: Sequence[int], scales: Sequence[float] | None, *, apart: bool
     ) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
         taken = take_examples(arguments, batch, rows, self._count, scales)
@@ -303,10 +277,11 @@ class Probe:
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
         calls = [Counter((path, kind) for path, kind, _ in seen.rows) for seen in (whole, other)]
+        floors = {kind: _floor(x for (_, k, _), x in whole.rows.items() if k == kind) for _, kind in calls[0]}
         for (path, kind, number), x in whole.rows.items():
             if calls[0][path, kind] != calls[1][path, kind]:
                 continue  # a call for every step of the longest example, which was exchanged: others have their turn
-            y, floor = other.rows.get((path, kind, number)), whole.floor(kind)
+            y, floor = other.rows.get((path, kind, number)), floors[kind]
             layouts = set() if y is None else layouts_of(x, y, whole.count, exchanged, whole.tolerance, floor)
             if not layouts and kind in ("input", "output"):
                 raise layers[path].refuse(_MIXES.format(what=kind))
@@ -360,6 +335,18 @@ class Probe:
         dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch,) else 0 :]}
         sizes = sorted((m for m in _SIZES if m <= len(rows)), key=lambda m: sum(d in (m, m - 1) for d in dims))
         return [rows[:m] for m in sizes[:_SETS]], differ
+
+
+@dataclass(frozen=True)
+class Some:
+    """Some examples of a batch, by their rows.
+
+    ``scales``: what each one's numbers are multiplied by. ``before``: examples of a pass that runs first.
+    """
+
+    rows: Sequence[int]
+    scales: Sequence[float] | None = None
+    before: Sequence[int] = ()
 
 
 class _Failed(Exception):
@@ -444,10 +431,7 @@ def check_loss(
             backward_pass.looking = []
             sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared where there is one each
             try:
-                with (
-                    noise.passing(stage, len(some)) if stage else contextlib.nullcontext(),
-                    torch.set_grad_enabled(not sharded),
-                ):
+                with noise.passing(stage, len(some)), torch.set_grad_enabled(not sharded):
                     value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
                     if sharded:
                         return value.detach().double() if value.dim() == 1 else torch.ones(len(some)).double()
@@ -510,11 +494,13 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
 # --- what a pass shows ------------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Seen:
     """What one pass of the probe shows: the rows of every layer's input, output and output gradient.
 
     Attributes:
         count: How many examples it had.
+        names: Of all parameters, by their id.
         rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
             and how many of that kind came before.
         outputs: The model's outputs, by rows, and the same where dimension 1 may be the examples, else None.
@@ -524,23 +510,22 @@ class Seen:
         written: What it wrote; see `State`.
     """
 
-    def __init__(self, count: int, names: dict[int, str]) -> None:
-        """``names``: of all parameters, by their id."""
-        self.count, self.kind, self._names = count, "gradient", names
-        self.rows: dict[tuple[str, str, int], Tensor] = {}
-        self.outputs: list[tuple[Tensor, Tensor | None]] = []
-        self.losses: set[int] = set()
-        self.strays: set[str] = set()
-        self.layouts: dict[str, set[str]] = {}
-        self.written: Written = {}
-        self.tolerance = 0.0
-        self._calls: Counter[tuple[str, str]] = Counter()
-        self._floors: dict[str, float] = {}
+    count: int
+    names: dict[int, str]
+    kind: str = "gradient"  # of the backward pass under way
+    rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
+    outputs: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+    losses: set[int] = field(default_factory=set)
+    strays: set[str] = field(default_factory=set)
+    layouts: dict[str, set[str]] = field(default_factory=dict)
+    written: Written = field(default_factory=dict)
+    tolerance: float = 0.0
+    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def number(self, path: str, kind: str) -> int:
         """How many of this kind this layer had before."""
-        self._calls[path, kind] += 1
-        return self._calls[path, kind] - 1
+        self.calls[path, kind] += 1
+        return self.calls[path, kind] - 1
 
     def add(self, path: str, kind: str, x: Any, place: int | None = None) -> None:
         """Keep the rows of a tensor; what is none is left out."""
@@ -549,23 +534,17 @@ class Seen:
             self.rows[path, kind, number] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
-    def floor(self, kind: str) -> float:
-        """See `_floor`."""
-        if kind not in self._floors:
-            self._floors[kind] = _floor(x for (_, k, _), x in self.rows.items() if k == kind)
-        return self._floors[kind]
-
     def note(self, x: Tensor) -> None:
         """A tensor that stand-ins meet has a gradient and no examples: parameters of others may be behind it."""
         waiting, done = [x.grad_fn], set[Any]()
-        self.strays |= {self._names[id(x)]} if id(x) in self._names else set()
+        self.strays |= {self.names[id(x)]} if id(x) in self.names else set()
         while waiting and len(done) < _WALKED:
             node = waiting.pop()
             if node is None or node in done:
                 continue
             done.add(node)
             leaf = getattr(node, "variable", None)
-            self.strays |= {self._names[id(leaf)]} if id(leaf) in self._names else set()
+            self.strays |= {self.names[id(leaf)]} if id(leaf) in self.names else set()
             waiting += [edge[0] for edge in node.next_functions]
 
 
@@ -787,11 +766,11 @@ class SameNoise(DispatchMode):
 
     @contextlib.contextmanager
     def passing(self, stage: str, examples: int) -> Iterator[None]:
-        """A pass over some examples: "keep" keeps what is drawn, "repeat" gives it again."""
+        """A pass over some examples: "keep" keeps what is drawn, "repeat" gives it again, "" does neither."""
         self._stage, self._place, self._examples = stage, 0, examples
         if stage == "keep":
             self._kept, self._count = [], examples
-        with self:
+        with self if stage else contextlib.nullcontext():
             yield
         if stage == "repeat" and self._place != len(self._kept):
             self.repeats = False
@@ -846,7 +825,8 @@ def _random(func: Any) -> tuple[bool, int | None]:
 
 # --- what forward passes write ----------------------------------------------------------------------------------------
 
-Written = dict[tuple[str, str, bool], Any]  #: by a module's path, a name in it and whether that is a buffer
+Place = tuple[str, str, bool]  #: a module's path, a name in it, and whether that is a buffer
+Written = dict[Place, Any]
 
 
 class State:
@@ -858,25 +838,22 @@ class State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots = [
-            (path, slots, slots is not vars(module))
-            for path, module in model.named_modules()
-            for slots in (own_buffers(module), vars(module))
-        ]
-        self._kept = {  # buffers that a state_dict holds; asking for one would make FSDP2 let go of gathered parameters
-            (path, name)
-            for path, module in model.named_modules()
-            for name in own_buffers(module).keys() - non_persistent_buffers(module)
-        }
-        self._before = {key: (v, _copy(v)) for key, v, _ in self._places()}
-        self._caches: set[tuple[str, str, bool]] = set()  # what is as long as the batch, and no state_dict holds
+        self._slots: dict[tuple[str, bool], dict[str, Any]] = {}
+        self._kept = set[Place]()  # buffers that a state_dict holds; asking for one would make FSDP2 let go of shards
+        for path, module in model.named_modules():
+            self._slots[path, True], self._slots[path, False] = own_buffers(module), vars(module)
+            self._kept |= {(path, name, True) for name in own_buffers(module).keys() - non_persistent_buffers(module)}
+        self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
+        self._caches = set[Place]()  # what is as long as the batch, and no state_dict holds
 
-    def _places(self) -> Iterator[tuple[tuple[str, str, bool], Any, dict[str, Any]]]:
-        for path, slots, buffer in self._slots:
-            for name, value in list(slots.items()):
-                held = value is None or isinstance(value, (Tensor, int, float))
-                if held and name != "training" and not isinstance(value, nn.Parameter):
-                    yield (path, name, buffer), value, slots
+    def _values(self) -> dict[Place, Any]:
+        return {
+            (path, name, buffer): value
+            for (path, buffer), slots in self._slots.items()
+            for name, value in slots.items()
+            if value is None or isinstance(value, (Tensor, int, float))
+            if name != "training" and not isinstance(value, nn.Parameter)
+        }
 
     @torch.no_grad()
     def take_back(self) -> Written:
@@ -885,22 +862,21 @@ class State:
         Returns:
             What was written since.
         """
-        written: Written = {}
-        for key, now, slots in self._places():
-            if key not in self._before:
-                written[key] = _copy(now)
-                del slots[key[1]]
+        values, written = self._values(), {}
+        for place, now in values.items():
+            slots, name = self._slots[place[0], place[2]], place[1]
+            if place not in self._before:
+                written[place] = _copy(now)
+                del slots[name]
                 continue
-            held, value = self._before[key]
-            if now is held and _same(now, value):
-                continue
-            written[key] = _copy(now)
-            slots[key[1]] = held
-            if isinstance(held, Tensor) and not _same(held, value):
-                held.copy_(value)
-        where = {(path, buffer): slots for path, slots, buffer in self._slots}
-        for (path, name, buffer), (held, _) in self._before.items():
-            where[path, buffer].setdefault(name, held)
+            held, value = self._before[place]
+            if now is not held or not _same(now, value):
+                written[place] = _copy(now)
+                slots[name] = held
+                if isinstance(held, Tensor) and not _same(held, value):
+                    held.copy_(value)
+        for place in self._before.keys() - values.keys():
+            self._slots[place[0], place[2]].setdefault(place[1], self._before[place][0])
         return written
 
     @torch.no_grad()
@@ -910,13 +886,13 @@ class State:
         Raises:
             ClippingError: It depends on the examples.
         """
-        for key in one.keys() | other.keys():
-            before = self._before.get(key, (None, None))[1]
-            x, y = one.get(key, before), other.get(key, before)
-            path, name, buffer = key
+        for place in one.keys() | other.keys():
+            before = self._before.get(place, (None, None))[1]
+            x, y = one.get(place, before), other.get(place, before)
+            path, name, buffer = place
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-                self._caches |= set() if buffer and (path, name) in self._kept else {key}
-            if key not in self._caches and _differs(x, y, before, tolerance):
+                self._caches |= {place} - self._kept
+            if place not in self._caches and _differs(x, y, before, tolerance):
                 raise ClippingError(
                     f"the forward pass writes what depends on the examples into the "
                     f"{'buffer' if buffer else 'attribute'} '{f'{path}.' if path else ''}{name}': statistics of "

@@ -27,7 +27,7 @@ from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import Pool, Simulation, estimate_sigma
 from lambdacgd.accounting.dominating import _Goal, _Inner, dominating, exact_columns
 from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.evaluation import Precision, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate_add, evaluate_remove, loss_law
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo

@@ -288,9 +288,8 @@ class AmplifiedError:
         self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
         self.workload = workload
         self.sampling = _sampling(horizon, bins)
-        self._computed: dict[Mechanism, float] = {}
+        self._computed: dict[tuple[Mechanism, int], float] = {}
         self._points: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
-        self._slope = 15.0
 
     def norms(self, mechanism: Mechanism) -> tuple[float, float]:
         return error_norms(mechanism, self.horizon.steps, self.workload, restart_every=self.sampling.restart_every)
@@ -305,18 +304,16 @@ class AmplifiedError:
 
     def sigma(self, mechanism: Mechanism, *, effort: int = 1) -> float:
         """σ to about 0.5%; ``effort`` takes so many times the usual samples, where it samples."""
-        if mechanism in self._computed:
-            return self._computed[mechanism]
+        if (mechanism, effort) in self._computed:
+            return self._computed[mechanism, effort]
         norm = sensitivity(mechanism, self.horizon, restart_every=self.sampling.restart_every).value
-        quick = accountant_for(mechanism, self.sampling).quick(
-            self.epsilon, self.delta, start=self._start(norm), slope=self._slope, effort=effort
+        sigma = accountant_for(mechanism, self.sampling).quick_sigma(
+            self.epsilon, self.delta, start=self._start(norm), effort=effort
         )
-        self._slope = quick.slope
-        if not quick.sampled:
-            self._computed[mechanism] = quick.sigma
-        self._points.append((math.log(norm), math.log(quick.sigma / norm)))
+        self._computed[mechanism, effort] = sigma
+        self._points.append((math.log(norm), math.log(sigma / norm)))
         self._tick(1)
-        return quick.sigma
+        return sigma
 
     def _start(self, norm: float) -> float | None:
         """σ over the sensitivity changes slowly: a line through the two nearest points is a good start."""

@@ -15,7 +15,7 @@ from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import simulate
 from lambdacgd.accounting.dominating import dominating, exact_columns
 from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.evaluation import Precision, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate_add, evaluate_remove, loss_law
 from lambdacgd.accounting.exact.lattice import Chain, Columns
 from lambdacgd.accounting.reference import dense_strategy, quadrature, sampled
 from lambdacgd.errors import AccountingError, InvalidInput

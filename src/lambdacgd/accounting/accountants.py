@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Accountant, Bound, Calibration, Certificate
@@ -28,10 +28,9 @@ from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.composed.simulation import estimate_sigma, simulate
-from lambdacgd.accounting.dominating import dominating, exact_columns
+from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
 from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as LARGEST_SAMPLED
@@ -69,13 +68,13 @@ def check_epsilon(sampling: Sampling, epsilon: float) -> None:
     Raises:
         InvalidInput: ε is out of range.
     """
-    who = _who(sampling)
-    if not (math.isinf(epsilon) or who.takes(epsilon)):
+    low, high = _who(sampling).epsilons
+    if not (math.isinf(epsilon) or low <= epsilon <= high):
         raise InvalidInput(
             "epsilon",
             epsilon,
-            f"{sampling.kind} is accounted for {who.limits}; use cyclic sampling, which takes any, or inf to train "
-            "without noise",
+            f"{sampling.kind} is accounted for from {low:g} to {high:g}; use cyclic sampling, which takes any, or "
+            "inf to train without noise",
         )
 
 
@@ -97,31 +96,21 @@ def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
     return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
 
 
-def exact_accountant(mechanism: Mechanism, horizon: Horizon) -> TransferMatrix | None:
-    """The transfer-matrix accountant of this mechanism, if it is λCGD in any guise or one buffer, within its range."""
-    n = horizon.steps
-    noising = mechanism.noising(n)
+def exact_numbers(mechanism: Mechanism, steps: int) -> dict[str, Any] | None:
+    """λ and what else the exact accountants take for λCGD in any guise and for one buffer; None for other mechanisms.
+
+    λ may be beyond their range.
+    """
+    noising = mechanism.noising(steps)
     if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
-        lam, normalized = mechanism.resolved_lam, mechanism.normalized is True  # λ is resolved, so this is too
-    elif mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[2:].any():
-        lam, normalized = (-float(noising[1]) if len(noising) > 1 else 0.0), False
-    elif (same := exact_columns(mechanism, n)) is not None:
-        return TransferMatrix(same.lam, horizon.steps_per_epoch, horizon.epochs, columns=same.columns)
-    else:
-        return None
-    try:
-        return TransferMatrix(lam, horizon.steps_per_epoch, horizon.epochs, normalized)
-    except AccountingError:  # λ outside its range
-        return None
+        return {"lam": mechanism.resolved_lam, "normalized": mechanism.normalized is True}
+    if mechanism.column_scales(steps) is None and noising[0] == 1.0 and not noising[2:].any():
+        return {"lam": -float(noising[1]) if len(noising) > 1 else 0.0}
+    same = exact_columns(mechanism, steps)
+    return None if same is None else {"lam": same.lam, "columns": same.columns}
 
 
-@dataclass(frozen=True)
-class QuickSigma:
-    """About the smallest σ, −d log δ/d log σ there, and whether random numbers decided it. It claims nothing."""
-
-    sigma: float
-    slope: float
-    sampled: bool = False
+Question = Literal["sigma", "epsilon", "delta"]
 
 
 @dataclass(frozen=True)
@@ -141,12 +130,8 @@ class BySampling:
     sampling: Sampling
 
     methods: ClassVar[tuple[str, ...]]
-    limits: ClassVar[str] = "from above 0"
-    """the ε that it takes, in words"""
-
-    @classmethod
-    def takes(cls, epsilon: float) -> bool:
-        return True
+    epsilons: ClassVar[tuple[float, float]] = (0.0, math.inf)
+    """the smallest and the largest ε that it takes"""
 
     def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
         """The smallest noise multiplier σ that is certified for (ε, δ).
@@ -171,12 +156,7 @@ class BySampling:
             return Calibration(0.0, self._named(claim))
         check_epsilon(self.sampling, epsilon)
         self.mechanism.validate(self.sampling.block)
-        answer = self._cached(
-            "sigma",
-            {"epsilon": epsilon, "delta": delta, "estimate": bool(estimate)},
-            lambda: asdict(self._sigma(epsilon, delta, bool(estimate))),
-        )
-        claim = Certificate(**answer["certificate"])
+        sigma, claim = self._cached("sigma", epsilon, delta, estimate=bool(estimate))
         if claim.kind == "estimate" and not estimate:
             raise InvalidInput(
                 "sampling",
@@ -184,7 +164,7 @@ class BySampling:
                 f"{self.mechanism.name} has only a point estimate there, which claims nothing: ask for it (estimate), "
                 "or use fixed bins or cyclic sampling, which are certified",
             )
-        return Calibration(answer["sigma"], self._named(claim))
+        return Calibration(sigma, self._named(claim))
 
     def epsilon(self, sigma: float, delta: float) -> Certificate:
         """The smallest ε, from 0.001 on, that is certified for a noise multiplier σ.
@@ -204,16 +184,16 @@ class BySampling:
         delta = number("delta", delta, above=0, below=1)
         self.mechanism.validate(self.sampling.block)
         try:
-            answer = self._cached(
-                "epsilon", {"sigma": sigma, "delta": delta}, lambda: self._epsilon(sigma, delta).to_dict()
-            )
+            _, claim = self._cached("epsilon", sigma, delta)
         except AccountingError as error:
             raise AccountingError(
                 f"σ = {sigma:g} has no certified ε at δ = {delta:g} ({error}); plan for an ε instead"
             ) from error
-        if not math.isfinite(answer["epsilon"]):
+        if not math.isfinite(claim.epsilon):
             raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
-        return self._named(Certificate(**(answer | {"epsilon": _rounded_up(answer["epsilon"])})))
+        # Six digits, rounded up: what is printed is what was certified.
+        shown = Context(prec=6, rounding=ROUND_CEILING).plus(Decimal(repr(max(claim.epsilon, SMALLEST_EPSILON))))
+        return self._named(replace(claim, epsilon=float(shown)))
 
     def delta(self, sigma: float, epsilon: float) -> Certificate:
         """The smallest δ that is certified at noise multiplier σ and ε.
@@ -225,31 +205,18 @@ class BySampling:
         sigma = number("sigma", sigma, above=0)
         epsilon = number("epsilon", epsilon, above=0)
         self.mechanism.validate(self.sampling.block)
-        return self._named(self._delta(sigma, epsilon))
+        return self._named(self._answer("delta", sigma, epsilon).certificate)
 
-    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None, effort: int = 1) -> float:
         """About the smallest σ, to 0.5%, for comparing mechanisms. It claims nothing.
 
         Args:
             epsilon: ε.
             delta: δ.
             start: a guess of σ that saves time.
-        """
-        return self.quick(epsilon, delta, start=start).sigma
-
-    def quick(
-        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
-    ) -> QuickSigma:
-        """``quick_sigma`` with all that a search over many mechanisms carries from one to the next.
-
-        Args:
-            epsilon: ε.
-            delta: δ.
-            start: a guess of σ that saves time.
-            slope: a guess of the slope, such as that of a mechanism nearby.
             effort: so many times the usual samples are drawn, where it samples.
         """
-        return QuickSigma(self._accountant.quick_sigma(epsilon, delta, start=start), slope)
+        return self._accountant.quick_sigma(epsilon, delta, start=start)
 
     def first_guess(self, epsilon: float, delta: float) -> float | None:
         """About σ by a closed form, up to 15% too small, in milliseconds; None where there is none."""
@@ -274,26 +241,39 @@ class BySampling:
     def _accountant(self) -> Accountant:
         raise NotImplementedError
 
-    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
-        return self._accountant.sigma(epsilon, delta, estimate=estimate)
-
-    def _epsilon(self, sigma: float, delta: float) -> Certificate:
-        return self._accountant.epsilon(sigma, delta)
-
-    def _delta(self, sigma: float, epsilon: float) -> Certificate:
-        return self._accountant.delta(sigma, epsilon)
+    def _answer(self, question: Question, first: float, second: float, *, estimate: bool = False) -> Calibration:
+        """``question`` is asked with these two numbers; ε and δ are answered at the σ that comes first."""
+        return _asked(self._accountant, question, first, second, estimate=estimate)
 
     def _named(self, certificate: Certificate) -> Certificate:
-        return _with(certificate, {"sampling": self.sampling.kind} | self._stand_in())
+        return _with(certificate, {"sampling": self.sampling.kind})
 
-    def _stand_in(self) -> dict[str, Any]:
-        """What a certificate says about columns that stand in for the mechanism's own."""
-        return {}
+    def _cached(
+        self, question: Question, first: float, second: float, *, estimate: bool = False
+    ) -> tuple[float, Certificate]:
+        asked = {"numbers": [first, second], "estimate": estimate} | self._filed_under()
+        answer = cache.cached(
+            f"{question}-{self.methods[0]}",
+            asked,
+            lambda: asdict(self._answer(question, first, second, estimate=estimate)),
+        )
+        return answer["sigma"], Certificate(**answer["certificate"])
 
-    def _cached(self, kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
-        question |= self.mechanism.question(self.sampling.block.steps)
-        question |= self.sampling.question
-        return cache.cached(f"{kind}-{self.methods[0]}", question, compute)
+    def _filed_under(self) -> dict[str, Any]:
+        return self.mechanism.question(self.sampling.block.steps) | self.sampling.question
+
+
+def _asked(accountant: Any, question: Question, first: float, second: float, **how: bool) -> Calibration:
+    """The answer of any accountant as a σ with its certificate."""
+    if question == "sigma" and isinstance(accountant, (TransferMatrix, FreshBins)):
+        bound = accountant.sigma(first, second)
+        return Calibration(bound.sigma, bound.certificate(second))
+    if question == "sigma":
+        return accountant.sigma(first, second, **how)
+    answer = getattr(accountant, question)(first, second)
+    if isinstance(answer, Bound):
+        answer = answer.certificate(second if question == "epsilon" else None)
+    return Calibration(first, answer)
 
 
 class _Cyclic(BySampling):
@@ -322,7 +302,68 @@ CLOSE = 0.004
 certificate, which costs about as much or more"""
 
 
-class _FixedBins(BySampling):
+class _BallsInBins(BySampling):
+    """What both kinds of bins share: an exact accountant, of the mechanism itself or of columns that dominate it."""
+
+    def _exactly(self, lam: float, **columns: Any) -> TransferMatrix | FreshBins:
+        """The exact accountant of these columns."""
+        raise NotImplementedError
+
+    @cached_property
+    def _numbers(self) -> dict[str, Any] | None:
+        return exact_numbers(self.mechanism, self.sampling.block.steps)
+
+    @cached_property
+    def _exact(self) -> TransferMatrix | FreshBins | None:
+        """That of the mechanism itself; None where there is none, and where λ is beyond its range."""
+        with contextlib.suppress(AccountingError):
+            return None if self._numbers is None else self._exactly(**self._numbers)
+        return None
+
+    def _named(self, certificate: Certificate) -> Certificate:
+        steps = self.sampling.block.steps
+        # Columns of one buffer, scaled to norm 1, are accounted for through others that dominate them.
+        by = exact_columns(self.mechanism, steps) if self.mechanism.column_scales(steps) is not None else None
+        return super()._named(certificate if by is None else _with(certificate, {"dominated_by": by.details()}))
+
+    def _through_columns(self, question: Question, first: float, second: float) -> Calibration:
+        """Certified through columns that dominate the mechanism; which dominate it best depends on (ε, δ)."""
+
+        def near(epsilon: float, delta: float) -> Calibration:
+            accountant, by = self._columns(epsilon, delta)
+            answer = _asked(accountant, question, first, second)
+            return replace(answer, certificate=_with(answer.certificate, {"dominated_by": by.details()}))
+
+        if question != "epsilon":
+            return near(first, second) if question == "sigma" else near(second, 1e-6)
+        tried = [near(2.0, second)]
+        tried.append(near(min(max(tried[0].certificate.epsilon, SMALLEST_EPSILON), 20.0), second))
+        return min(tried, key=_SIZES["epsilon"])
+
+    def _columns(self, epsilon: float, delta: float) -> tuple[TransferMatrix | FreshBins, Dominating]:
+        restarts = self.sampling.restart_every is not None
+        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts)
+        return self._exactly(by.lam, columns=by.columns), by
+
+    def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None, effort: int = 1) -> float:
+        if self._exact is not None:
+            with contextlib.suppress(AccountingError):  # sampling answers where the exact accountant refuses
+                return self._exact.quick_sigma(epsilon, delta, start=start)
+        return self._sampled_sigma(epsilon, delta, start, effort)
+
+    def _sampled_sigma(self, epsilon: float, delta: float, start: float | None, effort: int) -> float:
+        raise NotImplementedError
+
+
+_SIZES: dict[Question, Callable[[Calibration], float]] = {
+    "sigma": lambda answer: answer.sigma,
+    "epsilon": lambda answer: answer.certificate.epsilon,
+    "delta": lambda answer: answer.certificate.delta,
+}
+"""what makes one answer better than another"""
+
+
+class _FixedBins(_BallsInBins):
     """Balls-in-Bins whose bins stay for all epochs, and fresh bins over one epoch; C ≥ 0.
 
     Guarantee
@@ -333,140 +374,49 @@ class _FixedBins(BySampling):
     """
 
     methods = (EXACT, SAMPLED)
-    limits = f"from {SMALLEST_EPSILON:g} to below {LARGEST_SAMPLED:g}"
-
-    @classmethod
-    def takes(cls, epsilon: float) -> bool:
-        return SMALLEST_EPSILON <= epsilon < LARGEST_SAMPLED
+    epsilons = (SMALLEST_EPSILON, LARGEST_SAMPLED)
 
     @cached_property
     def _accountant(self) -> MonteCarlo:
         return MonteCarlo(self.mechanism, self.sampling.horizon)
 
-    @cached_property
-    def _exact(self) -> TransferMatrix | None:
-        return exact_accountant(self.mechanism, self.sampling.horizon)
+    def _exactly(self, lam: float, **columns: Any) -> TransferMatrix:
+        return TransferMatrix(lam, self.sampling.steps_per_epoch, self.sampling.epochs, **columns)
 
-    def _stand_in(self) -> dict[str, Any]:
-        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
-
-    def _ask_exact(self, question: Callable[[TransferMatrix], Bound]) -> Bound | str | None:
-        """The exact accountant's answer, or why it refused; None for mechanisms that it is not for."""
-        if self._exact is None:
-            beyond = type(self.mechanism) is LambdaCGD
-            return f"λ = {self.mechanism.to_dict()['lam']!r} lies beyond {LARGEST_LAMBDA}" if beyond else None
+    def _answer(self, question: Question, first: float, second: float, *, estimate: bool = False) -> Calibration:
+        refused, found = {}, None
+        if self._numbers is not None:
+            try:
+                return _asked(self._exactly(**self._numbers), question, first, second)
+            except AccountingError as error:
+                refused = {"transfer_matrix_refused": str(error)}
+        elif not estimate:
+            with contextlib.suppress(AccountingError):
+                found = self._through_columns(question, first, second)
+                if found.certificate.details["dominated_by"]["sigma_loss"] <= CLOSE:
+                    return found
         try:
-            return question(self._exact)
-        except AccountingError as error:
-            return str(error)
-
-    def _columns(self, epsilon: float, delta: float) -> tuple[TransferMatrix, dict[str, Any]]:
-        """The accountant of columns that dominate the mechanism near (ε, δ), and what certificates say of them."""
-        b, k = self.sampling.steps_per_epoch, self.sampling.epochs
-        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=False)
-        return TransferMatrix(by.lam, b, k, columns=by.columns), {"dominated_by": by.details()}
-
-    def _smaller(
-        self,
-        columns: Callable[[TransferMatrix], Calibration],
-        sampled: Callable[[], Calibration],
-        size: Callable[[Calibration], float],
-        near: tuple[float, float],
-    ) -> Calibration:
-        """A mechanism without an exact accountant: the smaller of two certificates, of columns that dominate it, and
-        by sampling. That takes longer and is left out where the columns are close."""
-        found: Calibration | None = None
-        with contextlib.suppress(AccountingError):
-            accountant, by = self._columns(*near)
-            answer = columns(accountant)
-            found = replace(answer, certificate=_with(answer.certificate, by))
-            if by["dominated_by"]["sigma_loss"] <= CLOSE:
-                return found
-        try:
-            drawn = sampled()
+            drawn = _asked(self._accountant, question, first, second, estimate=estimate)
         except AccountingError:
             if found is None:
                 raise
             return found
-        return drawn if found is None or size(drawn) < size(found) else found
+        drawn = replace(drawn, certificate=_with(drawn.certificate, refused))
+        return drawn if found is None else min(found, drawn, key=_SIZES[question])
 
-    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
-        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta))
-        if isinstance(answer, Bound):
-            return Calibration(answer.sigma, answer.certificate(delta))
-
-        def sampled() -> Calibration:
-            drawn = self._accountant.sigma(epsilon, delta, estimate=estimate)
-            return replace(drawn, certificate=_refused(drawn.certificate, answer))
-
-        if estimate or answer is not None:
-            return sampled()
-
-        def columns(accountant: TransferMatrix) -> Calibration:
-            bound = accountant.sigma(epsilon, delta)
-            return Calibration(bound.sigma, bound.certificate(delta))
-
-        return self._smaller(columns, sampled, lambda c: c.sigma, (epsilon, delta))
-
-    def _epsilon(self, sigma: float, delta: float) -> Certificate:
-        answer = self._ask_exact(lambda exact: exact.epsilon(sigma, delta))
-        if isinstance(answer, Bound):
-            return answer.certificate(delta)
-
-        def sampled() -> Calibration:
-            return Calibration(sigma, _refused(self._accountant.epsilon(sigma, delta), answer))
-
-        if answer is not None:
-            return sampled().certificate
-
-        def columns(accountant: TransferMatrix) -> Calibration:
-            return Calibration(sigma, accountant.epsilon(sigma, delta).certificate(delta))
-
-        near = 2.0  # which columns dominate best depends on ε: the first answer says near which
-        with contextlib.suppress(AccountingError):
-            near = self._columns(near, delta)[0].epsilon(sigma, delta).epsilon
-        return self._smaller(columns, sampled, lambda c: c.certificate.epsilon, (near, delta)).certificate
-
-    def _delta(self, sigma: float, epsilon: float) -> Certificate:
-        answer = self._ask_exact(lambda exact: exact.delta(sigma, epsilon))
-        if isinstance(answer, Bound):
-            return answer.certificate()
-
-        def sampled() -> Calibration:
-            return Calibration(sigma, _refused(self._accountant.delta(sigma, epsilon), answer))
-
-        if answer is not None:
-            return sampled().certificate
-
-        def columns(accountant: TransferMatrix) -> Calibration:
-            return Calibration(sigma, accountant.delta(sigma, epsilon).certificate())
-
-        return self._smaller(columns, sampled, lambda c: c.certificate.delta, (epsilon, 1e-6)).certificate
-
-    def quick(
-        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
-    ) -> QuickSigma:
-        answer = self._ask_exact(lambda exact: exact.sigma(epsilon, delta, rtol=3e-3, start=start))
-        if isinstance(answer, Bound):
-            return QuickSigma(answer.sigma, slope)
-        sigma = self._accountant.quick_sigma(epsilon, delta, start=start, effort=effort)
-        return QuickSigma(sigma, slope, sampled=True)
+    def _sampled_sigma(self, epsilon: float, delta: float, start: float | None, effort: int) -> float:
+        return self._accountant.quick_sigma(epsilon, delta, start=start, effort=effort)
 
     def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
         drawn = self._accountant.estimate_delta(epsilon, sigma, samples=262_144)
         return {"delta": drawn.value, "standard_error": drawn.standard_error}
 
     def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        return [] if self._exact is None else [(b.epsilon, b.delta) for b in self._exact.curve(sigma, epsilons)]
+        exact = self._exact
+        return [(b.epsilon, b.delta) for b in exact.curve(sigma, epsilons)] if isinstance(exact, TransferMatrix) else []
 
 
-def _refused(certificate: Certificate, because: Bound | str | None) -> Certificate:
-    """A sampled certificate that says why the exact accountant did not answer."""
-    more = {} if because is None else {"transfer_matrix_refused": because}
-    return replace(certificate, details=certificate.details | more)
-
-
-class _FreshBins(BySampling):
+class _FreshBins(_BallsInBins):
     """Balls-in-Bins whose bins and noise are drawn anew in every epoch.
 
     Guarantee
@@ -479,121 +429,56 @@ class _FreshBins(BySampling):
     """
 
     methods = (COMPOSED,)
-    limits = f"from {SMALLEST_EPSILON:g} to {LARGEST_COMPOSED:g}"
+    epsilons = (SMALLEST_EPSILON, LARGEST_COMPOSED)
+    _exact: FreshBins | None
 
-    @classmethod
-    def takes(cls, epsilon: float) -> bool:
-        return SMALLEST_EPSILON <= epsilon <= LARGEST_COMPOSED
+    def _exactly(self, lam: float, **columns: Any) -> FreshBins:
+        return FreshBins(lam, self.sampling.steps_per_epoch, self.sampling.epochs, **columns)
 
-    @cached_property
-    def _exact(self) -> FreshBins | None:
-        single = exact_accountant(self.mechanism, self.sampling.block)
-        return (
-            None
-            if single is None
-            else FreshBins(single.lam, single.steps_per_epoch, self.sampling.epochs, single.normalized, single.columns)
-        )
-
-    def _stand_in(self) -> dict[str, Any]:
-        return _normalised_buffer(self.mechanism, self.sampling.block.steps)
-
-    def _chain(self, epsilon: float, delta: float) -> tuple[FreshBins, dict[str, Any]]:
-        """The accountant of a chain that dominates the mechanism, and what a certificate says about it."""
-        by = dominating(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)
-        b, k = self.sampling.steps_per_epoch, self.sampling.epochs
-        return FreshBins(by.lam, b, k, columns=by.columns), {"dominated_by": by.details()}
-
-    def _sigma(self, epsilon: float, delta: float, estimate: bool) -> Calibration:
+    def _answer(self, question: Question, first: float, second: float, *, estimate: bool = False) -> Calibration:
         if self._exact is not None:
-            bound = self._exact.sigma(epsilon, delta)
-            return Calibration(bound.sigma, bound.certificate(delta))
+            return _asked(self._exact, question, first, second)
         more: dict[str, Any] = {}
-        if estimate or bool((self.mechanism.strategy(self.sampling.block.steps) >= 0).all()):
-            drawn = self._simulated(epsilon, delta)
+        if question == "sigma" and (estimate or bool((self.mechanism.strategy(self.sampling.block.steps) >= 0).all())):
+            drawn = self._simulated(first, second)
             if estimate:
                 details = {"sigma_standard_error": drawn["standard_error"], "samples": drawn["samples"]}
-                claim = Certificate("simulation-composed", "both", 0.5, epsilon, delta, "estimate", details)
+                claim = Certificate("simulation-composed", "both", 0.5, first, second, "estimate", details)
                 return Calibration(drawn["sigma"], claim)
             more = {"estimate": drawn["sigma"], "estimate_standard_error": drawn["standard_error"]}
-        chain, by = self._chain(epsilon, delta)
-        bound = chain.sigma(epsilon, delta)
-        return Calibration(bound.sigma, _with(bound.certificate(delta), by | more))
+        answer = self._through_columns(question, first, second)
+        return replace(answer, certificate=_with(answer.certificate, more))
 
     def _simulated(self, epsilon: float, delta: float) -> dict[str, Any]:
-        question = {"epsilon": epsilon, "delta": delta}
-        return dict(
-            self._cached(
-                "simulation",
-                question,
-                lambda: asdict(estimate_sigma(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta)),
-            )
-        )
+        def compute() -> dict[str, Any]:
+            return asdict(estimate_sigma(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta))
 
-    def _epsilon(self, sigma: float, delta: float) -> Certificate:
-        if self._exact is not None:
-            return self._exact.epsilon(sigma, delta).certificate(delta)
-        best: Certificate | None = None
-        for _ in range(2):  # the chain that dominates best depends on ε: the first answer says near which
-            near = 2.0 if best is None else min(max(best.epsilon, SMALLEST_EPSILON), 20.0)
-            chain, by = self._chain(near, delta)
-            claim = _with(chain.epsilon(sigma, delta).certificate(delta), by)
-            best = claim if best is None or claim.epsilon < best.epsilon else best
-        assert best is not None
-        return best
+        question = {"epsilon": epsilon, "delta": delta} | self._filed_under()
+        return dict(cache.cached(f"simulation-{COMPOSED}", question, compute))
 
-    def _delta(self, sigma: float, epsilon: float) -> Certificate:
-        if self._exact is not None:
-            return self._exact.delta(sigma, epsilon).certificate()
-        chain, by = self._chain(epsilon, 1e-6)
-        return _with(chain.delta(sigma, epsilon).certificate(), by)
-
-    def quick(
-        self, epsilon: float, delta: float, *, start: float | None = None, slope: float = 15.0, effort: int = 1
-    ) -> QuickSigma:
-        try:
-            if self._exact is not None:
-                return QuickSigma(self._exact.quick_sigma(epsilon, delta, start=start), slope)
-        except AccountingError:
-            pass  # sampling answers where the exact accountant refuses
-        samples = 12_288 * effort
-        horizon = self.sampling.horizon
-        drawn = estimate_sigma(self.mechanism, horizon, epsilon=epsilon, delta=delta, samples=samples, start=start)
-        return QuickSigma(drawn.sigma, slope, sampled=True)
+    def _sampled_sigma(self, epsilon: float, delta: float, start: float | None, effort: int) -> float:
+        how = {"epsilon": epsilon, "delta": delta, "samples": 12_288 * effort, "start": start}
+        return estimate_sigma(self.mechanism, self.sampling.horizon, **how).sigma  # type: ignore[arg-type]
 
     def first_guess(self, epsilon: float, delta: float) -> float | None:
         return None if self._exact is None else self._exact.first_guess(epsilon, delta)
 
     def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
-        drawn = simulate(self.mechanism, self.sampling.horizon, sigma=sigma, epsilon=epsilon)
-        return {"delta": float(drawn["delta"]), "standard_error": float(drawn["standard_error"])}
+        return simulate(self.mechanism, self.sampling.horizon, sigma=sigma, epsilon=epsilon)
 
     def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        if self._exact is None:
-            return []
-        return [(b.epsilon, b.delta) for b in self._exact.curve(sigma, epsilons, delta=delta)]
+        bounds = [] if self._exact is None else self._exact.curve(sigma, epsilons, delta=delta)
+        return [(b.epsilon, b.delta) for b in bounds]
 
     def epsilon_after_epochs(self, sigma: float, epsilon: float, delta: float) -> tuple[float, ...]:
         """Upper bounds on ε after 1, 2, …, k whole epochs of a run planned for ``epsilon`` at ``sigma``.
 
         As for the plan's own σ, λCGD is composed exactly and other mechanisms through the chain that dominates them.
         """
-        if self._exact is not None:
-            return self._exact.epsilons(sigma, delta)
-        chain, _ = self._chain(epsilon, delta)
-        return chain.epsilons(sigma, delta)
-
-
-def _normalised_buffer(mechanism: Mechanism, steps: int) -> dict[str, Any]:
-    """Columns of one buffer, scaled to norm 1, are accounted for through others that dominate them."""
-    found = exact_columns(mechanism, steps) if mechanism.column_scales(steps) is not None else None
-    return {} if found is None else {"dominated_by": found.details()}
+        composed = self._exact or self._columns(epsilon, delta)[0]
+        assert isinstance(composed, FreshBins)
+        return composed.epsilons(sigma, delta)
 
 
 def _with(certificate: Certificate, more: dict[str, Any]) -> Certificate:
     return replace(certificate, details=certificate.details | more)
-
-
-def _rounded_up(epsilon: float) -> float:
-    """ε rounded up to six digits, and to the smallest that is stated."""
-    value = Decimal(repr(max(epsilon, SMALLEST_EPSILON)))
-    return float(Context(prec=6, rounding=ROUND_CEILING).plus(value))

@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
-from lambdacgd.accounting.composed.composition import FINAL, QUICK, Composition, Resolution, dominating_pair, one_epoch
+from lambdacgd.accounting.composed.accountant import (
+    FINAL,
+    METHOD,
+    QUICK,
+    Composition,
+    FreshBins,
+    Resolution,
+    dominating_pair,
+    one_epoch,
+)
 from lambdacgd.accounting.composed.simulation import simulate
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_sigma
@@ -199,7 +207,7 @@ def test_a_certificate_carries_its_budget_and_an_analytic_bound_has_no_more_slac
 def test_work_is_capped_and_what_is_in_hand_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lattice may do no more, analytic bounds take over: larger, and still bounds."""
     from lambdacgd.accounting.composed import accountant as module
-    from lambdacgd.accounting.composed import composition as one_epoch
+    from lambdacgd.accounting.composed import accountant as one_epoch
 
     free = FreshBins(0.7, 20, 3).delta(1.5, 2.0)
     one_epoch._curve.cache_clear()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lambdacgd.accounting.certificate import OneWay
-from lambdacgd.accounting.composed.composition import Composition, DiscretePair, dominating_pair
+from lambdacgd.accounting.composed.accountant import Composition, DiscretePair, dominating_pair
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.errors import AccountingError
 

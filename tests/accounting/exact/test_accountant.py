@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lambdacgd as lc
-from lambdacgd.accounting.exact.accountant import METHOD, TransferMatrix
-from lambdacgd.accounting.exact.evaluation import (
+from lambdacgd.accounting.exact.accountant import (
     FINE,
+    METHOD,
     Precision,
     PutBound,
     Scale,
+    TransferMatrix,
     evaluate_add,
     evaluate_remove,
     loss_law,
@@ -105,7 +106,7 @@ def test_where_a_float64_sum_falls_below_the_truth() -> None:
 
 
 def test_without_extended_precision_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lambdacgd.accounting.exact.evaluation.AVAILABLE", False)
+    monkeypatch.setattr("lambdacgd.accounting.exact.accountant.AVAILABLE", False)
     with pytest.raises(AccountingError, match=r"smallest δ reachable there is about|certifies nothing"):
         TransferMatrix(0.5, 3, 3).delta(1.11978, 12.0)
 
@@ -360,7 +361,7 @@ def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
     accountant = TransferMatrix(0.9, 10, 2)
     for broken in (math.nan, -1.0, math.inf):
         put = PutBound(np.longdouble(broken), 0.0, 0.0, 0.0)
-        monkeypatch.setattr("lambdacgd.accounting.exact.evaluation.put_bound", lambda *_, put=put: put)
+        monkeypatch.setattr("lambdacgd.accounting.exact.accountant.put_bound", lambda *_, put=put: put)
         with pytest.raises((AccountingError, ValueError)):
             accountant.sigma(1.0, 1e-5)
         monkeypatch.undo()
@@ -368,7 +369,7 @@ def test_not_a_number_is_never_an_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_wrong_kernel_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The self-check of the total mass: a lattice kernel off by 1% stops the accountant."""
-    from lambdacgd.accounting.exact import evaluation as module
+    from lambdacgd.accounting.exact import accountant as module
 
     original = module.lattice
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from lambdacgd.accounting.exact import evaluation
-from lambdacgd.accounting.exact.evaluation import (
+from lambdacgd.accounting.exact import accountant as evaluation
+from lambdacgd.accounting.exact.accountant import (
     COARSE,
     FINE,
     Precision,

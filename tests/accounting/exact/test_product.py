@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lambdacgd.accounting.exact import lattice as product_module
-from lambdacgd.accounting.exact.evaluation import EXTENDED_GAIN, FINE, Scale, loss_law
+from lambdacgd.accounting.exact.accountant import EXTENDED_GAIN, FINE, Scale, loss_law
 from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
     Chain,

@@ -3,34 +3,582 @@
 **λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
 
 **Any other mechanism** goes through a chain with a nugget that dominates it (``accounting.dominating``).
+
+
+A discrete pair that dominates one epoch, δ(ε) of k independent copies of it, and the pair of an epoch of λCGD.
+
+**The pair** (P', Q') dominates (P, Q) because its δ(ε) lies above a certified one at every real ε. With W = dP/dQ and
+x = e^ε, δ_remove is h(x) = E_Q (W − x)₊: convex, falling, h(0) = 1. The put E_Q (x − W)₊, which is h(x) − 1 + x, equals
+x·δ_add(−log x), so the two directions at ε > 0 give h on both sides of x = 1. Upper bounds at some nodes, joined by
+chords, bound h everywhere, because h is convex; so does their lower convex hull, whose every piece is a chord. Such a
+piecewise linear function is itself the h of a pair whose W' takes the nodes' values only ("connect the dots",
+Doroshenko et al., arXiv 2207.04380): Q' has the changes of slope as masses, P' those times x. What is left of h behind
+the last node is P'-mass on W' = ∞, what is left of δ_add behind its last node Q'-mass on W' = 0.
+
+**The composition.** The composed loss is a sum of k independent ones. Its tail is found by the fast Fourier transform
+of *tilted* masses x_i = p_i e^{θl_i}/M(θ), with θ the saddle point: then the losses near ε are the likely ones, and
+rounding is small beside δ however small δ is. Nothing is truncated and nothing wraps around.
+
+**Rounding.** For masses that sum to 1, a transform of length N = 2^L errs by at most 8uL of its Euclidean norm
+(Higham 2002, Theorem 24.2, with weights accurate to u = 2⁻⁵³); |x̂| ≤ 1, so raising to the k-th power errs by k times
+that, and by 4u a multiplication; transforming back errs as before. With Parseval, the composed tilted masses err by at
+most u‖x‖₂(8L(1.01k + 1) + 4k) in the Euclidean norm, and δ by that times the norm of what they are multiplied with. On
+top of that comes a relative error: each tilted mass is computed to 1e-12, and k of them are multiplied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.fft import irfft, rfft
+from scipy.optimize import minimize_scalar
+from scipy.special import logsumexp
 
-from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, real, tell
-from lambdacgd.accounting.composed.composition import (
-    AFFORDABLE,
-    FINAL,
-    LONGEST,
-    QUICK,
-    Composition,
-    Resolution,
-    one_epoch,
+from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, OneWay, real, tell
+from lambdacgd.accounting.exact.accountant import (
+    FINE,
+    Evaluation,
+    Precision,
+    Scale,
+    TransferMatrix,
+    cost,
+    jensen,
+    settled,
+    walk,
 )
-from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.accountant import cost
+from lambdacgd.accounting.exact.accountant import (
+    LARGEST_EPSILON as LARGEST_OF_AN_EPOCH,
+)
 from lambdacgd.accounting.exact.lattice import Columns
-from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma
-from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, one_bin_delta
+from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
+
+Index = NDArray[np.int64]
+
+SAFETY = 1e-9
+"""relative: bounds are enlarged by this before float64 computes with them"""
+GUARD = 1e-14
+"""absolute: added to the masses of infinite losses, for the rounding of sums of masses near 1"""
+
+
+@dataclass(frozen=True)
+class DiscretePair:
+    """Losses ``index``·``quantum`` with masses ``p`` under P' and ``q`` under Q', and the masses of infinite losses."""
+
+    quantum: float
+    index: Index
+    p: Array
+    q: Array
+    p_infinite: float
+    q_infinite: float
+    slack: dict[str, Array] = field(default_factory=dict)
+    """what each inequality behind the bounds can have added to h at the nodes; no claim, and nothing rests on it"""
+
+    @property
+    def heights(self) -> Array:
+        """About the most by which each chord lies above h: from 0 to the first node (none), then from node to node.
+
+        width²/8 times the curvature that the masses at both ends say, and not more than lines through them allow.
+        """
+        width = np.diff(np.exp(self.losses))
+        between = 0.5 * (np.append(0.0, width) + np.append(width, 0.0))
+        curvature = self.q / np.maximum(between, 1e-300)
+        left, right = self.q[:-1], self.q[1:]
+        lines = width * left * right / np.maximum(left + right, 1e-300)
+        return np.append(0.0, np.minimum(width**2 / 8 * np.maximum(curvature[:-1], curvature[1:]), lines))
+
+    @property
+    def span(self) -> int:
+        """From the smallest loss to the largest, in cells."""
+        return int(self.index[-1] - self.index[0])
+
+    @property
+    def losses(self) -> Array:
+        return np.asarray(self.index * self.quantum, dtype=np.float64)
+
+    def remove(self, epsilon: float) -> float:
+        """δ of (P', Q') at any real ε: E_P' (1 − e^{ε − L})₊."""
+        return float(-np.expm1(np.minimum(epsilon - self.losses, 0.0)) @ self.p) + self.p_infinite
+
+    def add(self, epsilon: float) -> float:
+        """δ of (Q', P') at any real ε: E_Q' (1 − e^{ε + L})₊."""
+        return float(-np.expm1(np.minimum(epsilon + self.losses, 0.0)) @ self.q) + self.q_infinite
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A bound on h at x: as h itself above 1, as the put h − 1 + x below, whichever is small."""
+
+    index: int
+    x: float
+    value: float
+
+    @property
+    def below(self) -> bool:
+        return self.x < 1
+
+
+def _rise(a: _Point, b: _Point) -> float:
+    """1 + slope of h between two points: from puts where both lie below 1."""
+    if b.below:
+        return (b.value - a.value) / (b.x - a.x)
+    return 1.0 - _fall(a, b)
+
+
+def _fall(a: _Point, b: _Point) -> float:
+    """Minus the slope of h between two points: from calls where both lie above 1."""
+    if not a.below:
+        return (a.value - b.value) / (b.x - a.x)
+    if not b.below:
+        return (a.value - b.value + 1.0 - a.x) / (b.x - a.x)
+    return 1.0 - _rise(a, b)
+
+
+def _bends(a: _Point, b: _Point, c: _Point) -> float:
+    """The change of slope at b on the way from a to c: negative where b lies above the chord."""
+    return _rise(b, c) - _rise(a, b) if b.below else _fall(a, b) - _fall(b, c)
+
+
+def dominating_pair(quantum: float, remove: dict[int, float], add: dict[int, float]) -> DiscretePair:
+    """From upper bounds on δ_remove and δ_add at ε = index·``quantum`` > 0, at least one each.
+
+    Guarantee
+    ---------
+    If ``remove[i]`` ≥ δ_remove(i·quantum) and ``add[i]`` ≥ δ_add(i·quantum) at all given i, then δ of (P', Q') is at
+    least δ_remove and δ of (Q', P') at least δ_add at every real ε. So (P', Q') dominates (P, Q), and products of k
+    copies of one dominate those of the other, adaptive choices included (Zhu, Dong & Wang 2022, arXiv 2106.08567).
+    """
+    if not remove or not add or min(*remove, *add) < 1:
+        raise AccountingError("bounds on δ are needed at positive ε in both directions")
+    values = np.array([*remove.values(), *add.values()])
+    if not (np.isfinite(values).all() and (values > 0).all() and (values <= 1).all()):
+        raise AccountingError("a bound on δ that is not in (0, 1] certifies nothing")
+    points = [_Point(0, 0.0, 0.0)]  # h(0) = 1
+    for i in sorted(add, reverse=True):
+        x = math.exp(-i * quantum)
+        points.append(_Point(-i, x, add[i] * (1 + SAFETY) * x))
+    for i in sorted(remove):
+        points.append(_Point(i, math.exp(i * quantum), remove[i] * (1 + SAFETY)))
+    hull: list[_Point] = []
+    for point in points:
+        while len(hull) > 1 and _bends(hull[-2], hull[-1], point) <= 0:
+            hull.pop()
+        hull.append(point)
+    while len(hull) > 2 and _fall(hull[-2], hull[-1]) <= 0:  # h falls: the value before the last one is lower
+        hull.pop()
+    return _connect(quantum, hull)
+
+
+def _connect(quantum: float, hull: list[_Point]) -> DiscretePair:
+    """The pair whose h' passes through the hull's points, the first of which is (0, 1)."""
+    last = hull[-1]
+    if last.below or hull[1].index >= 0:
+        raise AccountingError("the bounds on δ say nothing on one side of ε = 0")
+    q = [_bends(*hull[i - 1 : i + 2]) for i in range(1, len(hull) - 1)]
+    q.append(_fall(hull[-2], last))
+    index = np.array([point.index for point in hull[1:]], dtype=np.int64)
+    x = np.array([point.x for point in hull[1:]])
+    masses = np.asarray(q)
+    pair = DiscretePair(
+        quantum, index, masses * x, masses, last.value + GUARD, hull[1].value / hull[1].x * (1 + SAFETY) + GUARD
+    )
+    _check(pair, hull)
+    return pair
+
+
+def _check(pair: DiscretePair, hull: list[_Point]) -> None:
+    """Fail closed: the masses must reproduce every point of the hull, from above, to much less than was added to it."""
+    good = bool(np.isfinite(pair.p).all() and (pair.q >= 0).all() and pair.p_infinite <= 1.01)
+    for point in hull[1:]:
+        loss = math.log(point.x)
+        if point.below:
+            good &= pair.add(-loss) >= point.value / point.x * (1 - 0.9 * SAFETY)
+        else:
+            good &= pair.remove(loss) >= point.value * (1 - 0.9 * SAFETY)
+    if not good:
+        raise AccountingError("the discrete pair misses its bounds; please report this as an error in lambdacgd")
+
+
+# Composition
+
+LONGEST = 1 << 24
+"""of a transform: about half a gigabyte"""
+_UNIT = 2.0**-53
+
+
+@dataclass(frozen=True)
+class Tail:
+    """δ(ε) ≤ ``delta``, of which ``infinite`` comes from infinite losses and ``rounding`` is the margin."""
+
+    delta: float
+    infinite: float
+    rounding: float
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """To first order, k copies whose h is larger by s at the nodes and by c between them have a δ larger by
+    k·(nodes·s + cells·c)."""
+
+    nodes: Array
+    """of the pair: how likely the other copies' losses ask for h there (between two nodes, for a part of each)"""
+    cells: Array
+    """from 0 to the first node, and from node to node: how likely they ask for h there"""
+
+
+class Composition:
+    """``copies`` independent copies of ``pair``, in both directions."""
+
+    def __init__(self, pair: DiscretePair, copies: int) -> None:
+        self.pair, self.copies = pair, copies
+        # Tilted masses err by under 1e-12 each, and k of them are multiplied; the other half covers the last sum.
+        self.relative = max(1e-9, 2e-12 * copies)
+        self.length = 1 << max(4, int(copies * pair.span + 1).bit_length())
+        if self.length > LONGEST:
+            raise AccountingError(
+                f"{copies} epochs of {pair.span} cells each need a transform beyond {LONGEST:,} numbers"
+            )
+
+    def remove(self, epsilon: float) -> Tail:
+        """δ of (P'^k, Q'^k)."""
+        return self._tail(epsilon, "remove")
+
+    def add(self, epsilon: float) -> Tail:
+        """δ of (Q'^k, P'^k)."""
+        return self._tail(epsilon, "add")
+
+    def delta(self, epsilon: float) -> float:
+        """The larger of both directions."""
+        return max(self.remove(epsilon).delta, self.add(epsilon).delta)
+
+    def epsilon(self, delta: float, *, rtol: float = 1e-5) -> float:
+        """The smallest ε > 0 with δ(ε) ≤ ``delta``, from above."""
+        try:
+            return smallest(self.delta, delta, rtol=rtol, limits=(1e-6, 1e4))
+        except AccountingError:
+            raise AccountingError(f"so little noise has no ε at δ = {delta:g}; use more, or a larger δ") from None
+
+    def exposure(self, way: OneWay, epsilon: float) -> Exposure:
+        """How far δ(ε) hangs on each value of one copy's h, from the sum of the other k − 1 losses.
+
+        δ of k copies is E h(e^{ε−L}), L the sum of k − 1 losses under P' (add: E e^{ε−L} h(e^{L−ε}), of −L under Q'),
+        and h is linear between the pair's nodes and 0.
+        """
+        index, masses, _ = self._one_way(way)
+        others = self._sum(epsilon, index, masses, self.copies - 1)
+        # Asked for so far below that it lies beyond the last node, h is infinite losses only.
+        start = max(math.floor(epsilon / self.pair.quantum) + 1 - int(index[-1]) - others.first, 0)
+        at = epsilon - others.losses(start)
+        weights = others.weights(start) * np.maximum(others.masses[start:], 0.0)
+        nodes = np.concatenate([[0.0], np.exp(self.pair.losses)])
+        x = np.minimum(np.exp(np.minimum(at if way == "remove" else -at, 700.0)), nodes[-1])
+        weights = weights if way == "remove" else weights * np.exp(at)
+        cell = np.minimum(np.searchsorted(nodes, x, side="right"), len(nodes) - 1) - 1
+        right = weights * (x - nodes[cell]) / np.diff(nodes)[cell]
+
+        def totals(places: NDArray[np.int64], amounts: Array) -> Array:
+            return np.bincount(places, amounts, len(nodes)).astype(np.float64)
+
+        at_nodes = totals(cell, weights - right) + totals(cell + 1, right)
+        return Exposure(at_nodes[1:], totals(cell, weights)[:-1])
+
+    def slack(self, way: OneWay, epsilon: float) -> dict[str, float]:
+        """What chords, and each inequality behind one copy's h, can have added to δ(ε), to first order."""
+        exposure = self.exposure(way, epsilon)
+        added_to_h = {f"one epoch: {name}": float(exposure.nodes @ values) for name, values in self.pair.slack.items()}
+        added_to_h["chords"] = float(exposure.cells @ self.pair.heights)
+        return {name: self.copies * value for name, value in added_to_h.items()}
+
+    def _one_way(self, way: OneWay) -> tuple[NDArray[np.int64], Array, float]:
+        """Losses (in cells), their masses, and the mass of infinite loss; for add the losses change sign."""
+        pair = self.pair
+        if way == "remove":
+            return pair.index, pair.p, pair.p_infinite
+        return -pair.index[::-1], pair.q[::-1], pair.q_infinite
+
+    def _tail(self, epsilon: float, way: OneWay) -> Tail:
+        k, (index, masses, infinite) = self.copies, self._one_way(way)
+        # One infinite loss makes the sum infinite; the other copies' masses add up to `whole` at most.
+        whole = float(masses.sum()) + infinite
+        lost = k * infinite * max(whole, 1.0) ** (k - 1)
+        if epsilon >= k * self.pair.quantum * float(index[-1]):
+            return Tail(lost * (1 + self.relative), lost, 0.0)
+        total = self._sum(epsilon, index, masses, k)
+        beyond = max(math.floor(epsilon / self.pair.quantum) + 1 - total.first, 0)
+        weights = np.maximum(-np.expm1(epsilon - total.losses(beyond)), 0.0) * total.weights(beyond)
+        value = float(weights @ total.masses[beyond:])
+        units = 8 * math.log2(self.length) * (1.01 * k + 1) + 4 * k
+        margin = _UNIT * units * total.norm * float(np.linalg.norm(weights))
+        return Tail((max(value, 0.0) + margin + lost) * (1 + self.relative), lost, margin)
+
+    def _sum(self, epsilon: float, index: NDArray[np.int64], masses: Array, copies: int) -> _Sum:
+        """The sum of ``copies`` finite losses, tilted so that losses near ε are the likely ones of all k."""
+        positive = masses > 0
+        index, masses = index[positive], masses[positive]
+        losses, logs = index * self.pair.quantum, np.log(masses)
+
+        def cumulant(theta: float) -> float:
+            return self.copies * float(logsumexp(logs + theta * losses)) - theta * epsilon
+
+        most = 600.0 / max(float(np.abs(losses).max()), 1e-12)
+        theta = float(minimize_scalar(cumulant, bounds=(0.0, most), method="bounded").x)
+        log_mgf = float(logsumexp(logs + theta * losses))
+        dense = np.zeros(int(index[-1] - index[0]) + 1)
+        dense[index - index[0]] = np.exp(logs + theta * losses - log_mgf)
+        composed = irfft(_power(rfft(dense, self.length), copies), self.length)
+        first, last = copies * int(index[0]), copies * int(index[-1])
+        return _Sum(
+            self.pair.quantum,
+            first,
+            composed[: last - first + 1],
+            theta,
+            copies * log_mgf,
+            float(np.linalg.norm(dense)),
+        )
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """A sum of losses: ``first``·quantum, one cell more, …, with tilted masses."""
+
+    quantum: float
+    first: int
+    masses: Array
+    tilt: float
+    log_mgf: float
+    norm: float
+    """Euclidean, of one copy's tilted masses: what rounding is proportional to"""
+
+    def losses(self, start: int) -> Array:
+        """From number ``start`` on."""
+        return np.asarray(np.arange(self.first + start, self.first + len(self.masses)) * self.quantum, dtype=np.float64)
+
+    def weights(self, start: int) -> Array:
+        """What takes the tilt back, from number ``start`` on."""
+        return np.asarray(np.exp(self.log_mgf - self.tilt * self.losses(start)))
+
+
+def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
+    """baseᵏ by repeated squaring: k − 1 products in all, as far as rounding is concerned."""
+    result: NDArray[np.complex128] | None = None if exponent else np.ones_like(base)
+    while exponent:
+        if exponent & 1:
+            result = base if result is None else result * base
+        exponent >>= 1
+        if exponent:
+            base = base * base
+    assert result is not None
+    return result
+
+
+# One epoch: certified δ(ε) at nodes that are chosen as the curve is walked
+
+Nodes = Callable[[float | None, float], list[float]]
+Values = dict[int, Evaluation]
+
+ANALYTIC = "analytic bounds"
+"""slack of the nodes where a Gaussian bound stands in for the lattice"""
+
+
+@dataclass(frozen=True)
+class Resolution:
+    """How finely one epoch is computed. None of it affects validity."""
+
+    smoothing: float
+    """κ where δ is near 1, where most of the composed loss comes from; it widens as δ^{−1/6} to four times as much"""
+    gap: float
+    """distance of nodes in units of 1/slope: chords add about gap²/8 of δ between them"""
+    lattice: float
+    """the share of δ that the Poisson factors may add, and the shared scales"""
+    slack: float
+    """the share of δ that all inequalities together may add at a node"""
+    work: float
+    """the most real operations spent on one direction's curve; from there on analytic bounds take over"""
+
+    def precision(self, delta: float) -> Precision:
+        widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
+        return replace(
+            FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
+        )
+
+    def coarse_tail(self, delta: float) -> Precision:
+        """The same where δ is large; below a thousandth three times the smoothing and ten times the lattice's share."""
+        fine = self.precision(delta)
+        if delta > 1e-3:
+            return fine
+        lattice = min(10 * self.lattice, 1e-2)
+        return replace(fine, smoothing=min(3 * fine.smoothing, 0.4), lattice=lattice, scales=lattice)
+
+
+QUICK = Resolution(smoothing=0.1, gap=0.3, lattice=2e-3, slack=0.3, work=1.5e11)
+FINAL = Resolution(smoothing=0.05, gap=0.08, lattice=2e-4, slack=0.05, work=6e11)
+AFFORDABLE = 4e8
+"""real operations a frequency before a dominating chain is taken: a curve has a thousand frequencies"""
+
+SMALLEST_CELL = 1e-7
+"""of the losses: e^loss differs from one cell to the next by a billion units in the last place"""
+CELLS = 6
+"""cells of the loss grid to a gap at ε = 0, where the slope is smallest"""
+ADD_FLOOR = 10.0
+"""δ_add is followed down to this many floors only. It seldom decides ε, and its far tail costs the most."""
+SHALLOW_FLOOR = 200.0
+"""and down to this many, coarsely, where it is only to be seen that it does not decide; then analytic bounds follow"""
+
+
+def one_epoch(
+    accountant: TransferMatrix,
+    sigma: float,
+    *,
+    floor: float,
+    resolution: Resolution,
+    shallow: bool = False,
+    copies: int = 1,
+) -> DiscretePair:
+    """A pair that dominates one epoch's (P₁, Q₁) at this σ, down to δ = ``floor`` (add: ten times that).
+
+    The cells are so wide that about ``copies`` of it can be composed. ``shallow``: the lattice is left for analytic
+    bounds earlier on the side of add, whose far tail costs the most.
+
+    Guarantee
+    ---------
+    Every node's value is a proven bound: the transfer-matrix accountant's, or, where that is larger, the Gaussian
+    mechanism's without amplification (convexity), or for add the Gaussian one of Lemma 6.
+    """
+    if accountant.epochs != 1:
+        raise AccountingError("one epoch at a time is composed")
+    # Where there is much noise the losses of one epoch are small: ε is near 0 where it is small beside them.
+    spread = math.sqrt(accountant.chain(sigma).mean_loss[1])
+    scale = accountant.settle(sigma, min(SMALLEST_EPSILON, 0.05 * spread), affordable=AFFORDABLE)
+    # δ(0) is about .4 deviations of the loss. A normal loss is followed over so many of them, to both sides.
+    span = 2 * scale.delta / 0.4 * math.sqrt(2 * math.log(max(scale.delta / floor, 2.0)))
+    quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_CELL, span * copies / LONGEST)
+    remove = _curve(accountant, sigma, scale, quantum, floor, floor, resolution, "remove")
+    leave = (SHALLOW_FLOOR if shallow else ADD_FLOOR) * floor
+    add = _curve(accountant, sigma, scale, quantum, ADD_FLOOR * floor, leave, resolution, "add")
+    pair = dominating_pair(
+        quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
+    )
+    return replace(pair, slack=_slack(pair, remove, add))
+
+
+def _slack(pair: DiscretePair, remove: Values, add: Values) -> dict[str, Array]:
+    """The nodes' budgets, as they count in h: δ_add is h's put divided by x. At most all of a value is slack."""
+    slack: dict[str, Array] = {}
+    for at, i in enumerate(pair.index.tolist()):
+        value, unit = (remove[i], 1.0) if i > 0 else (add[-i], math.exp(i * pair.quantum))
+        unit *= min(1.0, value.delta / value.added) if value.added else 0.0
+        for name, amount in value.budget.items():
+            slack.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
+    return slack
+
+
+def _nodes(quantum: float, gap: float) -> Nodes:
+    """Multiples of ``quantum``, gap/slope apart, the first one at most half as far from 0; as many as a panel takes."""
+
+    def choose(latest: float | None, slope: float) -> list[float]:
+        step = max(1, round(gap / slope / quantum))
+        at = max(1, step // 2) if latest is None else round(latest / quantum) + step
+        chosen: list[float] = []
+        while len(chosen) < 200 and at * quantum <= LARGEST_OF_AN_EPOCH:
+            chosen.append(at * quantum)
+            at += step
+        return chosen
+
+    return choose
+
+
+@lru_cache(maxsize=4)
+def _curve(
+    accountant: TransferMatrix,
+    sigma: float,
+    scale: Scale,
+    quantum: float,
+    floor: float,
+    leave: float,
+    resolution: Resolution,
+    direction: OneWay,
+) -> Values:
+    """Bounds on δ at nodes down to ``floor``: the lattice's as far as it goes or down to ``leave``, then analytic ones.
+
+    The last few are remembered, for an evaluation that goes deeper on the other side.
+    """
+    chain = accountant.chain(sigma)
+    alone = math.sqrt(chain.loss_variance)
+
+    def analytic(epsilon: float) -> float:
+        gaussian = one_bin_delta(epsilon, alone)
+        return gaussian if direction == "remove" else min(jensen(chain, epsilon).delta, gaussian)
+
+    choose = _nodes(quantum, resolution.gap)
+    bounds: Values = {}
+    slope, latest = scale.slope, None
+    with contextlib.suppress(AccountingError):  # the analytic bound takes over
+        if direction == "add":
+            first = choose(None, scale.slope)[0]
+            guess = Scale(math.exp(-first), scale.delta, max(scale.slope, 1.0))
+            scale = settled(accountant, sigma, guess, "add", affordable=AFFORDABLE)
+        coarse = leave > floor
+        by_size = resolution.coarse_tail if coarse else resolution.precision
+        # Where even the largest δ of an epoch is small (many epochs), that one counts as near 1.
+        largest = min(scale.delta / 0.1, 1.0)
+        slack = QUICK.slack if coarse else resolution.slack
+        for epsilon, value in walk(
+            accountant,
+            sigma,
+            choose,
+            scale,
+            direction,
+            precision=lambda delta: by_size(delta / largest),
+            slack=slack,
+            floor=leave,
+            affordable=AFFORDABLE,
+            work=resolution.work,
+        ):
+            smaller = _smaller(value, analytic(epsilon))
+            bounds[round(epsilon / quantum)] = smaller
+            latest, slope = epsilon, value.slope
+            reached = value if direction == "remove" else smaller  # remove is followed as far as the lattice goes
+            if reached.delta <= leave or value.budget["rounding"] > 0.5 * value.delta:
+                break
+    return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
+
+
+def _smaller(value: Evaluation, analytic: float) -> Evaluation:
+    """The smaller bound. No more of an analytic one is slack than of the lattice's, which lies above it."""
+    slack = min(analytic, value.added)
+    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: slack}, "analytic")
+
+
+def _continued(
+    bounds: Values,
+    analytic: Callable[[float], float],
+    choose: Nodes,
+    latest: float | None,
+    slope: float,
+    quantum: float,
+    floor: float,
+) -> Values:
+    """``bounds`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
+    while not bounds or bounds[max(bounds)].delta > floor:
+        ahead = choose(latest, slope)
+        if not ahead:
+            break
+        latest = ahead[0]
+        before = bounds[max(bounds)].delta if bounds else 1.0
+        value = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
+        bounds[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
+    return bounds
+
+
+# The accountant
 
 METHOD = "transfer-matrix-composed"
 LARGEST_EPSILON = 100.0

@@ -12,7 +12,7 @@ import torch
 import lambdacgd as lc
 from lambdacgd import cache
 from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
-from lambdacgd.accounting.accountants import exact_accountant
+from lambdacgd.accounting.accountants import exact_numbers
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.mechanisms.base import BandedInverse
 
@@ -74,7 +74,7 @@ def test_fresh_bins_are_the_default_where_they_are_certified():
 
 def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
     estimated = Calibration(1.0, Certificate("simulated", "both", 0.5, 2.0, 1e-5, "estimate"))
-    monkeypatch.setattr("lambdacgd.accounting.accountants._FreshBins._sigma", lambda *_: estimated)
+    monkeypatch.setattr("lambdacgd.accounting.accountants._FreshBins._answer", lambda *_, **__: estimated)
     small = {
         "examples": 400,
         "batch_size": 20,
@@ -247,8 +247,8 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     horizon = lc.Horizon(5, 2)
     assert adds_independent_noise(_Scaled((1.0,)), horizon)
     assert not adds_independent_noise(_Scaled((0.1,)), horizon)
-    assert exact_accountant(_Scaled((1.0, -0.5)), horizon) is not None
-    assert exact_accountant(_Scaled((0.5, -0.25)), horizon) is None
+    assert exact_numbers(_Scaled((1.0, -0.5)), horizon.steps) == {"lam": 0.5}
+    assert exact_numbers(_Scaled((0.5, -0.25)), horizon.steps) is None
     poisson = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-5, "sampling": lc.Poisson()}
     less, plain = (lc.plan(**poisson, mechanism=mechanism).sigma for mechanism in (_Scaled((0.1,)), lc.Identity()))
     assert less == pytest.approx(10 * plain, rel=1e-9)

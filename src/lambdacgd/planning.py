@@ -15,8 +15,7 @@ import numpy as np
 
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
-from lambdacgd.accounting.certificate import listening
-from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
 from lambdacgd.errors import InvalidInput, brief, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from lambdacgd.accounting import Accountant, accountant_for
-from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (

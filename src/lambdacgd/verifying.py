@@ -10,7 +10,7 @@ from pathlib import Path
 
 from lambdacgd import cache
 from lambdacgd.accounting import Certificate, accountant_for
-from lambdacgd.accounting.floating_point import DELTA_SHARE, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
 from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
 from lambdacgd.accounting.monte_carlo.accountant import MonteCarlo
 from lambdacgd.errors import AccountingError, InvalidInput, brief, number, shown

@@ -205,7 +205,7 @@ def test_an_unknown_sampling_and_an_epsilon_out_of_range_are_refused() -> None:
         accountant_for(lc.Identity(), "poisson")  # type: ignore[arg-type]
     for sampling, epsilon, says in (
         (fresh(10, 2), 101.0, "from 0.001 to 100"),
-        (fixed(10, 2), 300.0, "from 0.001 to below 300"),
+        (fixed(10, 2), 300.0, "from 0.001 to 300"),
         (fixed(10, 2), 1e-4, "cyclic sampling, which takes any"),
     ):
         with pytest.raises(lc.InvalidInput, match=says):

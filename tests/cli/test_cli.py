@@ -75,7 +75,10 @@ def test_where_the_exact_accountant_does_not_answer_it_is_said(capsys):
     small = ["--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
     assert main(["plan", *small, "--lambda", "0.99999", "--bins", "fixed"]) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "The exact accountant does not answer here, so this σ is sampled: λ = 0.99999 lies beyond 0.9999" in said
+    assert (
+        "The exact accountant does not answer here, so this σ is sampled: λ is 0.99999; it must be between 0 and 0.9999"
+        in said
+    )
 
 
 def test_bands_are_chosen_for_poisson_sampling_and_lambda_for_a_schedule(capsys):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import floating_point
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.keys import scattered_blocks
 from lambdacgd.mechanisms import BLT, BSR, Horizon, LambdaCGD
 from lambdacgd.noise import cpu, layout
@@ -179,8 +180,8 @@ def test_the_share_covers_what_the_run_costs() -> None:
         cost = floating_point.cover(
             LambdaCGD(0.9), steps=4000, restart_every=400, parameters=300_000, epsilon=epsilon, delta=1e-5
         )
-        real = epsilon - floating_point.set_aside(epsilon, 1e-5)["epsilon"]
+        real = epsilon - set_aside(epsilon, 1e-5)["epsilon"]
         assert real + 2 * cost.epsilon <= epsilon
-        assert floating_point.claimed_epsilon(real) == pytest.approx(epsilon, rel=1e-12)
-        delta = math.exp(cost.epsilon) * 1e-5 * (1 - floating_point.DELTA_SHARE)
+        assert claimed_epsilon(real) == pytest.approx(epsilon, rel=1e-12)
+        delta = math.exp(cost.epsilon) * 1e-5 * (1 - DELTA_SHARE)
         assert delta + (1 + math.exp(real + cost.epsilon)) * cost.delta <= 1e-5

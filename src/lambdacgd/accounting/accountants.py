@@ -31,6 +31,7 @@ from lambdacgd.accounting.composed.simulation import estimate_sigma, simulate
 from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
 from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.monte_carlo.accountant import LARGEST_EPSILON as LARGEST_SAMPLED
@@ -99,13 +100,14 @@ def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
 def exact_numbers(mechanism: Mechanism, steps: int) -> dict[str, Any] | None:
     """λ and what else the exact accountants take for λCGD in any guise and for one buffer; None for other mechanisms.
 
-    λ may be beyond their range.
+    The λ of λCGD itself may be beyond their range, so that they say so.
     """
     noising = mechanism.noising(steps)
     if type(mechanism) is LambdaCGD:  # a subclass may correlate its noise in another way
         return {"lam": mechanism.resolved_lam, "normalized": mechanism.normalized is True}
     if mechanism.column_scales(steps) is None and noising[0] == 1.0 and not noising[2:].any():
-        return {"lam": -float(noising[1]) if len(noising) > 1 else 0.0}
+        lam = -float(noising[1]) if len(noising) > 1 else 0.0
+        return {"lam": lam} if 0 <= lam <= LARGEST_LAMBDA else None
     same = exact_columns(mechanism, steps)
     return None if same is None else {"lam": same.lam, "columns": same.columns}
 
@@ -191,9 +193,7 @@ class BySampling:
             ) from error
         if not math.isfinite(claim.epsilon):
             raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
-        # Six digits, rounded up: what is printed is what was certified.
-        shown = Context(prec=6, rounding=ROUND_CEILING).plus(Decimal(repr(max(claim.epsilon, SMALLEST_EPSILON))))
-        return self._named(replace(claim, epsilon=float(shown)))
+        return self._named(replace(claim, epsilon=_rounded_up(claim.epsilon)))
 
     def delta(self, sigma: float, epsilon: float) -> Certificate:
         """The smallest δ that is certified at noise multiplier σ and ε.
@@ -374,7 +374,7 @@ class _FixedBins(_BallsInBins):
     """
 
     methods = (EXACT, SAMPLED)
-    epsilons = (SMALLEST_EPSILON, LARGEST_SAMPLED)
+    epsilons = (SMALLEST_EPSILON, math.nextafter(LARGEST_SAMPLED, 0.0))
 
     @cached_property
     def _accountant(self) -> MonteCarlo:
@@ -482,3 +482,9 @@ class _FreshBins(_BallsInBins):
 
 def _with(certificate: Certificate, more: dict[str, Any]) -> Certificate:
     return replace(certificate, details=certificate.details | more)
+
+
+def _rounded_up(epsilon: float) -> float:
+    """ε rounded up to six digits, and to the smallest that is stated."""
+    value = Decimal(repr(max(epsilon, SMALLEST_EPSILON)))
+    return float(Context(prec=6, rounding=ROUND_CEILING).plus(value))

@@ -111,6 +111,19 @@ class Bound:
         return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)
 
 
+DELTA_SHARE = 2.0**-8  #: of a plan's δ, set aside for floating point (``accounting.floating_point``); for ε see below
+
+
+def set_aside(epsilon: float, delta: float) -> dict[str, float]:
+    """What a plan for (ε, δ) keeps for floating point: 2⁻¹⁰ + 2⁻¹¹ε, at most 2⁻⁷ε, and 2⁻⁸δ."""
+    return {"epsilon": min(epsilon * 2.0**-7, 2.0**-10 + epsilon * 2.0**-11), "delta": delta * DELTA_SHARE}
+
+
+def claimed_epsilon(real: float) -> float:
+    """The ε of a plan whose mechanism has ε = ``real`` in real numbers: with what is set aside for floating point."""
+    return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
+
+
 class Accountant(Protocol):
     """Answers for one mechanism under one sampling. ``accountant_for`` returns one."""
 

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from scipy.signal import lfilter
 
+from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.mechanisms.base import BandedInverse, BandedStrategy, Recurrence
 
-DELTA_SHARE = 2.0**-8  #: of a plan's δ, set aside for floating point; for ε see ``set_aside``
 PAIRS = 6  #: of normals that one ChaCha20 block makes (``noise.layout``; no torch here)
 FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
 
@@ -46,16 +46,6 @@ class FloatingPointCost:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"relative_error": self.relative_error}
-
-
-def set_aside(epsilon: float, delta: float) -> dict[str, float]:
-    """What a plan for (ε, δ) keeps for floating point: 2⁻¹⁰ + 2⁻¹¹ε, at most 2⁻⁷ε, and 2⁻⁸δ."""
-    return {"epsilon": min(epsilon * 2.0**-7, 2.0**-10 + epsilon * 2.0**-11), "delta": delta * DELTA_SHARE}
-
-
-def claimed_epsilon(real: float) -> float:
-    """The ε of a plan whose mechanism has ε = ``real`` in real numbers: with what is set aside for floating point."""
-    return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
 
 
 def cover(

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.accounting import Certificate, accountant_for
-from lambdacgd.accounting.floating_point import DELTA_SHARE, FloatingPointCost, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
+from lambdacgd.accounting.floating_point import FloatingPointCost
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.errors import CheckpointError, InvalidInput, brief
 from lambdacgd.files import read_json, write_new

@@ -22,7 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lambdacgd.accounting.floating_point import FloatingPointCost, cover, set_aside
+from lambdacgd.accounting.certificate import set_aside
+from lambdacgd.accounting.floating_point import FloatingPointCost, cover
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise

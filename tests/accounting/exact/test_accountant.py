@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lambdacgd as lc
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon
 from lambdacgd.accounting.exact.accountant import (
     FINE,
     METHOD,
@@ -27,7 +28,6 @@ from lambdacgd.accounting.exact.accountant import (
     loss_law,
 )
 from lambdacgd.accounting.exact.lattice import AVAILABLE
-from lambdacgd.accounting.floating_point import DELTA_SHARE, claimed_epsilon
 from lambdacgd.accounting.gaussian import gaussian_epsilon
 from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest

@@ -13,7 +13,6 @@ So when it does, δ(ε, σ) < m is certified, and the sampling may stop.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import secrets
 import time
@@ -23,7 +22,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import (
@@ -35,7 +33,7 @@ from lambdacgd.accounting.certificate import (
     progress,
 )
 from lambdacgd.accounting.monte_carlo.estimate import Estimate, Estimator, SigmaEstimate, add_bound
-from lambdacgd.accounting.monte_carlo.gram import Gram, gram_of, gram_of_matrix
+from lambdacgd.accounting.monte_carlo.gram import gram_of
 from lambdacgd.accounting.monte_carlo.proposal import Proposal, rounds
 from lambdacgd.accounting.root import bisect
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
@@ -66,19 +64,8 @@ class MonteCarlo:
 
     def __init__(self, mechanism: Mechanism, horizon: Horizon) -> None:
         resolved = mechanism.resolve(horizon)
-        self._setup(gram_of(resolved, horizon), resolved.question(horizon.steps), horizon)
-
-    @classmethod
-    def from_matrix(cls, strategy: NDArray[np.float64], horizon: Horizon) -> MonteCarlo:
-        """The accountant of a dense strategy C (n×n, lower-triangular, non-negative)."""
-        accountant = cls.__new__(cls)
-        digest = hashlib.sha256(np.ascontiguousarray(strategy, dtype=np.float64).tobytes()).hexdigest()
-        accountant._setup(gram_of_matrix(strategy, horizon), {"matrix": digest}, horizon)
-        return accountant
-
-    def _setup(self, gram: Gram, question: dict[str, Any], horizon: Horizon) -> None:
-        self.gram, self.horizon = gram, horizon
-        self._question = question | {"steps_per_epoch": int(horizon.steps_per_epoch), "epochs": int(horizon.epochs)}
+        self.gram, self.horizon = gram_of(resolved, horizon), horizon
+        self._question = resolved.question(horizon.steps) | asdict(horizon)
 
     @cached_property
     def estimator(self) -> Estimator:
@@ -151,33 +138,21 @@ class MonteCarlo:
 
         return Estimate(**self._cached("delta", question, compute))
 
-    def estimate_epsilon(
-        self, sigma: float, delta: float, *, samples: int = 32_768, direction: Direction = "both"
-    ) -> float:
+    def estimate_epsilon(self, sigma: float, delta: float, *, samples: int = 32_768) -> float:
         """ε with δ(ε, σ) = ``delta``."""
-        _check(delta=delta, sigma=sigma, direction=direction)
+        _check(delta=delta, sigma=sigma)
         integer("samples", samples)
-        question = {"delta": delta, "sigma": sigma, "samples": samples, "direction": direction}
-
-        def compute() -> float:
-            return self.estimator.epsilon(delta, sigma, samples=samples, direction=direction)
-
-        return float(self._cached("epsilon", question, compute))
+        question = {"delta": delta, "sigma": sigma, "samples": samples}
+        return float(self._cached("epsilon", question, lambda: self.estimator.epsilon(delta, sigma, samples=samples)))
 
     def estimate_sigma(
-        self,
-        epsilon: float,
-        delta: float,
-        *,
-        relative_error: float = 0.018,
-        max_samples: int = 131_072,
-        direction: Direction = "both",
+        self, epsilon: float, delta: float, *, relative_error: float = 0.018, max_samples: int = 131_072
     ) -> SigmaEstimate:
         """σ(ε, δ), from as many samples as bring δ's relative standard error down to ``relative_error``."""
-        _check(epsilon=epsilon, delta=delta, direction=direction)
+        _check(epsilon=epsilon, delta=delta)
         number("relative_error", relative_error, above=0, below=1)
         integer("max_samples", max_samples, minimum=4096)
-        how: dict[str, Any] = {"relative_error": relative_error, "max_samples": max_samples, "direction": direction}
+        how: dict[str, Any] = {"relative_error": relative_error, "max_samples": max_samples}
 
         def compute() -> dict[str, Any]:
             return asdict(self.estimator.sigma(epsilon, delta, **how))

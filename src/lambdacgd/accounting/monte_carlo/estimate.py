@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
 from lambdacgd.accounting.certificate import Direction, OneWay, progress
 from lambdacgd.accounting.gaussian import gaussian_epsilon, gaussian_sigma, jensen_add
 from lambdacgd.accounting.monte_carlo.gram import Gram
-from lambdacgd.accounting.monte_carlo.proposal import Pilot, levels_of, stratified, weights_of
+from lambdacgd.accounting.monte_carlo.proposal import Pilot, levels_of, rounds, stratified
 from lambdacgd.accounting.root import RegulaFalsi, Secant, find_root
 from lambdacgd.errors import AccountingError
 
@@ -34,9 +33,6 @@ class Estimate:
     def relative_error(self) -> float:
         return self.standard_error / self.value if self.value > 0 else math.inf
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True)
 class SigmaEstimate:
@@ -46,9 +42,6 @@ class SigmaEstimate:
     standard_error: float
     slope: float
     delta: Estimate
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def add_bound(gram: Gram, epsilon: float, sigma: float) -> float:
@@ -69,11 +62,11 @@ class Estimator:
     def one_way(self, epsilon: float, sigma: float, direction: OneWay, *, samples: int) -> Estimate:
         proposal = self.pilot.proposal(epsilon, sigma, direction, envelope_share=_ENVELOPE_SHARE)
         count = max(1, math.ceil(samples / proposal.round))
-        weights = weights_of(proposal, np.random.SeedSequence([self._seed, 7]), count)
+        weights = np.stack(list(rounds(proposal, np.random.SeedSequence([self._seed, 7]), count)))
         value, error = stratified(weights, proposal)
         return Estimate(value, error, direction, epsilon, sigma, weights.size)
 
-    def delta(self, epsilon: float, sigma: float, *, samples: int, direction: Direction) -> Estimate:
+    def delta(self, epsilon: float, sigma: float, *, samples: int, direction: Direction = "both") -> Estimate:
         if direction != "both":
             return self.one_way(epsilon, sigma, direction, samples=samples)
         remove = self.one_way(epsilon, sigma, "remove", samples=samples)
@@ -86,16 +79,14 @@ class Estimator:
         """σ that suffices without any amplification: the largest ‖m_j‖ times the Gaussian mechanism's σ."""
         return math.sqrt(float(self.gram.diagonal.max())) * gaussian_sigma(epsilon, delta)
 
-    def sigma(
-        self, epsilon: float, delta: float, *, relative_error: float, max_samples: int, direction: Direction
-    ) -> SigmaEstimate:
+    def sigma(self, epsilon: float, delta: float, *, relative_error: float, max_samples: int) -> SigmaEstimate:
         """σ with δ(ε, σ) = ``delta``: a search with few samples, then steps with as many as the error asks for."""
         few = self.pilot.round
         with progress(f"estimating σ for ε = {epsilon:g}") as tick:
 
             def gap(log_sigma: float, samples: int = few) -> float:
                 tick(1)
-                return self._gap(log_sigma, epsilon, delta, samples, direction)[0]
+                return self._gap(log_sigma, epsilon, delta, samples)[0]
 
             at = _root(gap, math.log(self.widest(epsilon, delta)), step=0.35, tolerance=0.05)
             # common random numbers: the same samples on both sides
@@ -103,7 +94,7 @@ class Estimator:
             samples = few
             for _ in range(5):
                 tick(1)
-                miss, estimate = self._gap(at, epsilon, delta, samples, direction)
+                miss, estimate = self._gap(at, epsilon, delta, samples)
                 if estimate is None or not math.isfinite(estimate.relative_error):
                     raise AccountingError(
                         f"σ for ε = {epsilon:g}, δ = {delta:g} could not be estimated: no sample reached ε"
@@ -132,7 +123,7 @@ class Estimator:
         return math.exp(at - miss / secant.slope)  # within the slope's error
 
     def _gap(
-        self, log_sigma: float, epsilon: float, delta: float, samples: int, direction: Direction
+        self, log_sigma: float, epsilon: float, delta: float, samples: int, direction: Direction = "both"
     ) -> tuple[float, Estimate | None]:
         """log δ/target at this σ, and the estimate behind it."""
         try:
@@ -141,13 +132,13 @@ class Estimator:
             return -math.log(delta), None
         return math.log(max(estimate.value, 1e-300) / delta), estimate
 
-    def epsilon(self, delta: float, sigma: float, *, samples: int, direction: Direction) -> float:
+    def epsilon(self, delta: float, sigma: float, *, samples: int) -> float:
         """ε with δ(ε, σ) = ``delta`` (0 if none is needed)."""
         norm = math.sqrt(float(self.gram.diagonal.max()))
         high, floor = gaussian_epsilon(sigma / norm, delta), 1e-6
 
         def gap(log_epsilon: float) -> float:
-            estimate = self.delta(math.exp(log_epsilon), sigma, samples=samples, direction=direction)
+            estimate = self.delta(math.exp(log_epsilon), sigma, samples=samples)
             return math.log(max(estimate.value, 1e-300) / delta)
 
         if high <= floor or gap(math.log(floor)) <= 0:

@@ -19,6 +19,7 @@ from scipy.signal import fftconvolve, lfilter
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
+from lambdacgd.mechanisms.error import participation_sum
 
 Index = NDArray[np.intp]
 
@@ -281,26 +282,10 @@ def require_nonnegative(entries: Array) -> None:
         )
 
 
-def gram_of_matrix(strategy: Array, horizon: Horizon) -> DenseGram:
-    """The Gram matrix of a dense strategy C (n×n, lower-triangular, non-negative)."""
-    strategy = np.asarray(strategy, dtype=np.float64)
-    n = horizon.steps
-    if strategy.shape != (n, n):
-        raise AccountingError(
-            f"C has shape {strategy.shape}, but the horizon is k·b = {horizon.epochs}·{horizon.steps_per_epoch} = {n} "
-            f"steps; C must be {n}×{n}"
-        )
-    require_nonnegative(strategy)
-    if np.triu(strategy, 1).any():
-        raise AccountingError("C has entries above its diagonal; a mechanism that runs in time is lower-triangular")
-    centres = strategy.reshape(n, horizon.epochs, horizon.steps_per_epoch).sum(axis=1)
-    return DenseGram(centres.T @ centres)
-
-
 def toeplitz_gram(column: Array, horizon: Horizon) -> Array:
     """G for Toeplitz C without C: m_j is m_0 moved down by j, so G_ij − G_{i+1,j+1} = m_0[n−1−i]·m_0[n−1−j]."""
     n, b = horizon.steps, horizon.steps_per_epoch
-    centre = folded_centre(column, horizon)
+    centre = participation_sum(column, horizon)
     tail = centre[n - b :][::-1]  # m_0[n−1−i], i = 0 … b−1
     gram = np.outer(tail, tail)
     last = centre[: n - b + 1]
@@ -309,15 +294,6 @@ def toeplitz_gram(column: Array, horizon: Horizon) -> Array:
     for i in range(b - 2, -1, -1):  # all terms are ≥ 0: nothing cancels
         gram[i, :-1] += gram[i + 1, 1:]
     return np.triu(gram) + np.triu(gram, 1).T
-
-
-def folded_centre(column: Array, horizon: Horizon) -> Array:
-    """m_0 = Σ_e C[:, eb] for Toeplitz C with first column ``column``."""
-    n, b = horizon.steps, horizon.steps_per_epoch
-    centre = np.zeros(n)
-    for epoch in range(horizon.epochs):
-        centre[epoch * b :] += column[: n - epoch * b]
-    return centre
 
 
 def scaled_gram(column: Array, scales: Array, horizon: Horizon) -> Array:

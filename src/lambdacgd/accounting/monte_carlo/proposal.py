@@ -27,7 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -433,15 +433,3 @@ def stratified(weights: Array, proposal: Proposal) -> tuple[float, float]:
             spread = float(part.var(ddof=1)) if part.size > 1 else float(part.sum()) ** 2
             variance += ((stop - first) / proposal.round) ** 2 * spread / part.size
     return float(weights.mean()), math.sqrt(variance)
-
-
-def weights_of(
-    proposal: Proposal, seeds: np.random.SeedSequence, count: int, *, tick: Callable[[int], None] | None = None
-) -> Array:
-    """``count`` rounds as rows of one array."""
-    rows = []
-    for row in rounds(proposal, seeds, count):
-        rows.append(row)
-        if tick is not None:
-            tick(len(row))
-    return np.stack(rows)

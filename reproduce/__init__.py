@@ -32,9 +32,17 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.frontier:EXPERIMENT",
         "test accuracy on CIFAR-10 over epochs, each method at its own best batch size (needs the data: --data)",
     ),
+    "record": (
+        "reproduce.record:EXPERIMENT",
+        "test accuracy on CIFAR-10 by modern recipes at little compute, beside the state of the art (needs the data)",
+    ),
     "methods-cifar": (
         "reproduce.methods_table:CIFAR_METHODS",
         "test accuracy on CIFAR-10 over ε, every method tuned alike (needs the data: --data)",
+    ),
+    "paper-setting": (
+        "reproduce.paper_setting:EXPERIMENT",
+        "test accuracy on CIFAR-10 with the paper's own rates and ζ = 8, with and without GroupNorm (needs --data)",
     ),
     "methods-imdb": (
         "reproduce.methods_table:IMDB_METHODS",

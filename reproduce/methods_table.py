@@ -32,7 +32,7 @@ def method_cell(base: dict[str, Any], name: str, epsilon: float, **more: Any) ->
     return {"method": name, "epsilon": epsilon} | base | BUDGET | ({"between": True} if between else {}) | more
 
 
-OTHERS = tuple(name for name in METHODS if name not in (*FIRST, "lambda-cgd-cyclic") and not name.startswith("bandmf-"))
+OTHERS = tuple(name for name in METHODS if name not in (*FIRST, "lambda-cgd-cyclic", "bandmf"))
 
 
 def cifar_cells(settings: Settings) -> list[Cell]:

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,26 @@ from lambdacgd.errors import InvalidInput
 from reproduce.bench_models import CNN, Bert
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
 from reproduce.fused_norm import fuse
+from reproduce.prior import PARTS, features, load, name_of
+from reproduce.record_models import PriorLinear, PriorMLP, ScatteringCNN, ScatteringLinear, WideResNet, plain
 from reproduce.runs import TrainingRun
+from reproduce.scattering import Scattering
 
 # BERT's vocabulary is listed roughly by frequency, a public order. Later pieces become [UNK]: a smaller table to noise.
 PIECES, UNKNOWN = 8192, 100
 _ORDER = 20260122  # the seed of the public shuffle behind the validation split
+
+
+class PlainCNN(nn.Sequential):
+    """``CNN`` without normalisation: six 3×3 convolutions with biases, as PyTorch initialises them."""
+
+    def __init__(self, classes: int = 10) -> None:
+        convolutions = [layer for layer in CNN(classes) if isinstance(layer, nn.Conv2d)]
+        parts: list[nn.Module] = []
+        for place, layer in enumerate(convolutions):
+            parts += [nn.Conv2d(layer.in_channels, layer.out_channels, 3, padding=1), nn.ReLU()]
+            parts += [nn.MaxPool2d(2)] if place % 2 else []
+        super().__init__(*parts, nn.Flatten(), nn.Linear(2048, classes))
 
 
 class DistinctWords(nn.Module):
@@ -232,13 +248,80 @@ def _pieces(examples: Examples) -> Tensor:
     return torch.where(tokens < PIECES, tokens, UNKNOWN)
 
 
-# Models whose forward passes decide things on the host, which a captured step cannot.
-UNCAPTURED = ("lstm", "bert-tiny")
+# Fixed features in the place of images: made once, of every image alone, and kept in 16 bits
+def origin_of(model: str) -> str:
+    """The prior that a model's features or first weights are from: what stands before the colon in its name."""
+    return model.rpartition(":")[0]
+
+
+def views_of(model: str) -> int:
+    """K, how many views of an image a step reads: what stands behind "/k" in the model's name, else 1."""
+    return int(model.partition("/k")[2] or 1)
+
+
+def _kind(model: str) -> str:
+    return model.partition("/k")[0].rpartition(":")[2]
+
+
+@lru_cache(maxsize=1)
+def _cifar10(folder: Path | None) -> Splits:
+    return load_cifar10(folder)
+
+
+def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, module: nn.Module) -> Splits:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    module.to(device)
+    splits = _cifar10(folder)
+
+    @torch.no_grad()
+    def numbers(examples: Examples) -> Examples:
+        parts = [
+            make(examples.numbers(examples.inputs[i : i + 500].to(device))).half().cpu()
+            for i in range(0, len(examples), 500)
+        ]
+        return Examples(torch.cat(parts), examples.labels)
+
+    return Splits(numbers(splits.train), numbers(splits.test), splits.classes)
+
+
+def load_scattering(folder: Path | None = None) -> Splits:
+    """CIFAR-10 as scattering coefficients, [243, 8, 8] an image."""
+    module = Scattering()
+    return _fixed(module, folder, module)
+
+
+def load_prior(name: str, folder: Path | None = None) -> Splits:
+    """CIFAR-10 as the features of the prior of that name."""
+    module = load(name)
+    return _fixed(lambda images: features(module, images), folder, module)
+
+
+# Models whose forward passes decide things on the host, which a captured step cannot; and those too large for it.
+UNCAPTURED = ("lstm", "bert-tiny", "wrn")
+LARGE = {"wrn": 256}  # models that see so many examples at a time, in bfloat16 on CUDA
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
     for problem in (
         Problem("digits", load_digits, {"mlp": digits.model}, _images),
-        Problem("cifar10", load_cifar10, {"cnn": lambda: fuse(CNN())}, _images),
+        Problem(
+            "cifar10", load_cifar10, {"cnn": lambda: fuse(CNN()), "cnn-plain": PlainCNN, "wrn": WideResNet}, _images
+        ),
+        Problem(
+            "cifar10-scattering",
+            load_scattering,
+            {"linear": ScatteringLinear, "cnn": lambda: fuse(ScatteringCNN())},
+            _images,
+        ),
+        Problem(
+            "cifar10-prior",
+            lambda folder: load_prior(name_of() or "none", folder),
+            {
+                "mean": lambda: PriorLinear(PARTS[:1]),
+                "linear": lambda: PriorLinear(PARTS),
+                "mlp": lambda: PriorMLP(PARTS),
+            },
+            _images,
+        ),
         Problem(
             "imdb",
             load_imdb,
@@ -264,12 +347,20 @@ def make_model(run: TrainingRun) -> nn.Module:
     """The run's model, with weights drawn from torch's generator or pretrained."""
     if is_pretrained(run.model):
         return Classifier(make_pretrained(run.model))
-    return problem(run.task).models[run.model]()
+    origin, kind = origin_of(run.model), _kind(run.model)
+    if origin and kind == "wrn":
+        return plain(load(origin))
+    return problem(run.task).models[kind]()
 
 
 def capturable(run: TrainingRun) -> bool:
     """Whether the run's model can be trained by a captured step."""
-    return run.model not in UNCAPTURED and not is_pretrained(run.model)
+    return _kind(run.model) not in UNCAPTURED and not is_pretrained(run.model)
+
+
+def physical_batch_size(run: TrainingRun) -> int | None:
+    """How many examples of the run fit at a time; None is all."""
+    return PHYSICAL if is_pretrained(run.model) else LARGE.get(_kind(run.model))
 
 
 def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
@@ -285,6 +376,7 @@ def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
 
 
 TRAINING_EXAMPLES = {"digits": digits.TRAIN, "cifar10": 50_000, "imdb": 25_000}
+TRAINING_EXAMPLES |= {"cifar10-scattering": 50_000, "cifar10-prior": 50_000}
 
 
 class Data:

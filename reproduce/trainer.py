@@ -18,17 +18,19 @@ from torch.nn import functional as F
 from lambdacgd.noise import NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
+from reproduce.augment import Views
 from reproduce.framework import Cell, Experiment, Row, Settings
 from reproduce.problems import (
-    PHYSICAL,
     TRAINING_EXAMPLES,
     Data,
     capturable,
     is_pretrained,
     make_model,
+    physical_batch_size,
     problem,
     reviews,
     sizes,
+    views_of,
 )
 from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
 from reproduce.search import Search, answer, start, stored
@@ -44,7 +46,7 @@ class TooLate(Exception):
 class Rows(torch.utils.data.Dataset[int]):
     """A dataset of row numbers: a batch is then gathered on the device in one call by ``collate``."""
 
-    def __init__(self, tensors: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
         self.tensors = tensors
 
     def __len__(self) -> int:
@@ -53,10 +55,9 @@ class Rows(torch.utils.data.Dataset[int]):
     def __getitem__(self, index: int) -> int:
         return index
 
-    def collate(self, rows: list[int]) -> tuple[Tensor, Tensor]:
-        x, y = self.tensors
-        chosen = torch.tensor(rows, device=x.device)
-        return x.index_select(0, chosen), y.index_select(0, chosen)
+    def collate(self, rows: list[int]) -> tuple[Tensor, ...]:
+        chosen = torch.tensor(rows, device=self.tensors[0].device)
+        return tuple(tensor.index_select(0, chosen) for tensor in self.tensors)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -88,15 +89,20 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
     captured &= plan.mechanism.regenerates(plan.block.steps)
     rate = torch.tensor(run.learning_rate, device=data.device)  # read on the device: a schedule needs no new capture
     optimizer = torch.optim.SGD(model.parameters(), lr=rate, fused=True)
-    rows = Rows((x, y))
+    views, physical = views_of(run.model), physical_batch_size(run)
+    # Views of an example are made of its number, so that they are the same wherever it is read.
+    rows = Rows((x, y) if views == 1 else (x, y, torch.arange(len(y), device=data.device)))
     private = privatize(
         model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate,
-        max_physical_batch_size=PHYSICAL if is_pretrained(run.model) else None,
+        max_physical_batch_size=physical, augmentations=views, pad_batches=1 if physical is None else 32,
     )  # fmt: skip
+    loss = loss_of if views == 1 else _with_views(private)
+    if physical is not None and not is_pretrained(run.model):
+        loss = _in_bfloat16(loss, data.device)
     averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
     if run.schedule == "linear":
         private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))
-    for _ in _captured(private, (x, y)) if captured else _loop(private, loss_of):
+    for _ in _captured(private, loss, rows.tensors) if captured else _loop(private, loss):
         if until is not None and time.monotonic() > until:
             raise TooLate(str(run))
     _wait(data.device)
@@ -107,6 +113,7 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
             scores[name] = accuracy(model, *held_out)
     private.detach()
     result = {"accuracy": scores, "evaluated": len(held_out[1]), "seconds": round(seconds, 2), "captured": captured}
+    result["parameters"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
     return result | _facts(plan)
 
 
@@ -136,16 +143,39 @@ def _facts(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _captured(private: Private, data: tuple[Tensor, Tensor]) -> Iterable[int]:
-    step = private.captured_step(loss_of, data)
+Loss = Callable[..., Tensor]
+
+
+def _with_views(private: Private) -> Loss:
+    """The loss of a random view in each row's place."""
+    look = Views(private.run.id, private.clipper.views, private.clipper.anchor.device)
+
+    def count() -> None:
+        look.step.fill_(private.steps_taken + 1)
+
+    count()
+    private.after_step.append(count)
+    return lambda model, x, y, examples: loss_of(model, look(x, examples), y)
+
+
+def _in_bfloat16(loss: Loss, device: torch.device) -> Loss:
+    def computed(*given: Any) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return loss(*given)
+
+    return computed
+
+
+def _captured(private: Private, loss: Loss, data: tuple[Tensor, ...]) -> Iterable[int]:
+    step = private.captured_step(loss, data)
     while not private.finished:
         step.run(min(private.plan.steps_per_epoch, private.plan.steps - private.steps_taken))
         yield private.steps_taken
 
 
-def _loop(private: Private, loss: Callable[..., Tensor]) -> Iterable[int]:
-    for x, y in private.loader:
-        loss(private.model, x, y).backward()
+def _loop(private: Private, loss: Loss) -> Iterable[int]:
+    for batch in private.loader:
+        loss(private.model, *batch).backward()
         private.optimizer.step()
         private.optimizer.zero_grad()
         yield private.steps_taken
@@ -199,14 +229,15 @@ def compute_with(make: Make) -> Callable[[Cell, Settings], Row]:
 
 
 def plan_requests(cell: Cell) -> Iterator[dict[str, Any]]:
-    """Every plan that the search of a cell may ask for, on both splits."""
+    """Every plan that the search of a cell may ask for, on each of its splits."""
     first = start(cell)
     known = method(first.method)
     lams = [first.lam] if "lam" in cell else [known.first(first.epsilon), known.second(first.epsilon)]
-    for batch_size in map(int, cell.get("rates", [first.batch_size])):  # a search over batch sizes has rates for each
+    sizes_tried = [(int(size), first.epochs) for size in cell.get("rates", [first.batch_size])]  # rates for each B
+    for batch_size, epochs in cell.get("points", sizes_tried):
         for lam in dict.fromkeys(lams if known.lam and lams[-1] is not None else lams[:1]):
-            run = replace(first, lam=lam, batch_size=batch_size)
-            for split in ("validation", "test") if "test" in cell["splits"] else ("validation",):
+            run = replace(first, lam=lam, batch_size=batch_size, epochs=epochs)
+            for split in cell["splits"]:
                 wanted = replace(run, split=split)
                 yield wanted.plan_request(sizes(TRAINING_EXAMPLES[run.task], wanted)[0])
 

@@ -258,3 +258,20 @@ def test_ctrl_c_among_launches(launched):
     private.optimizer.step()  # counted as done
     step.run()
     assert launches.seen == list(range(1, private.plan.steps + 1)), "one z serves one sum"
+
+
+@pytest.mark.gpu
+@cuda
+def test_views_are_neighbouring_rows_as_in_the_loop():
+    def of_views(model, x, y):
+        number = torch.arange(len(x), device=x.device) % 3
+        return F.cross_entropy(model(x * (0.5 + number.to(x)).unsqueeze(1)), y)
+
+    ordinary, _ = build(augmentations=3)
+    for x, y in ordinary.loader:
+        of_views(ordinary.model, x, y).backward()
+        ordinary.optimizer.step()
+        ordinary.optimizer.zero_grad()
+    captured, data = build(augmentations=3)
+    captured.captured_step(of_views, data).run()
+    agree(ordinary, captured)

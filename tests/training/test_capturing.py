@@ -178,3 +178,31 @@ def test_another_device_than_the_current_one_is_refused(monkeypatch):
     loop = SimpleNamespace(clipper=SimpleNamespace(parameters={"w": tensor}))
     with pytest.raises(lc.InvalidInput, match="on cuda:1, and a graph captures work of the current device, cuda:0"):
         _check(loop, PLAN, (tensor,))
+
+
+def of_views(model, x, y):
+    """A loss that makes views of neighbouring rows that are alike."""
+    number = torch.arange(len(x), device=x.device) % 3
+    return F.cross_entropy(model(x * (0.5 + number.to(x)).unsqueeze(1)), y)
+
+
+@pytest.mark.parametrize("padded", [None, 5])
+def test_views_are_neighbouring_rows_as_in_the_loop(graphs, padded):  # noqa: F811
+    runs = []
+    for steps in ("loop", "captured"):
+        module, data = oracle.model(), oracle.data(PLAN.examples)
+        optimizer = OPTIMIZERS["sgd"](module.parameters())
+        private = privatize(module, optimizer, data, PLAN, max_grad_norm=0.7, key=oracle.key(), augmentations=3)
+        private.run._id = "one"
+        runs.append(private)
+        if steps == "loop":
+            for x, y in private.loader:
+                assert torch.equal(x[0::3], x[1::3])
+                of_views(module, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        else:
+            graphs.step = Captured(private, private.loader, of_views, data.tensors, padded)
+            graphs.step.run()
+        assert private.finished
+    agree(*runs)

@@ -155,7 +155,8 @@ class CapturedStep:
         if first:
             clipper.zero()
         clipper.weigh((row >= 0).to(torch.float32))
-        loss = self._loss_of(loop.model, *(tensor.index_select(0, chosen) for tensor in self._data))
+        rows = chosen.view(-1, 1).expand(-1, clipper.views).reshape(-1)  # the views of an example are neighbours
+        loss = self._loss_of(loop.model, *(tensor.index_select(0, rows) for tensor in self._data))
         loss.backward()
         self.loss.copy_(loss.detach())
         self._cursor.add_(1)
@@ -273,8 +274,6 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
             f"Give tensors of {plan.examples} rows each, in the dataset's order. These have "
             f"{', '.join(str(len(tensor)) for tensor in data) or 'none'}.",
         )
-    if loop.clipper.views != 1:
-        raise InvalidInput("augmentations", loop.clipper.views, "a captured step reads examples once; use the loop")
     if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
             "plan",

@@ -1,0 +1,348 @@
+"""The record's recipes: features that see no data, views, weight standardisation, the search and its page."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lambdacgd.clipping import check_model
+from lambdacgd.errors import InvalidInput
+from reproduce import prior, problems, record
+from reproduce.augment import Views, moved, scrambled, seed_of
+from reproduce.data import Examples, Splits
+from reproduce.framework import Settings
+from reproduce.frontier import DP_SGD, OURS
+from reproduce.pool import SEARCHES
+from reproduce.problems import Data, capturable, make_model, origin_of, physical_batch_size, views_of
+from reproduce.random_images import dead_leaves
+from reproduce.record import BY_NAME, PLANS, RECIPES, record_cells, record_search
+from reproduce.record_models import ScatteringCNN, ScatteringLinear, StandardConv2d, WideResNet, plain
+from reproduce.runs import PlanBook, Result, TrainingRun
+from reproduce.scattering import Scattering
+from reproduce.search import stored
+from reproduce.trainer import plan_requests, train
+
+
+def images(count: int = 3, channels: int = 1, size: int = 32) -> Tensor:
+    return torch.rand(count, channels, size, size, generator=torch.Generator().manual_seed(5)) * 2 - 1
+
+
+# --- scattering -------------------------------------------------------------------------------------------------------
+
+
+def test_scattering_has_the_maps_it_should() -> None:
+    assert Scattering()(images(2, 3)).shape == (2, 243, 8, 8)
+    assert Scattering(16, scales=3, angles=4).maps == 1 + 4 * 3 + 16 * 3
+    assert Scattering(16, scales=3, angles=4)(images(1, 1, 16)).shape == (1, 61, 2, 2)
+    assert not list(Scattering().parameters())
+
+
+def test_scattering_is_the_convolutions_it_says() -> None:
+    net, x = Scattering(), images(1)
+    padded = F.pad(x, (net.border,) * 4, mode="reflect")[0, 0].to(torch.complex64)
+    wave, wider = (torch.fft.ifft2(net.waves[i].to(torch.complex64)) for i in (3, 8 + 5))
+    smooth = torch.fft.ifft2(net.smooth.to(torch.complex64))
+
+    def convolved(a: Tensor, b: Tensor) -> Tensor:  # circular, from its definition
+        size = len(a)
+        out = torch.zeros_like(a)
+        for i in range(size):
+            for j in range(size):
+                out += b[i, j] * a.roll((i, j), (0, 1))
+        return out
+
+    def kept(a: Tensor) -> Tensor:
+        return convolved(a, smooth).real[::4, ::4][1:-1, 1:-1]
+
+    first = convolved(padded, wave).abs().to(torch.complex64)
+    second = convolved(first, wider).abs().to(torch.complex64)
+    out = net(x)[0]
+    torch.testing.assert_close(out[0], kept(padded), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out[1 + 3], kept(first), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(out[1 + 16 + 3 * 8 + 5], kept(second), atol=1e-5, rtol=1e-4)
+
+
+def test_wavelets_have_no_mean_and_lengthen_nothing() -> None:
+    net = Scattering()
+    assert float(net.waves[:, 0, 0].abs().max()) < 1e-6
+    assert float(net.smooth[0, 0]) == pytest.approx(1, abs=1e-5)
+    mirrored = net.waves.flip(1, 2).roll((1, 1), (1, 2))
+    power = (net.waves.square() + mirrored.square()).sum(0) / 2 + net.smooth.square()
+    assert float(power.max()) <= 1 + 1e-4  # |x|² is not exceeded by what the filters give (Littlewood and Paley)
+    flat = net(torch.full((1, 1, 32, 32), 0.7))[0]
+    torch.testing.assert_close(flat[0], torch.full((8, 8), 0.7))
+    assert float(flat[1:].abs().max()) < 1e-5
+
+
+def test_scattering_moves_little_where_pixels_move_by_one_and_turns_with_the_image() -> None:
+    net, x = Scattering(), images(4)
+    smooth = F.avg_pool2d(F.pad(x, (2, 2, 2, 2), mode="reflect"), 5, 1)
+    by_one = smooth.roll(1, 3)
+    moved_maps = (net(by_one) - net(smooth)).norm() / net(smooth).norm()
+    moved_pixels = (by_one - smooth).norm() / smooth.norm()
+    assert moved_maps < moved_pixels / 2
+    turned = net(smooth.rot90(1, (2, 3)))
+    quarter = [1 + 8 * j + (l + 4) % 8 for j in range(2) for l in range(8)]  # angles go by π/8, modulo π
+    # The middle: borders are padded alike, but a subsampled grid does not turn onto itself.
+    ours = net(smooth)[:, 1:17].rot90(1, (2, 3))[..., 2:6, 2:6].mean((2, 3))
+    torch.testing.assert_close(turned[:, quarter][..., 2:6, 2:6].mean((2, 3)), ours, rtol=0.3, atol=2e-3)
+
+
+# --- views ------------------------------------------------------------------------------------------------------------
+
+
+def test_views_depend_on_run_step_example_and_view_alone() -> None:
+    x = images(6, 3, 8)
+    look = Views("one", 2, torch.device("cpu"), padding=2)
+    examples = torch.tensor([4, 4, 9, 9, 0, 0])
+    first = look(x, examples)
+    assert torch.equal(first, look(x, examples))
+    part = look(x[2:4], examples[2:4])  # cut elsewhere
+    assert torch.equal(part, first[2:4])
+    bits = scrambled(seed_of("one"), torch.tensor(1), torch.arange(1000), torch.zeros(1000, dtype=torch.int64))
+    others = [
+        scrambled(seed_of("two"), torch.tensor(1), torch.arange(1000), torch.zeros(1000, dtype=torch.int64)),
+        scrambled(seed_of("one"), torch.tensor(2), torch.arange(1000), torch.zeros(1000, dtype=torch.int64)),
+        scrambled(seed_of("one"), torch.tensor(1), torch.arange(1000), torch.ones(1000, dtype=torch.int64)),
+    ]
+    assert len(bits.unique()) == 1000
+    assert (bits >= 0).all()
+    assert all(not (bits == other).any() for other in others)
+
+
+def test_the_random_numbers_of_views_are_even() -> None:
+    bits = scrambled(seed_of("one"), torch.tensor(7), torch.arange(90_000), torch.zeros(90_000, dtype=torch.int64))
+    for values in ((bits >> 1) % 9, (bits >> 24) % 9):
+        counts = torch.bincount(values, minlength=9).double()
+        assert float((counts - 10_000).abs().max()) < 5 * math.sqrt(10_000)
+    assert abs(float((bits & 1).double().mean()) - 0.5) < 5 * 0.5 / 300
+    pairs = torch.bincount(((bits >> 1) % 9) * 9 + (bits >> 24) % 9, minlength=81).double()
+    assert float(((pairs - 90_000 / 81) ** 2 / (90_000 / 81)).sum()) < 160  # χ² with 80 degrees of freedom
+
+
+def test_crops_and_mirrors_are_what_slicing_gives() -> None:
+    x = images(4, 3, 8)
+    down, right = torch.tensor([0, 4, 2, 1]), torch.tensor([3, 0, 2, 4])
+    flipped = torch.tensor([False, True, False, True])
+    padded = F.pad(x, (2, 2, 2, 2), mode="reflect")
+    out = moved(x, down, right, flipped, 2)
+    for i in range(4):
+        want = padded[i, :, down[i] : down[i] + 8, right[i] : right[i] + 8]
+        assert torch.equal(out[i], want.flip(2) if flipped[i] else want)
+    assert torch.equal(out[2], x[2])
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_clipping_follows_standardised_weights() -> None:
+    torch.manual_seed(0)
+    model = WideResNet(10, 1, groups=4)
+    x, y = images(5, 3, 8), torch.arange(5)
+    report = check_model(model, (x, y), loss=lambda m, batch: F.cross_entropy(m(batch[0]), batch[1]))
+    assert "5 examples" in str(report)
+
+
+def test_a_plain_model_computes_what_the_standardised_one_does() -> None:
+    torch.manual_seed(0)
+    model = WideResNet(10, 1, 7)
+    other = plain(model, 10, 1, 10)
+    x = images(2, 3, 16)
+    torch.testing.assert_close(other.stages(x)[-1], model.stages(x)[-1], rtol=1e-4, atol=1e-5)
+    assert not any(isinstance(m, StandardConv2d) for m in other.modules())
+    assert other(x).shape == (2, 10)
+
+
+def test_heads_take_features_in_sixteen_bits() -> None:
+    x = torch.randn(2, 243, 8, 8).half()
+    for head in (ScatteringLinear(), ScatteringCNN()):
+        out = head(x)
+        assert out.shape == (2, 10)
+        assert out.dtype == torch.float32
+    assert float(ScatteringLinear()(x).detach().abs().max()) < 1  # begins with its bias alone
+
+
+# --- the prior --------------------------------------------------------------------------------------------------------
+
+
+def test_random_images_come_from_their_generator_alone() -> None:
+    one, two = (dead_leaves(6, 16, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    other = dead_leaves(6, 16, generator=torch.Generator().manual_seed(4))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, other)
+    assert one.dtype == torch.uint8
+    assert one.shape == (6, 3, 16, 16)
+    assert float(one.float().std((1, 2, 3)).min()) > 0
+
+
+def test_views_that_belong_together_lower_the_contrast() -> None:
+    apart = torch.eye(8)
+    together = torch.cat([apart[:4], apart[:4]])
+    assert prior.contrast(together) < prior.contrast(apart)
+
+
+@pytest.fixture
+def learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A tiny prior in the place of the one in results."""
+    path = tmp_path / "prior.pt"
+    small: dict[str, Any] = {"batch": 8, "images": 16, "steps": 2, "depth": 10, "width": 1, "say": lambda text: None}
+    prior.learn(path, 1.0, torch.device("cpu"), **small)
+    before = prior.name_of(path)
+    name = prior.learn(path, 1.0, torch.device("cpu"), **small)
+    about = json.loads(path.with_suffix(".json").read_text())
+    assert about["views"] == 64
+    assert about["name"] == name != before
+    load = prior.load
+    monkeypatch.setattr(problems, "load", lambda given: load(given, path))
+    monkeypatch.setattr(record, "name_of", lambda given: prior.name_of(path))
+    return name
+
+
+def test_a_prior_is_known_by_its_weights(learnt: str, tmp_path: Path) -> None:
+    model = prior.load(learnt, tmp_path / "prior.pt")
+    x = images(3, 3)
+    made = prior.features(model, x)
+    assert made.shape == (3, 64 + 256 + 128)
+    torch.testing.assert_close(made[:, :64], prior.features(model, x.flip(3))[:, :64], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(made[1:2], prior.features(model, x[1:2]), rtol=1e-4, atol=1e-4)  # every image alone
+    with pytest.raises(InvalidInput):
+        prior.load("prior-000000000000", tmp_path / "prior.pt")
+    (tmp_path / "prior.pt").unlink()
+    assert prior.name_of(tmp_path / "prior.pt") == learnt  # what prior.json says
+
+
+# --- runs -------------------------------------------------------------------------------------------------------------
+
+
+def run_of(model: str, task: str = "cifar10", name: str = OURS) -> TrainingRun:
+    lam = "auto" if name == OURS else None
+    return TrainingRun(task, model, name, 8.0, 16, 1, 0.5, 0.3, lam, examples=80)
+
+
+def photographs(channels: tuple[int, ...] = (3, 32, 32)) -> Splits:
+    generator = torch.Generator().manual_seed(0)
+
+    def part(count: int) -> Examples:
+        return Examples(torch.rand(count, *channels, generator=generator), torch.arange(count) % 10)
+
+    return Splits(part(100), part(40), 10)
+
+
+def test_names_say_where_a_model_is_from_and_how_many_views_it_sees(learnt: str) -> None:
+    assert (origin_of("prior-1:wrn/k4"), views_of("prior-1:wrn/k4")) == ("prior-1", 4)
+    assert (origin_of("cnn"), views_of("cnn")) == ("", 1)
+    assert capturable(run_of("cnn/k4"))
+    assert not capturable(run_of("wrn/k4"))
+    assert physical_batch_size(run_of("wrn/k4")) == 256
+    assert physical_batch_size(run_of("cnn/k4")) is None
+    assert isinstance(make_model(run_of("cnn/k4")), nn.Sequential)
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "shape"),
+    [
+        ("cnn/k2", "cifar10", (3, 32, 32)),
+        ("linear", "cifar10-scattering", (243, 8, 8)),
+        ("cnn", "cifar10-scattering", (243, 8, 8)),
+        ("prior-1:mean", "cifar10-prior", (1792,)),
+        ("prior-1:mlp", "cifar10-prior", (1792,)),
+    ],
+)
+def test_recipes_train(model: str, task: str, shape: tuple[int, ...]) -> None:
+    run = run_of(model, task)
+    result = train(run, Data(task, photographs(shape), torch.device("cpu")), PlanBook(make=True))
+    assert set(result["accuracy"]) >= {"last"}
+    assert result["training_examples"] == 64
+    assert result["parameters"] > 0
+
+
+def test_a_wide_network_trains_from_a_prior_with_views(learnt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(problems, "plain", lambda model: plain(model, 10, 1))
+    monkeypatch.setattr(problems, "LARGE", {"wrn": 8})
+    data = Data("cifar10", photographs((3, 8, 8)), torch.device("cpu"))
+    result = train(run_of(f"{learnt}:wrn/k2", name=DP_SGD), data, PlanBook(make=True))
+    assert result["parameters"] < 200_000
+
+
+def test_features_are_made_of_every_image_alone(monkeypatch: pytest.MonkeyPatch, learnt: str) -> None:
+    monkeypatch.setattr(problems, "_cifar10", lambda folder: photographs())
+    scattered = problems.load_scattering(None)
+    assert scattered.train.inputs.shape == (100, 243, 8, 8)
+    assert scattered.train.inputs.dtype == torch.float16
+    assert len(problems.load_prior(learnt, None).test) == 40
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+
+class Landscape:
+    """The best is at a rate, (B, k) and ζ; ``asked`` keeps runs."""
+
+    def __init__(self, factor: float, point: tuple[int, int], clip: float, cell: dict[str, Any]) -> None:
+        self.factor, self.point, self.clip, self.cell = factor, point, clip, cell
+        self.asked: list[TrainingRun] = []
+
+    def get(self, run: TrainingRun) -> Result:
+        self.asked.append(run)
+        centre = self.cell["centres"][self.cell["points"].index([run.batch_size, run.epochs])]
+        far = abs(math.log2(run.learning_rate * run.max_grad_norm / 0.3 / centre / self.factor))
+        other = ((run.batch_size, run.epochs) != self.point) + (run.max_grad_norm != self.clip)
+        facts: dict[str, Any] = {"sigma": 1.0, "rmse": 1.0, "lambda": None, "certificate": {}, "seconds": 2.0}
+        facts |= {"training_examples": 50_000, "parameters": 1000, "sharing": 2}
+        return facts | {"accuracy": {"last": 0.7 - 0.05 * far - 0.02 * other}}
+
+
+@pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
+@pytest.mark.parametrize("clip", [0.1, 0.3, 0.9])
+def test_a_search_finds_rate_batch_size_epochs_and_clip(factor: float, clip: float) -> None:
+    cell = next(c for c in record_cells(Settings()) if c["recipe"] == "scattering-linear" and c["method"] == OURS)
+    for size, epochs in cell["points"]:
+        known = Landscape(factor, (size, epochs), clip, cell)
+        row = stored(record_search(cell), known)
+        assert row is not None
+        assert (row["batch_size"], row["epochs_chosen"], row["max_grad_norm"]) == (size, epochs, clip)
+        assert {run.seed for run in known.asked if run.split == "test"} == {1, 2, 3, 4, 5}
+        assert all(run.seed == 0 for run in known.asked if run.split == "validation")
+        assert row["views"] == epochs * 50_000
+        assert len(row["tried"]) <= 9
+
+
+def test_every_plan_of_every_recipe_is_in_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "name_of", lambda path: "prior-000000000000")
+    cells = record_cells(Settings())
+    book = PlanBook(PLANS)
+    assert all(request in book for cell in cells for request in plan_requests(cell))
+    assert {cell["recipe"] for cell in cells} == set(BY_NAME)
+    assert len({json.dumps(cell, sort_keys=True) for cell in cells}) == len(cells)
+    assert SEARCHES["record"] is record_search
+
+
+def test_without_a_prior_its_recipes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "name_of", lambda path: None)
+    assert {cell["recipe"] for cell in record_cells(Settings())} == {r.name for r in RECIPES if not r.needs_prior}
+
+
+def test_the_page_says_what_was_reached_and_what_was_not() -> None:
+    common = {
+        "scores": [0.6, 0.62], "standard_error": 0.01, "parameters": 155_530, "gpu_seconds": 3.0, "batch_size": 1024,
+        "epochs_chosen": 40, "tried": [{}] * 8, "learning_rate": 1.0, "max_grad_norm": 0.3, "weights": "last",
+        "lambda": 0.3, "sigma": 1.0, "rmse": 2.0, "validation": 0.6,
+    }  # fmt: skip
+    rows = [
+        common | {"recipe": "scattering-linear", "method": OURS, "epsilon": 1.0, "test": 0.612, "views": 2e6},
+        common | {"recipe": "prior-linear", "method": DP_SGD, "epsilon": 2.0, "test": 0.6, "views": 2e6},
+        common | {"recipe": "wrn-views", "method": OURS, "epsilon": 8.0, "test": 0.9, "views": 17e6},
+    ]
+    text = record.page(rows)
+    assert "goal 60.9%: without a prior reached by 0.3 points (61.2 ± 1.0" in text
+    assert "with a prior missed by 7.0 points" in text
+    assert "goal 78.7%: without a prior nothing is tested yet" in text  # too many views
+    assert "(ε, δ) does not cover that search" in text
+    assert "24 runs" in text

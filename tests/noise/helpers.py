@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+from scipy import special, stats
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import Recurrence
@@ -64,3 +65,47 @@ def released(sums: np.ndarray, noise: np.ndarray, scale: float, fineness: int) -
     """What leaves: sum plus noise on the lattice of Δ, the least power of two ≥ 2^−fineness·scale."""
     quantum = math.ldexp(1.0, math.frexp(scale)[1] - fineness)
     return np.rint((sums + scale * noise) / quantum) * quantum
+
+
+def law_of_normals(device: str, count: int, rounds: int) -> None:
+    """``rounds`` steps of ``count`` values.
+
+    Every assertion alarms falsely with probability 1e-6 at most (4.9 sd two-sided, or a tail probability).
+    """
+    shapes = {"w": (count,)}
+    f = NoiseField(KEY, Layout.of(shapes), run_id="billion")
+    z = {"w": torch.empty(count, device=device)}
+    moments = torch.zeros(6, dtype=torch.float64, device=device)
+    edges = torch.linspace(-6.0, 6.0, 1201, dtype=torch.float64, device=device)
+    histogram = torch.zeros(1202, dtype=torch.int64, device=device)
+    tails = dict.fromkeys((4.0, 5.0, 6.0), 0)
+    lags = (1, 2, 12, 32, 192, 384, 2048)
+    products = dict.fromkeys(lags, 0.0)
+    across, before = 0.0, None
+    for step in range(1, rounds + 1):
+        f.fill_(z, step)
+        for part in z["w"].split(1 << 24):
+            wide = part.double()
+            moments += torch.stack([(wide**p).sum() for p in (1, 2, 3, 4, 5, 6)])
+            histogram += torch.bincount(torch.bucketize(wide, edges), minlength=1202)
+            for bound in tails:
+                tails[bound] += int((wide.abs() > bound).sum())
+            for lag in lags:
+                products[lag] += float((wide[:-lag] * wide[lag:]).sum())
+        if before is not None:
+            across += float((before.double() * z["w"].double()).sum())
+        before = z["w"].clone()
+    n = count * rounds
+    means = (moments / n).tolist()
+    for power, (mean, variance) in enumerate(((0, 1), (1, 2), (0, 15), (3, 96), (0, 945), (15, 10395 - 225)), start=1):
+        assert abs(means[power - 1] - mean) < 4.9 * math.sqrt(variance / n), power
+    distribution = special.ndtr(edges.cpu().numpy())
+    seen = (histogram.cumsum(0)[:-1].double() / n).cpu().numpy()
+    # Kolmogorov–Smirnov on a grid is below the full statistic, so its bound at 1e-6 stays a bound.
+    assert np.abs(seen - distribution).max() < stats.kstwobign.isf(1e-6) / math.sqrt(n)
+    for bound, got in tails.items():
+        low, high = stats.poisson.ppf([5e-7, 1 - 5e-7], 2 * special.ndtr(-bound) * n)
+        assert low <= got <= high, bound
+    for lag, total in products.items():
+        assert abs(total) < 5.3 * math.sqrt(n), lag
+    assert abs(across) < 5.3 * math.sqrt(n)

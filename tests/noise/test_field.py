@@ -16,7 +16,7 @@ from lambdacgd.noise import Layout, NoiseField, cpu
 from lambdacgd.noise.layout import FORMAT, Entry, match
 from lambdacgd.noise.reference import normals, radii
 
-from .helpers import KEY, SHAPES, SUBKEY, expected, field, tensors
+from .helpers import KEY, SHAPES, SUBKEY, expected, field, law_of_normals, tensors
 
 # The field is a format: these numbers change only together with its name, which checkpoints hold. Key
 # bytes(range(32)), run id "test". They were computed in 300-bit arithmetic (python-flint) from OpenSSL's keystream. The
@@ -210,3 +210,9 @@ def test_a_device_without_a_kernel_gets_the_cpu_noise_by_copy(caplog: pytest.Log
         f._by_copy(match(f.layout, copied), (bands, 3.0, 0.0), True)
     assert all(torch.equal(direct[name], copied[name]) for name in direct)
     assert len([r for r in caplog.records if "no noise kernel" in r.message]) == 1
+
+
+@pytest.mark.slow
+def test_a_billion_values_have_the_law_of_normals() -> None:
+    """2³⁰ values, as `test_cuda` asks of a GPU: minutes on one core."""
+    law_of_normals("cpu", 1 << 24, 64)

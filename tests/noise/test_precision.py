@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import lambdacgd as lc
 from lambdacgd.accounting import floating_point
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.keys import scattered_blocks
 from lambdacgd.mechanisms import BLT, BSR, Horizon, LambdaCGD
+from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import cpu, layout
+from lambdacgd.training.step import floating_point_of
 
 from .helpers import SUBKEY
 
@@ -132,7 +136,7 @@ def test_the_kernels_polynomials_are_within_the_bound() -> None:
 
 def test_displacements_are_those_of_the_words() -> None:
     """The shells' table is above what moving a word by half its cell does to the radius and the angle, everywhere."""
-    probability, largest = floating_point._displacements(2.0**-9, 2.0**-53, 2.0**-51)
+    probability, largest, _ = floating_point._displacements(2.0**-9, 2.0**-53, 2.0**-51)
     assert abs(probability.sum() - 1) < 1e-12
     u = np.concatenate([np.geomspace(2.0**-15, 0.5, 4000), 1 - np.geomspace(2.0**-15, 0.5, 4000)[::-1]])
     radius = np.sqrt(-2 * np.log(u))
@@ -158,11 +162,19 @@ def test_what_a_run_costs() -> None:
     """Figures that docs/noise-proof.md shows."""
     run = {"steps": 4000, "parameters": 300_000, "fineness": 10, "delta": 1e-12}
     fresh = floating_point.floating_point_cost(LambdaCGD(0.9), restart_every=400, **run)
-    assert 5e-6 < fresh.epsilon < 2e-5
+    assert 2.1e-5 < fresh.epsilon < 2.2e-5
     assert fresh.delta < 1.01e-12
     longer = floating_point.floating_point_cost(LambdaCGD(0.9), restart_every=None, **run)
     independent = floating_point.floating_point_cost(LambdaCGD(0.0), restart_every=None, **run)
     assert independent.epsilon < fresh.epsilon < longer.epsilon
+    table = [
+        floating_point.floating_point_cost(LambdaCGD(lam), restart_every=every, **run).epsilon
+        for lam, every in ((0.0, None), (0.9, 400), (0.9, None), (0.99, 400), (0.99, None))
+    ]
+    page = (Path(cpu.__file__).parents[3] / "docs" / "noise-proof.md").read_text()
+    powers = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    shown = [f"{value:.1e}".split("e") for value in table]
+    assert " | ".join(f"{digits}·10{str(int(power)).translate(powers)}" for digits, power in shown) in page
     for mechanism in (BLT(3), BSR(16)):
         cost = floating_point.floating_point_cost(mechanism.resolve(Horizon(400, 10)), restart_every=None, **run)
         assert cost.epsilon < 5e-4
@@ -173,6 +185,57 @@ def test_a_run_that_is_too_large_is_refused() -> None:
         floating_point.cover(
             LambdaCGD(0.95), steps=40_000, restart_every=None, parameters=10**9, epsilon=0.1, delta=1e-6
         )
+
+
+@dataclass(frozen=True)
+class Scaled(LambdaCGD):
+    """λCGD whose C is 1/scale times as large: a user's own mechanism may count its noise in any unit."""
+
+    scale: float = 1.0
+
+    def recurrence(self, n: int) -> BandedInverse:
+        return BandedInverse(tuple(self.scale * a for a in super().recurrence(n).coefficients))
+
+
+def test_cells_wider_than_the_proof_allows_are_refused() -> None:
+    """Δ is a share of ζσ: in units of z, it grows with the diagonal of C. Lemma 1 ends at a quarter."""
+    run = {"steps": 100, "restart_every": None, "parameters": 10_000}
+    for scale, covered in ((1.0, True), (0.01, True), (0.001, False), (1e-6, False)):
+        cost = floating_point.floating_point_cost(Scaled(0.9, scale=scale), fineness=10, delta=1e-12, **run)
+        assert math.isfinite(cost.epsilon) == covered, scale
+
+
+def test_an_epsilon_whose_delta_cannot_be_covered_is_refused_with_the_reason() -> None:
+    """δ₁ is 2⁻¹⁰⁰ at least for each pair, and counts e^ε times: a larger ε does not help."""
+    for epsilon in (50.0, 700.0):
+        with pytest.raises(ValueError, match="Plan for an ε of at most 30"):
+            floating_point.cover(
+                LambdaCGD(0.9), steps=1000, restart_every=None, parameters=300_000, epsilon=epsilon, delta=1e-5
+            )
+
+
+def test_noise_that_is_lost_beside_the_sums_is_refused() -> None:
+    """The proof takes a sum of all examples to be below 2²⁹ times the noise: |v| < 2⁴⁰Δ."""
+    small = lc.plan(1000, 100, epochs=1, epsilon=8.0, delta=1e-5, mechanism=LambdaCGD(0.5))
+    assert floating_point_of(small, 1000) is not None
+    with pytest.raises(ValueError, match=r"more than 2\^29 times"):
+        floating_point_of(replace(small, sigma=1e-7), 1000)
+
+
+def test_normals_that_another_device_computes_again_are_paid_for() -> None:
+    """A run may go on elsewhere: the share of z that is taken back then has other errors than when it was added."""
+    run = {"steps": 4000, "restart_every": None, "parameters": 300_000, "fineness": 10, "delta": 1e-12}
+    cost = floating_point.floating_point_cost(LambdaCGD(0.9), **run).epsilon
+    # What two devices can differ by, 2(2⁻⁴⁹r + 2⁻⁵⁰/r), in mean squares beside the displacement of the words.
+    r = np.sqrt(-2 * np.log((np.arange(1 << 16) + 0.5) / (1 << 16)))
+    differ = 0.9 * math.sqrt(np.mean((2.0**-49 * r + 2.0**-50 / r) ** 2))
+    words = 4 * 2.0**10 * 1.5 * 2.0**-47
+    least = math.hypot(words, 4 * 2.0**10 * differ) * math.sqrt(4000 * 300_000 * math.log(1e12) / 2)
+    assert cost > least
+
+
+def test_the_two_homes_of_a_constant_agree() -> None:
+    assert (floating_point.PAIRS, floating_point.FINEST) == (layout.PAIRS, layout.FINENESS)
 
 
 def test_the_share_covers_what_the_run_costs() -> None:

@@ -318,6 +318,8 @@ def test_one_field_serves_one_set_of_terms(other: dict[str, object]) -> None:
         ({"restart_every": 0}, "restart_every"),
         ({"column_scales": [1.0] * 99}, "99 column scales for 100 steps"),
         ({"column_scales": [0.0] * 100}, "positive"),
+        ({"column_scales": [1.0] * 99 + [1e-320]}, "a step's noise"),  # its lattice would vanish on a GPU
+        ({"column_scales": [1.0] * 99 + [1e300]}, "a step's noise"),
     ],
 )
 def test_bad_terms(terms: dict[str, object], message: str) -> None:

@@ -25,6 +25,7 @@ PAIRS = 6  #: of normals that one ChaCha20 block makes (``noise.layout``; no tor
 FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard deviation, and at most 2⁻⁴ of it
 
 _LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
+_WIDEST = 0.25  # lemma 1 covers cells up to this width, in units of z
 _SMALL = 0.09  # lemmas 5 and 7 cover log-likelihood ratios up to this size
 _SEEN = 16.66  # the later noise of a pair, |N₁| + |N₂|, is covered up to √2·11.78: a radius beyond it is as improbable
 
@@ -79,6 +80,13 @@ def cover(
             continue
         if math.expm1(cost.epsilon) * delta + math.exp(cost.epsilon) * often * cost.delta <= share["delta"]:
             return cost
+    if 2 * cost.epsilon <= share["epsilon"]:
+        raise InvalidInput(
+            "plan",
+            f"ε = {epsilon:g}, δ = {delta:g} is too weak a claim to be proven of floating-point noise over {steps} "
+            f"steps of a model with {parameters} parameters: what the generator's tail adds to δ counts e^ε times, and "
+            "is no smaller than 2^-100 for each pair of numbers. Plan for an ε of at most 30, or for a larger δ.",
+        )
     raise InvalidInput(
         "plan",
         f"Over {steps} steps of a model with {parameters} parameters, floating-point noise cannot be proven to keep "
@@ -94,7 +102,7 @@ def floating_point_cost(
 
     Args:
         mechanism, steps, restart_every, parameters: As for ``cover``.
-        fineness: Δ_t is the least power of two that is at least 2^−fineness·ζσd_t.
+        fineness: Δ_t is the least power of two above 2^−fineness·ζσd_t.
         delta: The probability with which ε₁ may be exceeded.
 
     Returns:
@@ -108,27 +116,35 @@ def floating_point_cost(
     # A cell of the lattice in units of z: at least `narrow`, at most `wide`.
     narrow, wide = (2.0 ** (k - fineness) * (1 + s * 2.0**-12) * diagonal for k, s in ((0, -1), (1, 1)))
     computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
+    noising = np.abs(recurrence.noising(period)) * diagonal
+    past = float(noising[1:].sum())  # with which weight earlier normals come again
+    if wide > _WIDEST or noising.sum() > 2.0**25:  # lemma 1, and noise that fits between the lattice's ends
+        return FloatingPointCost(math.inf, 1.0, fineness)
 
     # |ℓ| of a pair whose cells are seen is at most κ = 4·tilt·(displacement)/narrow (lemma 1).
-    probability, displacement = _displacements(wide, 2.0**-53, 2.0**-51)
+    probability, displacement, radius = _displacements(wide, 2.0**-53, 2.0**-51)
     factor = 4 * (1 + wide * (_LONGEST + 1) / 2 + 2.0**-20) / narrow
-    log = math.log(10 * steps / delta)
+    log = math.log(30 * steps / delta)
+    # Earlier normals may have been computed by another device, so each time with other errors.
+    largest = computed * _LONGEST + past * (2.0**-49 * _LONGEST + 2.0**-43)
 
     def kappa(numbers: int, share: float | np.ndarray = 1.0) -> tuple[np.ndarray, np.ndarray]:
         """Typical size, for noise of the size that so many numbers have together, and largest size."""
         usual = math.sqrt(1 + 2 * math.sqrt(log / numbers) + 2 * log / numbers) + wide
-        sizes = (displacement + computed * usual, displacement + computed * _LONGEST)
+        inverse = math.sqrt(min(5.5 + math.sqrt(2.0**16 * log / numbers) + 2.0**15 * log / (3 * numbers), 2.0**14))
+        again = past * (2.0**-49 * 1.42 * usual + 2.0**-50 * inverse)
+        sizes = (displacement + computed * np.maximum(usual, radius) + again, displacement + largest)
         usual_size, largest_size = (factor * size[:, None] * share for size in sizes)
         return usual_size.ravel(), largest_size.ravel()
 
     epsilon = _composed(steps * parameters / 2, probability, *kappa(steps * parameters), delta / 5)
 
     # What it costs that the pairs of a ChaCha20 block share bits: |x| of a pair, given those bits (lemma 6).
-    farthest = _displacements(wide, 2.0**-42, 2.0**-38)[1] + computed * _LONGEST
+    farthest = _displacements(wide, 2.0**-42, 2.0**-38)[1] + largest
     if farthest.max() > narrow**2 / 8:  # lemma 1 needs this much room
         return FloatingPointCost(math.inf, 1.0, fineness)
     coarse = factor * farthest
-    given = np.expm1(coarse + factor * (displacement + computed * _LONGEST))
+    given = np.expm1(coarse + factor * (displacement + largest))
     shared, size = _products(probability, given)
     size *= math.comb(PAIRS, 2) * math.exp(PAIRS * given.max() + 2.0**-10)
     epsilon += _composed(steps * parameters / PAIRS, shared, size, size, delta / 5)
@@ -150,11 +166,12 @@ def floating_point_cost(
         joint, sizes = (shared[:, None] * share).ravel(), (size[:, None] * more).ravel()
         epsilon += period * _composed(numbers / PAIRS, joint, sizes, sizes, delta / 5 / period)
     outside = steps * parameters * 2.0**-100  # for each pair one event of u and one of N₁, N₂
-    return FloatingPointCost(epsilon, math.exp(min(epsilon, 1.0)) * delta + outside, fineness)
+    return FloatingPointCost(epsilon, math.exp(min(epsilon, 700.0)) * delta + outside, fineness)
 
 
-def _displacements(wide: float, unit: float, turn: float) -> tuple[np.ndarray, np.ndarray]:
-    """The law of a pair's displacement, rounded up: probabilities of shells of the plane, and the largest in each.
+def _displacements(wide: float, unit: float, turn: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The law of a pair's displacement, rounded up: probabilities of shells of the plane, and in each the largest
+    displacement and the largest radius.
 
     A pair of normals is that far, at most, from the one that the exact transform of an ideal uniform gives, if the
     uniforms u and v are within ``unit`` and ``turn`` of ideal ones (lemma 2). A cell may reach out of its shell by
@@ -171,7 +188,7 @@ def _displacements(wide: float, unit: float, turn: float) -> tuple[np.ndarray, n
     coarse = farthest(np.clip(reach, low, high)).max(axis=0)  # convex: the largest is at an end
     fine = 2.0**-51 + _LONGEST * (2 * math.pi * turn + 2.0**-49)  # where u has 160 bits
     largest = np.where((reach[1] < low) | (reach[0] > high), fine, np.maximum(coarse, fine * (reach[1] > high)))
-    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), largest
+    return np.exp(-(ends[:-1] ** 2) / 2) - np.exp(-(ends[1:] ** 2) / 2), largest, reach[1]
 
 
 def _products(probability: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

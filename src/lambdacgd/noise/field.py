@@ -213,7 +213,7 @@ class CorrelatedNoise:
         horizon: How many steps the run has.
         column_scales: d_1 … d_n of a column-normalised mechanism.
         restart_every: With b, the noise restarts at steps 1, b+1, 2b+1, …
-        fineness: Sum plus noise is released in multiples of Δ_t, the least power of two that is at least 2^−fineness of
+        fineness: Sum plus noise is released in multiples of Δ_t, the least power of two above 2^−fineness of
             ζσd_t. What is claimed depends on it: ``accounting.floating_point`` says how.
 
     Raises:

@@ -237,13 +237,17 @@ class Combination:
             if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
             object.__setattr__(self, name, int(value))  # NumPy's integers are no kernel arguments
-        if self.scale and not 2.0**-100 < self.scale < 2.0**100:
-            raise ValueError(f"ζσ is {self.scale!r}; it must lie between 2^-100 and 2^100: float32 ends there")
         if (scales := self.column_scales) is not None:
             if len(scales) < (needed := min(self.period, self.horizon)):
                 raise ValueError(f"there are {len(scales)} column scales for {needed} steps; give one a step")
             if not all(math.isfinite(d) and d > 0 for d in scales):
                 raise ValueError("column scales must be positive and finite")
+        for size in (self.scale,) if scales is None else (self.scale * min(scales), self.scale * max(scales)):
+            if self.scale and not 2.0**-100 < size < 2.0**100:  # below, a step's noise and lattice could vanish
+                raise ValueError(
+                    f"ζσ is {self.scale!r} and a step's noise {size!r}; both must lie between 2^-100 and 2^100: "
+                    f"float32 ends there"
+                )
 
     @property
     def period(self) -> int:
@@ -261,7 +265,7 @@ class Combination:
         return self.scale * (1.0 if self.column_scales is None else self.column_scales[self.since(step) - 1])
 
     def lattice_at(self, step: int) -> float:
-        """M = 1.5·2⁵²Δ: (v + M) − M is v rounded to a multiple of Δ, the least power of two ≥ 2^−fineness·scale.
+        """M = 1.5·2⁵²Δ: (v + M) − M is v rounded to a multiple of Δ, the least power of two > 2^−fineness·scale.
 
         Where |v| ≥ 2⁵¹Δ, the float64 sum is coarser than Δ, but the function stays monotone. Without noise M is 0.
         """

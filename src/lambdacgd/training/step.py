@@ -176,7 +176,8 @@ def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
         The cost, with the lattice on which sums plus noise are released.
 
     Raises:
-        InvalidInput: The plan has set nothing aside for it (an earlier release made it), or too little.
+        InvalidInput: The plan has set nothing aside for it (an earlier release made it), or too little; or its noise
+            is so small beside a sum of all examples that float64 cannot hold both.
     """
     if plan.certificate.kind != "bound" or not math.isfinite(plan.epsilon):
         return None
@@ -185,6 +186,15 @@ def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
             "plan",
             "This plan was made before floating point was part of what a plan covers: it sets no ε and δ aside for it. "
             "Make it again with lc.plan.",
+        )
+    scales = plan.mechanism.column_scales(plan.block.steps)
+    least = plan.sigma * (1.0 if scales is None else float(np.min(scales)))
+    if plan.examples > 2.0**29 * least:
+        raise InvalidInput(
+            "plan",
+            f"A sum of {plan.examples} examples can be more than 2^29 times as large as the noise of a step, "
+            f"{least:.2g} of the clipping norm: floating-point noise cannot be proven to hide anything in it. Plan for "
+            "a smaller ε.",
         )
     return cover(
         plan.mechanism,

@@ -115,3 +115,26 @@ def test_a_recurrence_of_another_type_is_a_sentence():
 
     with pytest.raises(lc.InvalidInput, match=r"must return a BandedInverse.*returned a tuple"):
         lc.plan(**SMALL, epsilon=2.0, mechanism=Bare())
+
+
+def test_a_class_without_name_or_recurrence_is_told_so():
+    class Nameless(lc.Mechanism):
+        pass
+
+    assert Nameless.name == "Nameless"
+    with pytest.raises(NotImplementedError, match=r"Nameless has no recurrence"):
+        lc.plan(200, 20, epochs=1, epsilon=2.0, delta=1e-4, mechanism=Nameless())
+
+
+def test_a_release_of_ones_own_mechanism_is_not_called_broken(tmp_path):
+    import json
+
+    from lambdacgd.verifying import verify
+
+    card = {
+        "format": "lambdacgd-privacy-card-1", "earlier_runs": [], "this_run": {"epsilon": 1, "delta": 1e-5},
+        "epsilon": 1, "delta": 1e-5, "sigma": 1, "claim": "none", "mechanism": {"name": "mine"},
+    }  # fmt: skip
+    (tmp_path / "privacy-card.json").write_text(json.dumps(card))
+    with pytest.raises(lc.InvalidInput, match="not in this package"):
+        verify(tmp_path)

@@ -77,6 +77,11 @@ def shown(value: Any, length: int = 200) -> str:
     return text if len(text) <= length else text[: length - 1] + "…"
 
 
+def counted(count: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def brief(text: object, length: int = 200) -> str:
     """``str(text)`` on one line, cut off where it is long, and such that every terminal shows it.
 

@@ -162,7 +162,8 @@ class Ledger:
             raise LedgerError(
                 f"run {run_id} released weights after step {newest}; resuming from step {step} would use the same "
                 f"noise for other sums. Resume from step {newest}; or, if every release after step {step} is destroyed "
-                f"with all its copies, say so with ledger.declare_destroyed({run_id!r}, {step}); or start a new run"
+                f"with all its copies, say so with "
+                f"key.ledger().declare_destroyed({run_id!r}, {step}); or start a new run"
             )
         if step > newest:
             raise LedgerError(

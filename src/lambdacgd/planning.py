@@ -16,7 +16,7 @@ import numpy as np
 from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
-from lambdacgd.errors import InvalidInput, brief, integer, number, shown
+from lambdacgd.errors import InvalidInput, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     BLT,
@@ -213,8 +213,8 @@ class Plan:
         return (
             f"{self.mechanism}, {self.sampling.kind}:\n"
             f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, RMSE {self.rmse:.4g} ({claim}),\n"
-            f"{self.epochs} epochs × {self.steps_per_epoch} steps of about {self.described_batch_size} of "
-            f"{self.examples} examples"
+            f"{counted(self.epochs, 'epoch')} × {counted(self.steps_per_epoch, 'step')} of about "
+            f"{self.described_batch_size} of {self.examples} examples"
         )
 
     def __repr__(self) -> str:
@@ -605,7 +605,8 @@ def _objective(
     if epsilon is None and objective in ("amplified-rmse", "guideline"):
         raise InvalidInput(
             parameter,
-            f"An automatic {parameter} is chosen for an ε (by {objective}). With a noise_multiplier give a number, or "
+            f"An automatic {'λ' if parameter == 'lam' else 'γ'} is chosen for an ε (by {objective}). With a "
+            "noise_multiplier give a number, or "
             "the objective 'rmse'.",
         )
     how: dict[str, Any] = {"objective": objective}

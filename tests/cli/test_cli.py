@@ -33,7 +33,7 @@ def test_plan_from_a_noise_multiplier(capsys):
     assert found["epsilon"] == pytest.approx(5.46186, rel=2e-3)  # with what is set aside for floating point
     assert found["epsilon"] > 5.46186
     assert main(["plan", *asked]) == 2
-    assert "--epsilon: Give either epsilon or noise_multiplier" in capsys.readouterr().err
+    assert "--epsilon: Give either --epsilon or --noise-multiplier" in capsys.readouterr().err
 
 
 def test_plan_for_people(capsys, tmp_path):
@@ -277,3 +277,24 @@ def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     told = capsys.readouterr().err
     assert told.startswith(f"lambdacgd: {package}.parts is not installed here")
     assert advice in told
+
+
+def test_python_m_is_the_command():
+    done = subprocess.run([sys.executable, "-m", "lambdacgd", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert lc.__version__ in done.stdout
+
+
+def test_one_step_is_one_step(capsys):
+    run = ["--examples", "2000", "--batch-size", "1100", "--epochs", "2", "--epsilon", "2", "--delta", "1e-5"]
+    assert main(["plan", *run, "--lambda", "0.1"]) == 0
+    assert "2 epochs × 1 step of about 2000" in capsys.readouterr().out
+
+
+def test_complaints_name_flags(capsys):
+    run = ["--examples", "1000", "--batch-size", "20", "--epochs", "1", "--noise-multiplier", "1", "--delta", "1e-5"]
+    assert main(["plan", *run]) == 2
+    said = capsys.readouterr().err
+    assert "An automatic λ" in said
+    assert "--noise-multiplier" in said
+    assert "noise_multiplier" not in said

@@ -165,6 +165,30 @@ def test_equal_values_in_bfloat16_stay_below_the_norm(leave_room: bool) -> None:
     assert max(excess) <= (1 if leave_room else 1 + clipper.sensitivity_tolerance)
 
 
+@pytest.mark.parametrize("batch", [4096, 65536])
+def test_a_contribution_rounds_with_a_large_sum(batch: int) -> None:
+    """Equal examples: whoever is zeroed out, all coordinates of the float32 sum round alike, up by nearly half an ulp
+    of a sum that is as many times as large as there are examples.
+    """
+
+    def total(width: int, without: int | None) -> torch.Tensor:
+        model = nn.Linear(width, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        clipper = attach(model, 1.0)
+        clipper.leave_room(batch)  # as privatize does
+        for first in range(0, batch, 1024):
+            weights = torch.ones(1024)
+            if without is not None and first <= without < first + 1024:
+                weights[without - first] = 0
+            clipper.weigh(weights)
+            F.mse_loss(model(torch.ones(1024, width)), torch.full((1024, 1), -1e4)).backward()
+        return clipper.take()["weight"].double()
+
+    for width in (16, 40, 56, 60, 64):
+        whole = total(width, None)
+        assert all(float((whole - total(width, k)).norm()) <= 1 for k in (0, batch // 2, batch - 1))
+
+
 def test_the_folding_unit_covers_the_unit_roundoff() -> None:
     for dtype in (torch.bfloat16, torch.float64):
         assert folding_unit(dtype, torch.device("cpu")) >= torch.finfo(dtype).eps / 2

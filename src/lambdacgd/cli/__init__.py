@@ -49,7 +49,8 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
     except InvalidInput as error:
         from lambdacgd.cli.options import flag_of
 
-        return _complain(program, flag_of(error.parameter) + error.complaint)
+        said = error.complaint.replace("noise_multiplier", "--noise-multiplier").replace(" epsilon ", " --epsilon ")
+        return _complain(program, flag_of(error.parameter) + said)
     except (ValueError, TrainingError, LedgerError) as error:
         return _complain(program, str(error))
     except BrokenPipeError:  # who reads us has seen enough

@@ -20,6 +20,7 @@ from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
+from lambdacgd.errors import counted
 from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
@@ -119,8 +120,8 @@ def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
     add(
         "training",
-        f"{plan.examples} examples, {plan.epochs} {'epoch' if plan.epochs == 1 else 'epochs'} × "
-        f"{plan.steps_per_epoch} steps of about "
+        f"{plan.examples} examples, {counted(plan.epochs, 'epoch')} × "
+        f"{counted(plan.steps_per_epoch, 'step')} of about "
         f"{plan.described_batch_size}",
     )
     add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")

@@ -23,7 +23,8 @@ The norm used is an upper bound: with ‖·‖ from Gram matrices G_a, G_b of on
     U = ( √(max(0, ⟨G_a, G_b⟩) + γ(tr G_a ‖G_b‖ + tr G_b ‖G_a‖ + ‖G_a‖ ‖G_b‖)) + κ ‖folded‖_F ‖G_other‖^½ )²
 
 which bounds the squared norm of that layer's rounded contribution divided by c_i. The tolerance leaves room for the
-rounding of the factor itself and for the float32 accumulation of a few thousand contributions.
+rounding of the factor itself and for the float32 accumulation of 4096 contributions: four roundings of a sum that is so
+many times as large. ``Clipper.leave_room`` leaves more for larger batches.
 """
 
 from __future__ import annotations

@@ -486,7 +486,8 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
         f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
         "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
-        "each example first), a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
+        "each example first), class weights or ignore_index in a mean, "
+        "a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
         "left (pad on the right), padding without an attention mask."
     )
 

@@ -261,6 +261,12 @@ class Mechanism:
     name: ClassVar[str]
     title: ClassVar[str] = ""
 
+    def __init_subclass__(cls, **how: Any) -> None:
+        """A class of one's own without a name is called by that of the class."""
+        super().__init_subclass__(**how)
+        if not hasattr(cls, "name"):
+            cls.name = cls.__name__
+
     def __str__(self) -> str:
         """The mechanism in a few words, as tables show it."""
         words = [self.title or self.name]
@@ -300,7 +306,10 @@ class Mechanism:
 
     def recurrence(self, n: int) -> Recurrence:
         """How the correlated noise of n steps is generated."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no recurrence(n), which says how its noise is made: let it return a "
+            "BandedInverse, a BandedStrategy or a BufferedToeplitz of lambdacgd.mechanisms"
+        )
 
     def column_scales(self, n: int) -> Array | None:
         """d_1 … d_n of C = T·D⁻¹, or None for the identity. The noise of step t is multiplied by d_t."""

@@ -36,7 +36,7 @@ NOT_COVERED = (
 )
 
 LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whatever the others are"
-LOSS_NOT_CHECKED = "not checked: the claim needs one that adds examples up (privatize looks where it is given)"
+LOSS_NOT_CHECKED = "not checked: the claim needs a loss that adds examples up; privatize(…, loss=…) looks at it"
 
 KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
 NOT_DECLARED = "what these weights went through before this run was not declared"

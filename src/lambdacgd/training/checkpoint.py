@@ -41,14 +41,7 @@ from lambdacgd.errors import CheckpointError, LedgerError, brief, shown
 from lambdacgd.files import read_json, sync_folder, write_new
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.training.card import History
-from lambdacgd.training.distributed.models import (
-    compare_weights,
-    groups_by_name,
-    is_sharded,
-    local,
-    place_of,
-    reshard,
-)
+from lambdacgd.training.distributed.models import groups_by_name, is_sharded, local, place_of, reshard
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.version import __version__
@@ -85,12 +78,11 @@ def save(
         check_savable(private)
         private.note_changes()
         state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
-    compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
+    private.compare_weights()
     state["generators"] = world.gather(generators())
     with world.together("saving"):
-        facts, tensors = encode(
-            {"identity": identity(private), "plan": private.plan.to_json(), "groups": _groups(private), "state": state}
-        )
+        parts = {"identity": identity(private), "plan": private.plan.to_json(), "groups": _groups(private)}
+        facts, tensors = encode(parts | {"state": state})
     facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
     facts["resumable"] = not weights_only
     name = f"step-{private.steps_taken:08d}"
@@ -154,7 +146,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         with world.together("loading"):
             _apply(private, saved)
             extra: dict[str, Any] = saved.value("extra")
-        compare_weights(private.clipper.parameters, private.optimizer, private.steps_taken, private.world)
+        private.compare_weights()
     private.adopt(who["history"])  # the weights are the checkpoint's now
     return extra
 
@@ -216,16 +208,8 @@ _MEANING = {
 def identity(private: Private) -> dict[str, Any]:
     """What must be the same for whoever goes on with this run."""
     return {
-        "plan": private.plan.digest,
-        "layout": private.layout.digest,
+        **private.settings,
         "noise": NOISE_FORMAT,
-        "max_grad_norm": private.max_grad_norm,
-        "clipping_mode": private.clipper.mode,
-        "augmentations": private.augmentations,
-        "loss_reduction": private.clipper.loss_reduction,
-        "examples": len(private.dataset),
-        "data_fingerprint": private.data_fingerprint,
-        "optimizer": type(private.optimizer).__name__,
         "key": private.run.key.fingerprint(),
         "sample": private.sample.seal(private.run.key),
         "history": private.history.to_dict(),

@@ -2,7 +2,8 @@
 
 The loop stays the user's own. `Loop` stands behind the hooks on the optimizer and on the clipper, and calls
 `step.PrivateStep` once for every whole logical batch. `Cycle` knows where the run stands, `Gradients` what is in
-``p.grad``, `Weights` whether something else has changed the weights. Every refusal says what to do instead.
+``p.grad``, `Weights` whether something else has changed the weights; `EMA` is an average of them. Every refusal says
+what to do instead.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import TrainingError
-from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, version
+from lambdacgd.errors import TrainingError, number
+from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, foreach_lerp_, version
 from lambdacgd.training.card import History
 from lambdacgd.training.distributed.models import (
     check_spread_as_before,
@@ -33,7 +34,6 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.ema import EMA
 from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
@@ -204,7 +204,6 @@ class Loop:
         self.resting = False
         self.attached = True
         self.broken: str | None = None
-        self._compares = world.many  # weights, at the end of an epoch
         self._steps_per_epoch = private_step.plan.steps_per_epoch
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
@@ -250,6 +249,10 @@ class Loop:
             raise TrainingError(_ALONE)
         if self.broken is not None:
             raise TrainingError(self.broken)
+
+    def compare_weights(self) -> None:
+        """An error on every rank unless all have the same weights. All must call it."""
+        compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
 
     def check_weights(self) -> None:
         """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
@@ -362,8 +365,8 @@ class Loop:
         if self.resting or self.cycle.phase is not Phase.NOISED:
             return
         self.acted()
-        if self._compares and self.cycle.done % self._steps_per_epoch == 0:
-            compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
+        if self.cycle.done % self._steps_per_epoch == 0:
+            self.compare_weights()
         for act in self.after_step:
             act()
 
@@ -601,6 +604,77 @@ class Weights:
 
     def _counters(self, parameters: list[nn.Parameter]) -> list[int]:
         return list(map(version, map(local, parameters) if self._sharded else parameters))
+
+
+class EMA:
+    """A running average of the weights. It only post-processes released steps, so it costs no privacy.
+
+    w̄ ← βw̄ + (1−β)w after every logical step, with β_t = min(β, (1+t)/(10+t)) so that the start is forgotten.
+
+    Kept in float32 or wider. ``with ema.applied():`` puts the average into the model, for evaluation or export; the
+    model's own weights come back at the end.
+    """
+
+    def __init__(self, loop: Loop, decay: float) -> None:
+        """An average that begins with the model's weights."""
+        self.decay = number("decay", decay, above=0, below=1, include=(0,))
+        self._loop, self._model = loop, loop.model
+        reshard(self._model)
+        self._parameters = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._updates = 0
+        self._average = {
+            name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+            for name, p in self._parameters.items()
+        }
+        self.in_use = False
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Take in the current weights. ``private.ema`` calls this after every logical step."""
+        if self.in_use:
+            raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
+        self._loop.note_changes()
+        self._updates += 1
+        decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
+        averages = [self._average[name] for name in self._parameters]
+        new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
+        if all(type(tensor) is Tensor for tensor in new):
+            foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
+            return
+        for average, tensor in zip(averages, new, strict=True):  # sharded tensors know fewer operations
+            average.lerp_(tensor, 1 - decay)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[nn.Module]:
+        """The model with the average in place of its weights."""
+        own = {name: p.detach().clone() for name, p in self._parameters.items()}
+        with self._loop.weights.exchanged() as in_place:
+            self._copy(self._average)
+            in_place()
+            self.in_use = True
+            try:
+                yield self._model
+            finally:
+                self.in_use = False
+                self._copy(own)
+
+    @torch.no_grad()
+    def _copy(self, source: dict[str, Tensor]) -> None:
+        for name, p in self._parameters.items():
+            p.copy_(source[name])
+        reshard(self._model)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Decay, number of updates and the averages by parameter name; checkpoints hold it."""
+        return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a saved average of the same decay."""
+        if state["decay"] != self.decay:
+            raise TrainingError(f"the saved average has decay {state['decay']} and this one {self.decay}")
+        self._updates = state["updates"]
+        for name, value in state["average"].items():
+            self._average[name].copy_(value)
 
 
 def _same(a: Any, b: Any) -> bool:

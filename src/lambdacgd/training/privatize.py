@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,6 @@ from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsil
 from lambdacgd.training.data import KeepsApart, Sample, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
-    compare_weights,
     follow,
     fsdp_modules,
     is_sharded,
@@ -34,9 +33,8 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.ema import EMA
 from lambdacgd.training.loader import Collate, Epoch, Loader, random_numbers_of
-from lambdacgd.training.loop import Loop, Phase
+from lambdacgd.training.loop import EMA, Loop, Phase
 from lambdacgd.training.run import Run, SharedRun
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
 from lambdacgd.version import __version__
@@ -169,7 +167,7 @@ def privatize(
                 undo += follow(model, given, world)
                 _check_same_parameters(clipper.parameters, optimizer)
                 floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
-                clipper.leave_room()  # σ is then the plan's own
+                clipper.leave_room(plan.batch_size)  # σ is then the plan's own
                 clipper.expect_views(views)
                 loader = partial(
                     Loader,
@@ -265,10 +263,21 @@ class Private(Loop):
             clipper.allow_probe(False)  # until a batch of which every rank has two examples
         step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
         super().__init__(model, optimizer, clipper, step, world=world, shards=shards, history=history)
-        self.dataset, self.run, self.layout = dataset, run, layout
-        self.augmentations, self.data_fingerprint = clipper.views, data_fingerprint
+        self.dataset, self.run, self.layout, self.sample = dataset, run, layout, sample
+        #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
+        self.settings: Mapping[str, Any] = {
+            "plan": plan.digest,
+            "layout": layout.digest,
+            "max_grad_norm": max_grad_norm,
+            "clipping_mode": clipper.mode,
+            "augmentations": clipper.views,
+            "loss_reduction": clipper.loss_reduction,
+            "examples": len(dataset),
+            "data_fingerprint": data_fingerprint,
+            "optimizer": type(optimizer).__name__,
+        }
         self.loss_checked = False  # whether anybody has seen that the loss adds examples up
-        self.sample, self.loader = sample, loader(self)
+        self.loader = loader(self)
         self._undo = [*undo, run.close]
 
     # --- where the run stands ----------------------------------------------------------------------------------------
@@ -320,17 +329,9 @@ class Private(Loop):
         Returns:
             The claim of this run, which releasing its weights costs after any number of steps.
         """
-        plan = self.plan
+        plan, for_tests = self.plan, self.run.key.is_for_tests
         informational = epsilon_after_epochs(plan) if after_epochs else None
-        return Spent(
-            plan.epsilon,
-            plan.delta,
-            plan.certificate,
-            self.steps_taken,
-            plan.steps,
-            informational,
-            key_for_tests=self.run.key.is_for_tests,
-        )
+        return Spent(plan.epsilon, plan.delta, plan.certificate, self.steps_taken, plan.steps, informational, for_tests)
 
     def card(self) -> Card:
         """The privacy card of the weights that the model holds now: what ``lc.export`` writes beside them.
@@ -348,9 +349,9 @@ class Private(Loop):
             steps_taken=self.steps_taken,
             max_grad_norm=self.max_grad_norm,
             clipping=self.clipper.mode,
-            augmentations=self.augmentations,
+            augmentations=self.clipper.views,
             loss_checked=self.loss_checked,
-            floating_point=floating_point_of(self.plan, self.layout.elements),
+            floating_point=self.private_step.floating_point,
             key_for_tests=self.run.key.is_for_tests,
         )
 
@@ -384,7 +385,7 @@ class Private(Loop):
         Returns:
             The average. ``with average.applied():`` puts it into the model.
         """
-        average = EMA(self.model, decay, exchanged=self.weights.exchanged, before_update=self.note_changes)
+        average = EMA(self, decay)
         self.averages.append(average)
         self.after_step.append(average.update)
         return average
@@ -395,7 +396,8 @@ class Private(Loop):
         """A fast step for small models on CUDA: ``step = private.captured_step(loss, (x, y)); step.run()``.
 
         Args:
-            loss: ``loss(model, *batch)`` computes the loss of a batch.
+            loss: ``loss(model, *batch)`` computes the loss of a batch. With ``augmentations=K`` every example comes as
+                K neighbouring rows, all alike: what makes views of them is the loss's (docs/training.md).
             data: The dataset's examples as CUDA tensors, in its order.
             padded: The largest of the three widths that batches are padded to; larger batches are split. By default
                 B + 3√B, rounded up.
@@ -477,26 +479,20 @@ def _few(dataset: Any) -> list[Any]:
 
 def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
     """What all ranks must agree on: digests and settings, nothing secret."""
-    clipper, plan = private.clipper, private.plan
+    named = private.settings["data_fingerprint"]
     return {
-        "plan": plan.digest,
-        "layout": private.layout.digest,
+        **private.settings,
         # In their order, which is that of the sums in buckets: the layout has names in alphabetical order.
-        "parameters": [f"{name} {p.dtype}" for name, p in clipper.parameters.items()],
-        "dataset length": len(private.dataset),
+        "parameters": [f"{name} {p.dtype}" for name, p in private.clipper.parameters.items()],
         # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
-        "examples": None if private.data_fingerprint else sample_of(private.dataset, plan.examples),
-        "max_grad_norm": private.max_grad_norm,
-        "clipping mode": clipper.mode,
-        "loss reduction": clipper.loss_reduction,
-        "augmentations": private.augmentations,
-        "physical batch size": max_physical_batch_size,
-        "data fingerprint": private.data_fingerprint,
-        "earlier runs": private.history.to_dict(),
-        "device": clipper.anchor.device.type,
+        "sample": None if named else sample_of(private.dataset, private.plan.examples),
+        "max_physical_batch_size": max_physical_batch_size,
+        "earlier": private.history.to_dict(),
+        "device": private.clipper.anchor.device.type,
         "sharded modules": [path for path, _ in fsdp_modules(private.model)],
         "reduce_every_batch": private.shards is not None and reduce_every_batch,
         "version": __version__,
+        **optimizer_settings(private.clipper.parameters, private.optimizer),
     }
 
 
@@ -504,12 +500,12 @@ _ADVICE = {
     "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
     "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
     "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
-    "dataset length": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
-    "examples": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
+    "examples": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
+    "sample": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
     "order (no shuffling, no part for each rank). If reading is random in a way of its own, name the data with "
     "data_fingerprint on every rank",
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
-    "physical batch size": "Ranks go through physical batches together",
+    "max_physical_batch_size": "Ranks go through physical batches together",
     "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
     "reduce_every_batch": "Ranks reduce sums together",
 }
@@ -523,10 +519,10 @@ def _start_together(
 
     Shards are not sent. Where a mesh replicates them, the copies are compared.
     """
-    world, parameters, optimizer = private.world, private.clipper.parameters, private.optimizer
+    world = private.world
     with world.together("privatize"):
         facts = _facts(private, max_physical_batch_size, reduce_every_batch)
-    world.agree("privatize", {**facts, **optimizer_settings(parameters, optimizer)}, _ADVICE)
+    world.agree("privatize", facts, _ADVICE)
     why = "their noise and batches would not be one run's. Give the key on rank 0 alone (others receive it), or the "
     _check_first_counts(world.gather(run.given_fingerprint), "the key", why + "same file on all")
     why = "data sorted by the bins of one run would be read as another's. Give the run_id on rank 0 alone, or the same "
@@ -534,7 +530,7 @@ def _start_together(
     with private.loading():  # all ranks begin with rank 0's weights
         run.share(private.clipper.anchor.device)
         broadcast_(private.model, world)
-        compare_weights(parameters, optimizer, 0, world)
+        private.compare_weights()
 
 
 def _check_first_counts(given: list[str | None], what: str, why: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lambdacgd.accounting.certificate import progress
 from lambdacgd.auditing.bounds import Array, LowerBound, curve, ideal_scores, lower_bound
 from lambdacgd.auditing.canaries import Train, plain_loop, record
 from lambdacgd.auditing.conformance import Check, Measured, checks
@@ -185,8 +186,9 @@ def audit(
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
-    for _ in range(runs):
-        recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+    for run in range(1, runs + 1):
+        with progress(f"training canaries, run {run} of {runs}", plan.steps) as tick:
+            recording = record(plan, train or plain_loop, tick, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
         releases = len(recording.released)
         if releases != plan.steps:
             wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")

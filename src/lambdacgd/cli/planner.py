@@ -21,7 +21,7 @@ from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.errors import counted
-from lambdacgd.planning import Plan, Progress
+from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
 
@@ -46,14 +46,14 @@ def show_plan(
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
     arguments = plan_arguments(request)
-    with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(**arguments, progress=None if as_json else _say_estimate)
+    with busy(as_json, "calibrating the noise"):
+        plan = make_plan(**arguments, **({"progress": None} if as_json else {}))
         accountant = accountant_for(plan.mechanism, plan.sampling)
         check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
-        with _busy(as_json, "drawing"):
+        with busy(as_json, "drawing"):
             plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
@@ -96,16 +96,6 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
-
-
-def _say_estimate(told: Progress) -> None:
-    """The answer to about 1%, on standard error, while it is being certified."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        console.print(
-            f"about: {told.mechanism}, σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g};\ncertifying it takes about "
-            f"{max(told.seconds, 1):.0f} s"
-        )
 
 
 def _stored(plan: Plan) -> int:
@@ -211,7 +201,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
 
 
 @contextlib.contextmanager
-def _busy(quiet: bool, what: str) -> Iterator[None]:
+def busy(quiet: bool, what: str) -> Iterator[None]:
     """A spinner on a terminal's stderr while something takes its time."""
     if quiet or not sys.stderr.isatty():
         yield

@@ -1,4 +1,4 @@
-"""CPU seconds and σ of uncached plans at the settings of docs/planning.md, on one thread of one core.
+"""CPU seconds and σ of uncached plans at the settings of docs/planning-measured.md, on one thread of one core.
 
     OMP_NUM_THREADS=1 python benchmarks/accounting_speed.py [NAME …]
 

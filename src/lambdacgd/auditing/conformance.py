@@ -1,4 +1,4 @@
-"""Does a run do what its plan says? Tests of what was released, each with the law that it has if so (docs/audit.md)."""
+"""Does a run do what its plan says? Tests of what was released; docs/audit-laws.md has the law of each if it does."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _without_stand_in(plan: Plan, seen: Sequence[NDArray[np.int64]], step: int) 
 
 
 def checks(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
-    """All tests of runs that are whole. See docs/audit.md for statistics and laws."""
+    """All tests of runs that are whole. See docs/audit-laws.md for statistics and laws."""
     for test in (_noise, _over_steps, _over_coordinates, _over_runs, _weights, _participation, _bins, _division):
         yield from test(plan, runs)
 

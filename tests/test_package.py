@@ -134,3 +134,14 @@ def test_the_wheel_holds_the_library_and_nothing_else(tmp_path):
     assert {"lambdacgd/digits.npz", "lambdacgd/py.typed", "lambdacgd/cli/demo.py"} <= names
     written = {str(path.relative_to(root / "src")) for path in (root / "src" / "lambdacgd").rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == written
+    # Installed, it plans without the checkout.
+    place = tmp_path / "installed"
+    install = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(place), str(wheel)]
+    done = subprocess.run([sys.executable, *install], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ask = ["epsilon", "--sampling-rate", "0.05", "--steps", "50", "--noise-multiplier", "1", "--delta", "1e-5"]
+    done = subprocess.run(
+        [sys.executable, place / "bin" / "lambdacgd", *ask],
+        cwd=tmp_path / "installed", env=os.environ | {"PYTHONPATH": str(place)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.stdout.startswith("ε = 2.67"), done.stderr

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 import lambdacgd as lc
 from lambdacgd.cli import main
@@ -60,6 +61,16 @@ def test_docs_name_what_a_reader_has(page):
     assert not re.search(r"pip install '?lambdacgd", text), "it is not on PyPI: '.[extra]' in a checkout"
     for named in re.findall(r"`((?:examples|benchmarks|results|reproduce|tests)/[\w./-]+\.\w+)`", text):
         assert (ROOT / named).exists(), f"{page.name} names {named}"
+
+
+def test_errors_name_no_package_that_is_not_published():
+    code = {path.name: path.read_text() for path in (ROOT / "src").rglob("*.py")}
+    assert not [name for name, text in code.items() if "lambdacgd[" in text]
+
+
+def test_workflows_are_yaml():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        assert yaml.safe_load(path.read_text())["jobs"], path.name
 
 
 def test_commands_in_docs_exist(capsys):

@@ -265,7 +265,9 @@ def test_what_is_compared():
     assert both == {lc.Poisson(), lc.BallsInBins("fresh"), lc.BallsInBins("fixed")}
 
 
-@pytest.mark.parametrize(("package", "advice"), [("matplotlib", "lambdacgd[plots]"), ("scipy", "all it depends on")])
+@pytest.mark.parametrize(
+    ("package", "advice"), [("matplotlib", "pip install '.[plots]'"), ("scipy", "all it depends on")]
+)
 def test_a_missing_package_is_one_line(package, advice, capsys, monkeypatch):
     from lambdacgd.cli import planner
 

@@ -47,7 +47,7 @@ def test_what_has_changed_is_refused_with_the_version_and_the_bound(given, says)
     with pytest.raises(ImportError, match=says) as caught:
         check_internals("pytest", "hf", KNOWN, internals(Theirs, **given))
     assert f"pytest {pytest.__version__} is not one" in str(caught.value)
-    assert "known to work with pytest 1.0 to 99.0: pip install 'lambdacgd[hf]'" in str(caught.value)
+    assert "known to work with pytest 1.0 to 99.0: pip install '.[hf]' in a checkout" in str(caught.value)
 
 
 @pytest.mark.parametrize("known", [((1, 0), (2, 6)), ((98, 0), (99, 0))])

@@ -224,7 +224,7 @@ class BySampling:
 
     def cross_check(self, sigma: float, epsilon: float) -> dict[str, float]:
         """δ(ε) at this σ by Monte Carlo, which shares no code with the exact accountant, with its standard error."""
-        raise InvalidInput("cross_check", True, "only balls-in-bins is accounted in two independent ways")
+        raise InvalidInput("cross_check", "Only Balls-in-Bins has two independent accountants: leave cross_check out.")
 
     def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
         """(ε, δ) at this σ where they are computed exactly, fine down to about ``delta``; nothing elsewhere."""

@@ -63,7 +63,7 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
             raise
         extra = _EXTRAS.get(str(error.name).partition(".")[0])
         what = (
-            f"the extra lambdacgd[{extra}] brings it (pip install '.[{extra}]' in a checkout)"
+            f"the extra {extra} brings it: pip install '.[{extra}]' in a checkout of lambdacgd"
             if extra
             else "install lambdacgd with all it depends on"
         )

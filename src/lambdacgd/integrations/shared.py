@@ -33,7 +33,9 @@ def need(extra: str, *packages: str) -> None:
     """
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"{', '.join(missing)} is not installed. Install the extra: pip install 'lambdacgd[{extra}]'")
+        raise ImportError(
+            f"{', '.join(missing)} is not installed. The extra {extra} brings it: pip install '.[{extra}]' in a checkout"
+        )
 
 
 Version = tuple[int, int]
@@ -88,7 +90,7 @@ def check_internals(package: str, extra: str, known: tuple[Version, Version], us
         first, last = (".".join(map(str, each)) for each in known)
         raise ImportError(
             f"{package} {version} is not one that this integration knows: {'; '.join(problems)}. Training might not be "
-            f"private. It is known to work with {package} {first} to {last}: pip install 'lambdacgd[{extra}]'"
+            f"private. It is known to work with {package} {first} to {last}: pip install '.[{extra}]' in a checkout"
         )
 
 

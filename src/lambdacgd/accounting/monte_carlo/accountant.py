@@ -103,7 +103,7 @@ class MonteCarlo:
                 details = rung.certificate.details | {"failure_probability": beta}
                 return replace(rung.certificate, confidence=1 - beta, details=details)
         raise AccountingError(
-            f"estimated is {middle:.3g}, but sampling certifies none up to {middle * _LADDER[-1]:.3g}"
+            f"sampling estimates ε = {middle:.3g}, but could certify no ε up to {middle * _LADDER[-1]:.3g}"
         )
 
     def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:

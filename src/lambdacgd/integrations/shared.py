@@ -34,7 +34,7 @@ def need(extra: str, *packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(
-            f"{', '.join(missing)} is not installed. The extra {extra} brings it: pip install '.[{extra}]' in a checkout"
+            f"{', '.join(missing)} is not installed. The extra {extra} has it: pip install '.[{extra}]' in a checkout"
         )
 
 

@@ -18,7 +18,6 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
-from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.errors import counted
 from lambdacgd.planning import Plan
@@ -76,11 +75,7 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         plots().check_ending(plot)
     sampling = arguments.pop("sampling", None)
     rows = compared(arguments, sampling, bands=bands, buffers=3 if buffers is None else buffers)
-    plans: list[Plan] = []
-    with contextlib.nullcontext(lambda _: None) if as_json else progress("comparing mechanisms", len(rows)) as tick:
-        for plan in compared_plans(arguments, rows):
-            plans.append(plan)
-            tick(1)
+    plans = compared_plans(arguments, rows)
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:

@@ -13,29 +13,24 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
+from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
-    BLT,
     PREFIX_SUM,
-    BandInvMF,
-    BandMF,
-    GammaBIFR,
     Horizon,
     Identity,
     LambdaCGD,
     Mechanism,
-    Objective,
     Workload,
     error_norms,
     mechanism_from_dict,
     sensitivity,
 )
 from lambdacgd.mechanisms.base import Recurrence
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Poisson, Sampling, sampling_from_dict
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -460,7 +455,7 @@ def plan(
     real_delta, real = delta * (1 - DELTA_SHARE), epsilon
     if epsilon is not None and math.isfinite(epsilon):
         real = epsilon - set_aside(epsilon, delta)["epsilon"]
-    resolved, selection = _resolve(mechanism, bound, workload, epsilon=real, delta=real_delta)
+    resolved, selection = _resolve(mechanism, Setting(bound, real, real_delta, workload))
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
@@ -528,91 +523,14 @@ def _check_sampling(sampling: Any) -> None:
         )
 
 
-Selection = dict[str, Any]
-
-
-def _resolve(
-    mechanism: Mechanism, sampling: Sampling, workload: Workload, *, epsilon: float | None, delta: float
-) -> tuple[Mechanism, Selection | None]:
+def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
     """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
-    mechanism.validate(sampling.block)
-    chosen, selection = _choose(mechanism, sampling, workload, epsilon, delta)
-    resolved = chosen.resolve(sampling.block)
-    _check_one_noise(resolved, sampling.block.steps)
+    block = setting.sampling.block
+    mechanism.validate(block)
+    chosen, selection = choose(mechanism, setting)
+    resolved = chosen.resolve(block)
+    _check_one_noise(resolved, block.steps)
     return resolved, selection
-
-
-def _choose(
-    mechanism: Mechanism, sampling: Sampling, workload: Workload, epsilon: float | None, delta: float
-) -> tuple[Mechanism, Selection | None]:
-    """Choose what depends on the privacy budget: an automatic λ or γ, or coefficients under amplification."""
-    horizon = sampling.horizon
-    if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
-        how = _objective("lam", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
-        normalized = mechanism.normalized
-        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
-            helps = how.get("bins") == "fresh" and "epsilon" in how
-            normalized = helps and choosing.normalizing_pays(
-                horizon, epsilon=how["epsilon"], delta=delta, workload=workload
-            )
-        best = choosing.choose_lambda(horizon, normalized=normalized, **how)
-        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
-        return chosen, {"parameter": "lambda"} | best.to_dict()
-    if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
-        if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
-            return replace(mechanism, gamma=0.0, objective=None), None
-        how = _objective("gamma", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
-        best = choosing.choose_gamma(mechanism.bands, horizon, **how)
-        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
-    if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
-        if not isinstance(sampling, Poisson) or epsilon is None or math.isinf(epsilon):
-            raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
-        bands, selection = choosing.choose_bands(sampling, epsilon=epsilon, delta=delta, workload=workload)
-        return replace(mechanism, bands=bands), selection
-    if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
-        if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
-            raise InvalidInput(
-                "amplified",
-                f"{type(mechanism).__name__}(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is "
-                "amplified.",
-            )
-        because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
-        selection = {"objective": "amplified-rmse", "because": because}
-        how = {"epsilon": epsilon, "delta": delta, "bins": sampling.bins, "workload": workload}
-        if isinstance(mechanism, BLT):
-            best_buffer = choosing.amplified_blt(horizon, normalized=mechanism.normalized, **how)
-            return best_buffer, {"parameter": "decays and weights"} | selection
-        optimised = choosing.amplified_band_inv_mf(mechanism.bands, horizon, **how)
-        best_bands = replace(mechanism, coefficients=optimised.coefficients, amplified=False)
-        return best_bands, {"parameter": "coefficients"} | selection
-    return mechanism, None
-
-
-def _objective(
-    parameter: str, objective: Objective | None, sampling: Sampling, epsilon: float | None, delta: float
-) -> dict[str, Any]:
-    """What an automatic parameter is chosen by: RMSE, amplified with bins; λ with fixed ones by the paper's guideline.
-
-    The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
-    fresh bins is three times lower already, on the scale 1/(1−λ). Nothing is known of γ that asks for it.
-    """
-    amplified = isinstance(sampling, BallsInBins) and (epsilon is None or math.isfinite(epsilon))
-    fresh = sampling.restart_every is not None
-    if objective is None:
-        objective = ("guideline" if parameter == "lam" and not fresh else "amplified-rmse") if amplified else "rmse"
-    elif not amplified and objective in ("amplified-rmse", "guideline"):
-        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
-    if epsilon is None and objective in ("amplified-rmse", "guideline"):
-        raise InvalidInput(
-            parameter,
-            f"An automatic {'λ' if parameter == 'lam' else 'γ'} is chosen for an ε (by {objective}). With a "
-            "noise_multiplier give a number, or "
-            "the objective 'rmse'.",
-        )
-    how: dict[str, Any] = {"objective": objective}
-    if amplified and epsilon is not None:
-        how |= {"epsilon": epsilon, "delta": delta}
-    return how | ({"bins": "fresh"} if fresh else {})
 
 
 def _check_one_noise(mechanism: Mechanism, n: int) -> None:

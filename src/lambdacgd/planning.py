@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +41,9 @@ FIRST_FORMAT = "lambdacgd-plan-1"
 
 MOST_STEPS = 100_000_000
 """The longest run that can be planned: sensitivities and errors are sums over columns of n numbers, some gigabytes."""
+
+PATIENCE = 2.0
+"""Seconds: what takes longer shows its progress on a terminal."""
 
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
@@ -214,16 +219,16 @@ class Plan:
 
     def __repr__(self) -> str:
         """A small table, which fits a terminal of 80 columns."""
-        rows = self._rows()
+        rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""
-        return html_table("Plan", self._rows())
+        return html_table("Plan", self.rows())
 
-    def _rows(self) -> list[tuple[str, str]]:
-        """What a person wants to know about the plan, by name."""
+    def rows(self) -> list[tuple[str, str]]:
+        """What a person wants to know about the plan, as names and values: the lines of its table."""
         certificate = self.certificate
         sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
         claim = f"{certificate.method}, {sure}"
@@ -233,7 +238,7 @@ class Plan:
             ("privacy", f"ε = {self.epsilon:g}, δ = {self.delta:g}, zero-out of one example"),
             ("mechanism", str(self.mechanism)),
             ("sampling", self.sampling.kind),
-            ("steps", f"{self.steps}: {self.epochs} epochs of {self.steps_per_epoch}"),
+            ("steps", f"{self.steps}: {counted(self.epochs, 'epoch')} of {self.steps_per_epoch}"),
             ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
             ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
             ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
@@ -410,8 +415,9 @@ def plan(
             ``lc.Workload(schedule="linear")``, say. Optimised coefficients (BandMF, BandInvMF, BLT) remain plain SGD's.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
-        progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
-            that come from the disk cache, and those that take no time, come without.
+        progress: called before σ is certified, with about which σ and RMSE it will be and in about how many seconds.
+            By default a terminal shows this, and counts the seconds down, where it takes two of them or longer. Answers
+            from the disk cache, and those that take no time, come without.
 
     Returns:
         The plan, with its mechanism resolved and its sampling bound.
@@ -460,11 +466,16 @@ def plan(
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
 
-    def tell(sigma: float, seconds: float) -> None:
-        if progress is not None:
-            progress(Progress(resolved, bound, sigma, mean_error * sigma, seconds))
+    display = contextlib.ExitStack()
 
-    with listening(tell):
+    def tell(sigma: float, seconds: float) -> None:
+        told = Progress(resolved, bound, sigma, mean_error * sigma, seconds)
+        if progress is not None:
+            progress(told)
+        else:
+            display.enter_context(_countdown(told))
+
+    with display, listening(tell):
         if noise_multiplier is None:
             assert epsilon is not None
             assert real is not None
@@ -492,6 +503,34 @@ def plan(
         selection=selection,
         workload=workload,
     )
+
+
+@contextlib.contextmanager
+def _countdown(told: Progress) -> Iterator[None]:
+    """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
+    from rich.console import Console
+    from rich.errors import LiveError
+    from rich.live import Live
+
+    console, end = Console(stderr=True), time.monotonic() + told.seconds
+
+    def left() -> str:
+        seconds = end - time.monotonic()
+        return f"certifying it: {f'about {seconds:.0f} s left' if seconds >= 0.5 else 'a little longer'}"
+
+    live = Live(get_renderable=left, console=console, refresh_per_second=2, transient=True)
+    shown = console.is_terminal and told.seconds >= PATIENCE
+    if shown:
+        console.print(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}", highlight=False)
+        try:
+            live.start()
+        except LiveError:  # the caller shows a bar of its own
+            shown = False
+    try:
+        yield
+    finally:
+        if shown:
+            live.stop()
 
 
 def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:

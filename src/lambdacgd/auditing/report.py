@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from lambdacgd.accounting.certificate import progress
 from lambdacgd.auditing.bounds import Array, LowerBound, curve, ideal_scores, lower_bound
 from lambdacgd.auditing.canaries import Train, plain_loop, record
 from lambdacgd.auditing.conformance import Check, Measured, checks
@@ -185,16 +186,18 @@ def audit(
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
-    for _ in range(runs):
-        recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
-        releases = len(recording.released)
-        if releases != plan.steps:
-            wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
-            none = {"covered": False, "trials": 0, "attacks": {}}
-            return Report(plan, [wrong], FALSE_ALARM, None, 0.0, {}, none, runs, size, time.monotonic() - begun)
-        measured.append(Measured(plan, recording, max_grad_norm))
-        scores[0].append(measured[-1].scores[recording.present])
-        scores[1].append(measured[-1].scores[~recording.present])
+    with progress("training canaries by the plan", runs) as tick:
+        for _ in range(runs):
+            recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+            releases = len(recording.released)
+            if releases != plan.steps:
+                wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
+                none = {"covered": False, "trials": 0, "attacks": {}}
+                return Report(plan, [wrong], FALSE_ALARM, None, 0.0, {}, none, runs, size, time.monotonic() - begun)
+            measured.append(Measured(plan, recording, max_grad_norm))
+            scores[0].append(measured[-1].scores[recording.present])
+            scores[1].append(measured[-1].scores[~recording.present])
+            tick(1)
     included, excluded = np.concatenate(scores[0]), np.concatenate(scores[1])
     answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
     attacks = floating_point(plan, rng)

@@ -129,7 +129,7 @@ def compare(
     from lambdacgd.cli import planner
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "certify": certify}
     with planner.caching(not no_cache):
         planner.show_comparison(request | described, as_json=as_json, plot=plot)
 
@@ -241,13 +241,10 @@ def audit(
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
     place_for("out", out)
     loop = None if train is None else _imported("train", train)
-    from rich.console import Console
-
     from lambdacgd.auditing import audit
     from lambdacgd.planning import Plan
 
-    with Console(stderr=True).status("training canaries by the plan, and testing what they release …"):
-        report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
+    report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
     if out:
         report.save(out)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)

@@ -1,7 +1,7 @@
 """Differentially private training whose noise cancels itself: DP-λCGD for PyTorch.
 
 ``lc.plan(...)`` fixes what a run will do and what it costs; everything that trains takes that plan. Names load when
-they are first used: torch is imported only with training, and with the exact accountant of Balls-in-Bins.
+they are first used, and torch is imported only with those that train or make noise: planning needs none of it.
 """
 
 from __future__ import annotations

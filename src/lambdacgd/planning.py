@@ -457,11 +457,9 @@ def plan(
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
         check_epsilon(bound, epsilon)
-    # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
-    real_delta, real = delta * (1 - DELTA_SHARE), epsilon
-    if epsilon is not None and math.isfinite(epsilon):
-        real = epsilon - set_aside(epsilon, delta)["epsilon"]
-    resolved, selection = _resolve(mechanism, Setting(bound, real, real_delta, workload))
+    real, real_delta = real_budget(math.inf if epsilon is None else epsilon, delta)
+    setting = Setting(bound, None if epsilon is None else real, real_delta, workload)
+    resolved, selection = _resolve(mechanism, setting)
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
@@ -478,7 +476,6 @@ def plan(
     with display, listening(tell):
         if noise_multiplier is None:
             assert epsilon is not None
-            assert real is not None
             calibration = accountant.sigma(real, real_delta, estimate=estimate)
         else:
             calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
@@ -531,6 +528,15 @@ def _countdown(told: Progress) -> Iterator[None]:
     finally:
         if shown:
             live.stop()
+
+
+def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
+    """What is left of a plan's (ε, δ) for the mechanism in real numbers, of which accountants speak.
+
+    The rest pays for the numbers that a computer has. An infinite ε stays as it is.
+    """
+    aside = set_aside(epsilon, delta)["epsilon"] if math.isfinite(epsilon) else 0.0
+    return epsilon - aside, delta * (1 - DELTA_SHARE)
 
 
 def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:

@@ -7,7 +7,7 @@ from collections.abc import Sized
 from typing import Any
 
 from lambdacgd.accounting import Accountant, accountant_for
-from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, progress, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, progress
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (
@@ -24,7 +24,7 @@ from lambdacgd.mechanisms import (
     Objective,
     Workload,
 )
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, real_budget
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
@@ -121,7 +121,7 @@ def noise_multiplier(
     accountant = _accountant(plan, sampling_rate, steps)
     if plan is None:
         return accountant.sigma(epsilon, delta).sigma
-    return accountant.sigma(epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)).sigma
+    return accountant.sigma(*real_budget(epsilon, delta)).sigma
 
 
 def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant:

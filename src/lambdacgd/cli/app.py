@@ -129,7 +129,7 @@ def compare(
     from lambdacgd.cli import planner
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "certify": certify}
     with planner.caching(not no_cache):
         planner.show_comparison(request | described, as_json=as_json, plot=plot)
 
@@ -259,10 +259,11 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
-    from lambdacgd.cli.planner import busy
+    from rich.console import Console
+
     from lambdacgd.verifying import verify
 
-    with busy(as_json, "certifying σ again"):
+    with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)
     sure = "certain" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
     told = f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} ({claim.method}, {sure})"

@@ -380,17 +380,6 @@ class Progress:
     seconds: float
 
 
-def say_estimate(told: Progress) -> None:
-    """Print the answer to about 1% on a terminal's standard error, while it is being certified."""
-    from rich.console import Console
-
-    if told.seconds > 1 and (console := Console(stderr=True)).is_terminal:
-        console.print(
-            f"about: {told.mechanism}, σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g};\ncertifying it takes about "
-            f"{told.seconds:.0f} s"
-        )
-
-
 def plan(
     examples: int | Sized,
     batch_size: int,
@@ -404,7 +393,7 @@ def plan(
     workload: Workload = PREFIX_SUM,
     steps_per_epoch: int | None = None,
     estimate: bool = False,
-    progress: Callable[[Progress], None] | None = say_estimate,
+    progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
 
@@ -427,8 +416,7 @@ def plan(
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
         progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
-            that come from the disk cache, and those that take no time, come without. By default a line on a
-            terminal's standard error says so, if it takes more than a second; None keeps silent.
+            that come from the disk cache, and those that take no time, come without.
 
     Returns:
         The plan, with its mechanism resolved and its sampling bound.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 from lambdacgd.accounting import Accountant, accountant_for
-from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, progress, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_aside
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (
@@ -185,7 +185,7 @@ def compare(
     }
     request |= {"workload": workload, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
     rows = compared(request, sampling, bands=bands, buffers=buffers)
-    return compared_plans(request, rows)
+    return list(compared_plans(request, rows))
 
 
 def compared(
@@ -200,14 +200,10 @@ def compared(
     return _rows(sampling, bands=min(4, steps) if bands is None else bands, buffers=buffers)
 
 
-def compared_plans(request: dict[str, Any], rows: list[tuple[Mechanism, Sampling]]) -> list[Plan]:
-    """The plans of ``rows``, with a progress bar on a terminal."""
-    plans = []
-    with progress("comparing mechanisms", len(rows)) as tick:
-        for mechanism, sampling in rows:
-            plans.append(make_plan(**request | {"mechanism": mechanism, "sampling": sampling, "progress": None}))
-            tick(1)
-    return plans
+def compared_plans(request: dict[str, Any], rows: Iterable[tuple[Mechanism, Sampling]]) -> Iterator[Plan]:
+    """The plans of ``rows``, one after another."""
+    for mechanism, sampling in rows:
+        yield make_plan(**request | {"mechanism": mechanism, "sampling": sampling})
 
 
 def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd.accounting.certificate import progress
 from lambdacgd.auditing.bounds import Array, LowerBound, curve, ideal_scores, lower_bound
 from lambdacgd.auditing.canaries import Train, plain_loop, record
 from lambdacgd.auditing.conformance import Check, Measured, checks
@@ -159,8 +158,8 @@ def audit(
     Guarantee
     ---------
     If runs do what the plan says and the plan's claim is true, the audit fails with probability at most 10⁻⁴ (see
-    docs/audit-laws.md for each test's law). That it passes proves nothing: differences too small for the number of
-    canaries stay unseen.
+    docs/audit-laws.md for the law of each). That it passes proves nothing: differences too small for the number of canaries
+    stay unseen.
     """
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
@@ -186,9 +185,8 @@ def audit(
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
-    for run in range(1, runs + 1):
-        with progress(f"training canaries, run {run} of {runs}", plan.steps) as tick:
-            recording = record(plan, train or plain_loop, tick, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+    for _ in range(runs):
+        recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
         releases = len(recording.released)
         if releases != plan.steps:
             wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")

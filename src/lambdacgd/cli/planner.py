@@ -18,9 +18,10 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
+from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.errors import counted
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, Progress
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compared, compared_plans
 
@@ -45,14 +46,14 @@ def show_plan(
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
     arguments = plan_arguments(request)
-    with busy(as_json, "calibrating the noise"):
-        plan = make_plan(**arguments, **({"progress": None} if as_json else {}))
+    with _busy(as_json, "calibrating the noise"):
+        plan = make_plan(**arguments, progress=None if as_json else _say_estimate)
         accountant = accountant_for(plan.mechanism, plan.sampling)
         check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
-        with busy(as_json, "drawing"):
+        with _busy(as_json, "drawing"):
             plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
@@ -75,7 +76,11 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         plots().check_ending(plot)
     sampling = arguments.pop("sampling", None)
     rows = compared(arguments, sampling, bands=bands, buffers=3 if buffers is None else buffers)
-    plans = compared_plans(arguments, rows)
+    plans: list[Plan] = []
+    with contextlib.nullcontext(lambda _: None) if as_json else progress("comparing mechanisms", len(rows)) as tick:
+        for plan in compared_plans(arguments, rows):
+            plans.append(plan)
+            tick(1)
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:
@@ -91,6 +96,16 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
+
+
+def _say_estimate(told: Progress) -> None:
+    """The answer to about 1%, on standard error, while it is being certified."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        console.print(
+            f"about: {told.mechanism}, σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g};\ncertifying it takes about "
+            f"{max(told.seconds, 1):.0f} s"
+        )
 
 
 def _stored(plan: Plan) -> int:
@@ -196,7 +211,7 @@ def _comparison_table(plans: list[Plan]) -> Table:
 
 
 @contextlib.contextmanager
-def busy(quiet: bool, what: str) -> Iterator[None]:
+def _busy(quiet: bool, what: str) -> Iterator[None]:
     """A spinner on a terminal's stderr while something takes its time."""
     if quiet or not sys.stderr.isatty():
         yield

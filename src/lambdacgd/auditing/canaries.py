@@ -95,19 +95,8 @@ class Recording:
     ids: NDArray[np.int64]
 
 
-def record(
-    plan: Plan,
-    train: Train,
-    tick: Callable[[int], None],
-    *,
-    canaries: int,
-    max_grad_norm: float,
-    rng: np.random.Generator,
-) -> Recording:
-    """Train canaries once and read what is released off the weights after every optimizer step that changes them.
-
-    ``tick(1)`` is called after each of these steps.
-    """
+def record(plan: Plan, train: Train, *, canaries: int, max_grad_norm: float, rng: np.random.Generator) -> Recording:
+    """Train canaries once and read what is released off the weights after every optimizer step that changes them."""
     dataset, model = Canaries(plan.examples, canaries, rng), CanaryModel(canaries, max_grad_norm)
     optimizer, before = SGD(model.parameters(), lr=1.0), model.weights()
     released: list[NDArray[np.float64]] = []
@@ -123,7 +112,6 @@ def record(
         seen.append(np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *model.seen])))
         model.seen.clear()
         before = now
-        tick(1)
 
     hook = optimizer.register_step_post_hook(after_step)
     train(model, optimizer, dataset, plan, max_grad_norm)

@@ -156,8 +156,8 @@ def audit(
     Guarantee
     ---------
     If runs do what the plan says and the plan's claim is true, the audit fails with probability at most 10⁻⁴ (see
-    docs/audit-laws.md for each test's law). That it passes proves nothing: differences too small for the number of
-    canaries stay unseen.
+    docs/audit.md for each test's law). That it passes proves nothing: differences too small for the number of canaries
+    stay unseen.
     """
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
@@ -183,17 +183,18 @@ def audit(
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
-    for run in range(1, runs + 1):
-        with progress(f"training canaries, run {run} of {runs}", plan.steps) as tick:
-            recording = record(plan, train or plain_loop, tick, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
-        releases = len(recording.released)
-        if releases != plan.steps:
-            wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
-            none = {"covered": False, "trials": 0, "attacks": {}}
-            return Report(plan, [wrong], FALSE_ALARM, None, 0.0, none, runs, size, time.monotonic() - begun)
-        measured.append(Measured(plan, recording, max_grad_norm))
-        scores[0].append(measured[-1].scores[recording.present])
-        scores[1].append(measured[-1].scores[~recording.present])
+    with progress("training canaries by the plan", runs) as tick:
+        for _ in range(runs):
+            recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+            releases = len(recording.released)
+            if releases != plan.steps:
+                wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
+                none = {"covered": False, "trials": 0, "attacks": {}}
+                return Report(plan, [wrong], FALSE_ALARM, None, 0.0, none, runs, size, time.monotonic() - begun)
+            measured.append(Measured(plan, recording, max_grad_norm))
+            scores[0].append(measured[-1].scores[recording.present])
+            scores[1].append(measured[-1].scores[~recording.present])
+            tick(1)
     included, excluded = np.concatenate(scores[0]), np.concatenate(scores[1])
     answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
     attacks = floating_point(plan, rng)

@@ -138,10 +138,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         seen = _view(source)
     world.agree("loading", {str(source): seen}, {str(source): "All ranks must see one file system"})
     digest = _digest(source, world)
-    try:
-        private.run.resume(facts["run"], facts["step"], digest)
-    except LedgerError as error:
-        raise CheckpointError(str(error)) from error
+    private.run.resume(facts["run"], facts["step"], digest)
     with private.going_on_from(facts["step"]):
         with world.together("loading"):
             _apply(private, saved)

@@ -192,7 +192,9 @@ class Loop:
         world: World,
         shards: ShardedTotals | None,
         history: History,
+        undo: contextlib.ExitStack,
     ) -> None:
+        """``undo`` takes what gives the optimizer back and ends the run."""
         self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
         self.world, self.shards, self.history = world, shards, history
         self.cycle = Cycle(private_step.plan.steps)
@@ -208,32 +210,31 @@ class Loop:
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        self._scales_by_itself = vars(optimizer).get(SCALES_BY_ITSELF)
+        undo.callback(_set, optimizer, SCALES_BY_ITSELF, vars(optimizer).get(SCALES_BY_ITSELF))
         setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
-        self._hooks = [
+        for hook in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-        ]
+        ):
+            undo.callback(hook.remove)
+        undo.callback(self._end)
 
     @property
     def model(self) -> nn.Module:
         """The user's model, as it is, fixed for a run: its weights are in no other."""
         return self._model
 
-    def remove_hooks(self) -> None:
-        """Give the optimizer back. A logical batch under way is dropped."""
+    def _end(self) -> None:
+        """The run ends in this process. A logical batch under way is dropped."""
         self.attached = False
         self.weights.seal()
         self.moved()
-        for hook in self._hooks:
-            hook.remove()
-        vars(self.optimizer).pop(SCALES_BY_ITSELF, None)
-        if self._scales_by_itself is not None:
-            setattr(self.optimizer, SCALES_BY_ITSELF, self._scales_by_itself)
         self.gradients.clear()
         self.private_step.forget()
+        half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
+        self.private_step.run.hand_over(self.cycle.done + half_done)
 
     # --- may the run go on? ------------------------------------------------------------------------------------------
 
@@ -675,6 +676,11 @@ class EMA:
         self._updates = state["updates"]
         for name, value in state["average"].items():
             self._average[name].copy_(value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of the owner's own, or remove it (None)."""
+    vars(owner).pop(name, None) if value is None else setattr(owner, name, value)
 
 
 def _same(a: Any, b: Any) -> bool:

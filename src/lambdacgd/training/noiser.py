@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
-from lambdacgd.keys import LedgerError, SecretKey
+from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
@@ -144,7 +144,7 @@ class Noiser:
 
     def state_dict(self) -> dict[str, Any]:
         """The position, for a file beside your weights (never the key). Counts as a release of this step."""
-        self.run.need_ledger()
+        self.run.check_ledger()
         state = {"format": FORMAT, "identity": self._identity(), "run": self.run.id, "step": self.steps_taken}
         self.run.release(self.steps_taken, digest=content_digest(state), kind="noiser")
         return state
@@ -169,10 +169,7 @@ class Noiser:
         if self.layout is None:
             current.pop("layout")
         check_identity(state["identity"], current)
-        try:
-            self.run.resume(state["run"], state["step"], content_digest(state))
-        except LedgerError as error:
-            raise CheckpointError(str(error)) from error
+        self.run.resume(state["run"], state["step"], content_digest(state))
         self._done = state["step"]
         shapes = state["identity"]["shapes"]
         if shapes is not None:

@@ -446,14 +446,6 @@ class Loop:
             yield
         self.broken = None
 
-    def adopt(self, saved: dict[str, Any]) -> None:
-        """The weights are a checkpoint's now: what they went through besides is what it says (``history.to_dict()``).
-
-        Raises:
-            CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
-        """
-        self.history = self.history.resumed(History.from_dict(saved))
-
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Refuse state loaded by hand. Loading its own state again does no harm: accelerate moves it to a device so."""
         if not self._loading and state.get("state") and not _same(state["state"], optimizer.state_dict()["state"]):

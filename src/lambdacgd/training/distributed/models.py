@@ -27,8 +27,8 @@ from lambdacgd.training.distributed.world import World
 # --- parameters and their shards -------------------------------------------------------------------------------------
 
 
-def is_sharded(p: Tensor) -> bool:
-    """Whether a parameter is a DTensor, of which this process holds a part."""
+def is_sharded(p: Any) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a part."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 
@@ -123,13 +123,18 @@ class Place:
         return self.rows * self.row
 
     @property
+    def first(self) -> int:
+        """The first row held here."""
+        return min(self.rank * self.rows, self.shape[0])
+
+    @property
     def offset(self) -> int:
         """The row-major index of the first element held here: what names the shard in the noise field."""
-        return min(self.rank * self.rows, self.shape[0]) * self.row
+        return self.first * self.row
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (max(0, min(self.rows, self.shape[0] - self.rank * self.rows)), *self.shape[1:])
+        return (min(self.rows, self.shape[0] - self.first), *self.shape[1:])
 
     @property
     def count(self) -> int:

@@ -20,6 +20,7 @@ from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.integrations.huggingface import publishing, settings
 from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
+    Internals,
     KeyLike,
     LogicalBatch,
     LogicalLoader,
@@ -27,7 +28,6 @@ from lambdacgd.integrations.shared import (
     check_internals,
     check_losses,
     find_key,
-    internals,
     logged_claim,
 )
 from lambdacgd.keys import SecretKey
@@ -38,42 +38,39 @@ from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
-INTERNALS = (
-    *internals(
-        Trainer,
-        train="resume_from_checkpoint trial",
-        get_train_dataloader="",
-        get_batch_samples="epoch_iterator num_batches device",
-        training_step="model inputs num_items_in_batch",
-        compute_loss="model inputs return_outputs num_items_in_batch",
-        floating_point_ops="inputs",
-        log="logs start_time",
-        hyperparameter_search="",
-        save_model="output_dir _internal_call",
-        create_model_card="language license tags model_name",
-        push_to_hub="commit_message blocking token revision",
-        _clip_grad_norm="model",
-        _get_grad_norm="model grad_norm",
-        _maybe_log_save_evaluate="tr_loss grad_norm model trial",
-        _save_checkpoint="model trial",
-        _load_from_checkpoint="resume_from_checkpoint model",
-        _load_optimizer_and_scheduler="checkpoint",
-        _load_rng_state="checkpoint",
-        _load_best_model="",
-        _push_from_checkpoint="checkpoint_folder",
-    ),
-    *internals(  # called, not replaced
-        Trainer,
-        create_optimizer="",
-        init_hf_repo="token",
-        compute_loss_context_manager="",
-        _prepare_inputs="inputs",
-        _get_output_dir="trial",
-        _remove_unused_columns="dataset description",
-        _get_collator_with_removed_columns="data_collator description",
-    ),
-    *internals(TrainerState, save_to_json="json_path"),
-)
+INTERNALS: Internals = {
+    Trainer: {
+        "train": "resume_from_checkpoint trial",
+        "get_train_dataloader": "",
+        "get_batch_samples": "epoch_iterator num_batches device",
+        "training_step": "model inputs num_items_in_batch",
+        "compute_loss": "model inputs return_outputs num_items_in_batch",
+        "floating_point_ops": "inputs",
+        "log": "logs start_time",
+        "hyperparameter_search": "",
+        "save_model": "output_dir _internal_call",
+        "create_model_card": "language license tags model_name",
+        "push_to_hub": "commit_message blocking token revision",
+        "_clip_grad_norm": "model",
+        "_get_grad_norm": "model grad_norm",
+        "_maybe_log_save_evaluate": "tr_loss grad_norm model trial",
+        "_save_checkpoint": "model trial",
+        "_load_from_checkpoint": "resume_from_checkpoint model",
+        "_load_optimizer_and_scheduler": "checkpoint",
+        "_load_rng_state": "checkpoint",
+        "_load_best_model": "",
+        "_push_from_checkpoint": "checkpoint_folder",
+        # called, not replaced
+        "create_optimizer": "",
+        "init_hf_repo": "token",
+        "compute_loss_context_manager": "",
+        "_prepare_inputs": "inputs",
+        "_get_output_dir": "trial",
+        "_remove_unused_columns": "dataset description",
+        "_get_collator_with_removed_columns": "data_collator description",
+    },
+    TrainerState: {"save_to_json": "json_path"},
+}
 check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
 logger = logging.getLogger(__name__)

@@ -90,7 +90,7 @@ def save(
     private.compare_weights()
     state["generators"] = world.gather(generators())
     with world.together("saving"):
-        parts = {"identity": identity(private), "plan": private.plan.to_json(), "groups": _groups(private)}
+        parts = {"identity": identity(private), "plan": private.plan_json, "groups": _groups(private)}
         facts, tensors = encode(parts | {"state": state})
     facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
     facts["resumable"] = not weights_only

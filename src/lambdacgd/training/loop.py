@@ -507,13 +507,11 @@ class Gradients:
         """
         for name, (tensor, before) in list(self._written.items()):
             p = self._parameters[name]
-            if p.grad is None:
-                del self._written[name]
-            elif p.grad is tensor and version(tensor) == before:
+            if p.grad is tensor and version(tensor) == before:
                 p.grad = tensor.clone()
                 self._written[name] = (p.grad, version(p.grad))
-            elif p.grad is tensor:
-                p.grad = None
+            else:
+                p.grad = None if p.grad is tensor else p.grad
                 del self._written[name]
 
     def remember(self) -> None:

@@ -22,7 +22,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import KeepsApart, Sample, check_dataset, sample_of
+from lambdacgd.training.data import KeepsApart, Sample, a_few, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
     follow,
@@ -33,7 +33,7 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, Epoch, Loader, random_numbers_of
+from lambdacgd.training.loader import Collate, Epoch, Loader
 from lambdacgd.training.loop import EMA, Loop, Phase
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
@@ -181,6 +181,7 @@ def privatize(
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
             private.sample = Sample(dataset, plan.examples, readable=readable)
+            private.plan_json = plan.to_json()
             private.settings = {
                 "plan": plan.digest,
                 "layout": layout.digest,
@@ -209,7 +210,7 @@ def privatize(
             _start_together(private, max_physical_batch_size, reduce_every_batch)
         if loss is not None and views == 1 and shards is None:
             with world.together("looking at the loss"):
-                private.check_loss(loss, _few(dataset), collate_fn or default_collate)
+                private.check_loss(loss, a_few(dataset, _LOOKED_AT), collate_fn or default_collate)
         private.undo = undo.pop_all()
     return private
 
@@ -239,6 +240,8 @@ class Private(Loop):
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
+    #: The plan as checkpoints hold it.
+    plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
     #: Whether anybody has seen that the loss adds examples up.
@@ -430,14 +433,6 @@ class Private(Loop):
 # --- at the door -----------------------------------------------------------------------------------------------------
 
 
-def _few(dataset: Any) -> list[Any]:
-    """A few examples, from all over the dataset: where it is sorted, neighbours are too alike to tell."""
-    count = min(_LOOKED_AT, len(dataset))
-    places = [k * (len(dataset) - 1) // max(1, count - 1) for k in range(count)]
-    with random_numbers_of("looking at the loss", put_back=True):
-        return [dataset[place] for place in places]
-
-
 def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
     """What all ranks must agree on: digests and settings, nothing secret."""
     named = private.settings["data_fingerprint"]
@@ -488,8 +483,8 @@ def _start_together(private: Private, max_physical_batch_size: int | None, reduc
                 first = "none" if given[0] is None else f"{given[0][:8]}…"
                 raise TrainingError(
                     f"privatize: the {what} is {first} on rank 0 and {value[:8]}… on rank {rank}: their noise and "
-                    "batches would not be one run's. Give it on rank 0 alone (the others receive it), or the same on "
-                    "all"
+                    f"batches would not be one run's. Give the {what} on rank 0 alone (the others receive it), or the "
+                    "same on all"
                 )
     with private.loading():  # all ranks begin with rank 0's weights
         private.run.share(private.clipper.anchor.device)

@@ -35,6 +35,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import content_digest, has_traces
+from lambdacgd.training.data import a_few
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
@@ -230,13 +231,8 @@ class LambdaCGDTrainer(_Trainer):
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _check_examples(self) -> None:
-        """Before the first step: do a few examples have losses of their own?
-
-        From all over the dataset: where it is sorted, by class or length, neighbours are too alike to tell.
-        """
+        """Before the first step: do a few examples have losses of their own?"""
         dataset, collate = self._data()
-        count = min(_CHECKED_EXAMPLES, len(dataset), max(2, self.args.train_batch_size))
-        items = [dataset[k * (len(dataset) - 1) // max(1, count - 1)] for k in range(count)]
         assert self.private is not None
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -244,7 +240,8 @@ class LambdaCGDTrainer(_Trainer):
             with self.compute_loss_context_manager():
                 return check_losses(self.compute_loss(model, prepared), self._rows(prepared))
 
-        self.private.check_loss(loss, items, collate)
+        count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
+        self.private.check_loss(loss, a_few(dataset, count), collate)
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""

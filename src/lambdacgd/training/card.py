@@ -198,8 +198,10 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
 def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
     """(ε, δ) of every run on a card. A card that claims nothing has ε = inf."""
     try:
-        entries = [*facts["earlier_runs"], facts["this_run"]]
+        entries = [*facts["earlier_runs"], facts.get("this_run", facts)]
         runs = [(float(entry["epsilon"]), float(entry["delta"])) for entry in entries]
+        if "this_run" not in facts:  # an older card: its ε and δ are sums over all its runs
+            runs = runs[-1:]
         claims_nothing = str(facts["claim"]).startswith("none")
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInput(

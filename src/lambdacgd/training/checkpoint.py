@@ -306,7 +306,7 @@ def _check_fits(private: Private, saved: _Saved) -> None:
         names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
     for index, values in saved.shapes("optimizer")["state"].items():
-        p = _parameters(private)[index] if isinstance(index, int) else None
+        p: Any = _parameters(private)[index] if isinstance(index, int) else None
         for key, shape in values.items() if is_sharded(p) else ():
             if isinstance(shape, torch.Size) and shape != p.shape:
                 _check_replicated(key, shape)

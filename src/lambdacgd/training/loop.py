@@ -321,7 +321,7 @@ class Loop:
         """
         if not self.resting:
             self.cycle.refuse_half_done()
-            self.gradients.part()
+            self.gradients.stop_sharing()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` was called: where the logical batch is whole, write its noised gradients."""
@@ -499,7 +499,7 @@ class Gradients:
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
         self._written = {}
 
-    def part(self) -> None:
+    def stop_sharing(self) -> None:
         """The sums' memory, which gradients share, is about to be written: no gradient may share it any longer.
 
         One that ``zero_grad(set_to_none=False)`` has zeroed becomes None. One that was not zeroed becomes a copy, so

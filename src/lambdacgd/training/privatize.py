@@ -500,10 +500,8 @@ def _bare(optimizer: Any) -> Any:
 
 def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            "model",
-            f"model must be a torch.nn.Module, and a {type(model).__name__} was given. Put several models into one "
-            "module whose forward calls them.",
+        raise InvalidInput.of_type(
+            "model", model, "a torch.nn.Module (one whose forward calls all, if they are several)"
         )
     if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
         raise InvalidInput(
@@ -511,9 +509,7 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             "This model is privatized already. Call detach() on what privatize returned for it, then privatize anew.",
         )
     if not isinstance(optimizer, Optimizer):
-        raise InvalidInput(
-            "optimizer", f"optimizer must be a torch.optim optimizer, and a {type(optimizer).__name__} was given."
-        )
+        raise InvalidInput.of_type("optimizer", optimizer, "a torch.optim optimizer")
     if isinstance(optimizer, LBFGS):
         raise InvalidInput(
             "optimizer", "LBFGS calls a closure several times a step. Use a first-order optimizer such as SGD or Adam."

@@ -275,10 +275,24 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
 
     One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
     count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of
-    ``training_step``. Its loss must be the mean (``loss_reduction``) over the examples of the batch it sees. ``key``
-    is a ``SecretKey`` or the path of a key file, which is made where there is none. ``submodule`` names the attribute
-    that holds the model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``. The rest goes to
-    ``privatize``. ``device`` is CUDA where there is one. ``private`` is the run under way or last.
+    ``training_step``.
+
+    Args:
+        plan: From ``lc.plan``, for ``dataset``.
+        dataset: The examples. Pass ``strategy.loader`` to ``fit``.
+        device: By default CUDA where there is one.
+        **settings: ``max_grad_norm``, the norm ζ that every example's gradient is clipped to; ``key``, a ``SecretKey``
+            or the path of a key file, which is made where there is none; ``submodule``, the attribute that holds the
+            model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``; and whatever else
+            ``lc.privatize`` takes. The loss must be the mean (``loss_reduction``) over the examples of the batch that
+            ``training_step`` sees.
+
+    Attributes:
+        private: The run under way or last.
+        loader: The plan's logical batches.
+
+    Raises:
+        InvalidInput: The plan is none, or the key is neither a key nor a path.
 
     Guarantee
     ---------
@@ -291,6 +305,11 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
         self._take(plan, dataset, **settings)
 
     def setup_environment(self) -> None:
+        """As Lightning's own.
+
+        Raises:
+            InvalidInput: The Trainer has another accelerator than the strategy's device.
+        """
         kind = type(self.accelerator).__name__
         if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
             raise InvalidInput(
@@ -306,8 +325,11 @@ class LambdaCGDDDPStrategy(Privatising, _DDP):
 
     Batches are split between the processes, clipped sums reduced once a step, and every process adds the same noise.
     Rank 0 keeps the key; all need the same file system for checkpoints. The module is not wrapped in
-    DistributedDataParallel, which would send gradients that were not clipped. ``process_group_backend`` and
-    ``start_method`` are those of Lightning's ``DDPStrategy``.
+    DistributedDataParallel, which would send gradients that were not clipped.
+
+    Args:
+        plan: As for `LambdaCGDStrategy`, as are ``dataset`` and ``settings``.
+        process_group_backend: As for Lightning's ``DDPStrategy``, as is ``start_method``.
     """
 
     def __init__(

@@ -621,7 +621,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the current weights. ``private.ema`` calls this after every logical step."""
+        """Take in the current weights. The run calls this after every logical step.
+
+        Raises:
+            TrainingError: The model holds the average now.
+        """
         if self.in_use:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
         self._loop.note_changes()
@@ -637,7 +641,11 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with the average in place of its weights."""
+        """Put the average into the model, for a block.
+
+        Returns:
+            A context that gives the model. Its own weights come back at the end.
+        """
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         with self._loop.weights.exchanged() as in_place:
             self._copy(self._average)
@@ -656,11 +664,22 @@ class EMA:
         reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Decay, number of updates and the averages by parameter name; checkpoints hold it."""
+        """What checkpoints hold.
+
+        Returns:
+            ``decay``, ``updates`` (their number) and ``average`` (by parameter name; not copies).
+        """
         return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved average of the same decay."""
+        """Go on from a saved average.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            TrainingError: It has another decay.
+        """
         if state["decay"] != self.decay:
             raise TrainingError(f"the saved average has decay {state['decay']} and this one {self.decay}")
         self._updates = state["updates"]

@@ -286,6 +286,9 @@ class Private(Loop):
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``.
 
+        Returns:
+            An iterator of epochs, each of which iterates its remaining batches and has a ``number`` from 1.
+
         Raises:
             TrainingError: No step was taken in an epoch, or the run was detached.
         """
@@ -418,7 +421,17 @@ class Private(Loop):
         return checkpoint.load(self, path)
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        """``load`` if there is a checkpoint, else nothing: for jobs that may be started again at any time.
+
+        Args:
+            path: What was given to ``save``.
+
+        Returns:
+            What was given as ``extra``; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: As for ``load``.
+        """
         exists = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
         return self.load(path) if exists else None
 

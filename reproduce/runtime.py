@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 from lambdacgd.clipping.convert import convert
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import BISR, Identity, LambdaCGD, Mechanism
-from lambdacgd.noise import BufferedNoise, NoiseField
+from lambdacgd.noise import BufferedNoise, Layout, NoiseField
 from lambdacgd.planning import Plan, plan
 from lambdacgd.sampling import Cyclic
 from lambdacgd.training import privatize
@@ -250,7 +250,8 @@ def _round(
     try:
         if variant.on_cpu:  # the peer: what privatize would never choose for a banded C⁻¹
             if variant.buffered is None:
-                noise = NoiseField(variant.key, private.layout, run_id="runtime")
+                layout = Layout.of_parameters(model.named_parameters())
+                noise = NoiseField(variant.key, layout, run_id="runtime")
                 variant.buffered = BufferedNoise.of(
                     noise, variant.plan.mechanism, sigma=variant.plan.sigma, clip=_CLIP, horizon=variant.plan.steps,
                     buffers="cpu",

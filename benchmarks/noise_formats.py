@@ -1,4 +1,4 @@
-"""A step's regenerated noise in this tree beside that of another: ``python benchmarks/noise_formats.py --beside DIR``.
+"""A step's regenerated noise in this tree beside that of another: ``python -m benchmarks.noise_formats --beside DIR``.
 
 ``DIR`` holds another version of the package, say format 1 of the noise:
 

@@ -126,5 +126,5 @@ EXPERIMENT = Experiment(
     page=page,
     plot=plot,
     title=lambda cell: f"{cell['row']}, ε={cell['epsilon']:g}",
-    depends=("mechanisms", "fresh-bins accountant", "choice of λ", "Monte Carlo"),
+    depends=("mechanisms", "fresh-bins accountant", "choice of λ, fresh bins", "Monte Carlo"),
 )

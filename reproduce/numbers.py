@@ -328,7 +328,8 @@ def stale_results() -> str:
         if text.startswith("stale"):
             by_reason.setdefault(text[7:], []).append(f"`results/{name}`")
     said = [f"- {reason}: {', '.join(names)}." for reason, names in by_reason.items()]
-    return _block("\n".join(said) if said else "None.")
+    unknown = [f"`results/{name}`" for name, text in verdicts().items() if text.startswith("unknown")]
+    return _block("\n".join(said or ["None."]) + f"\n\nWritten before results kept this: {', '.join(unknown)}.")
 
 
 LITERATURE = (

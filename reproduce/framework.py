@@ -319,7 +319,7 @@ def measured_on(*probes: str) -> dict[str, Any]:
 
     from reproduce.made_with import made_with
 
-    now = {"threads": torch.get_num_threads(), "load": os.getloadavg(), "date": _now()}
+    now = {"threads": torch.get_num_threads(), "load": list(os.getloadavg()), "date": _now()}
     return machine() | now | {"made_with": made_with(probes or ("format of the noise",))}
 
 

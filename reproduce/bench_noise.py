@@ -20,7 +20,7 @@ from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
 from lambdacgd.torch_private import foreach_copy_
 from reproduce.bench_models import CASES
-from reproduce.framework import measured_on
+from reproduce.framework import measured_on, wait
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -138,20 +138,16 @@ def measure(make: Callable[[], Step], device: torch.device, *, seconds: float) -
     """Milliseconds a step (median of several rounds, host work included) and peak extra memory in MiB (CUDA only)."""
     cuda = device.type == "cuda"
 
-    def wait() -> None:
-        if cuda:
-            torch.cuda.synchronize(device)
-
-    wait()
+    wait(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     step = make()
     step()
-    wait()
+    wait(device)
     started = time.perf_counter()
     step()
-    wait()
+    wait(device)
     once = time.perf_counter() - started
     calls = max(1, min(50, math.ceil(seconds / 8 / max(once, 1e-6))))
     rounds: list[float] = []
@@ -160,7 +156,7 @@ def measure(make: Callable[[], Step], device: torch.device, *, seconds: float) -
         started = time.perf_counter()
         for _ in range(calls):
             step()
-        wait()
+        wait(device)
         rounds.append((time.perf_counter() - started) / calls)
         elapsed += rounds[-1] * calls
     extra = (torch.cuda.max_memory_allocated(device) - before) / 2**20 if cuda else None

@@ -294,6 +294,26 @@ def usable_device(name: str | None) -> str:
     return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what no tensor uses, pinned host memory included."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
+
+
 PACKAGES = ("lambdacgd", "torch", "numpy", "scipy", "dp-accounting", "triton", "transformers", "opacus", "cryptography")
 
 

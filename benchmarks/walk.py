@@ -1,6 +1,6 @@
 """How far a reader walks: functions, files and hops between files that one operation visits in this library.
 
-    python benchmarks/walk.py [--files] [--write]
+    python -m benchmarks.walk [--files] [--write]
 
 ``--files`` names the files that each operation visits, ``--write`` puts the table into docs/design.md. Each operation
 is run once to warm up and once under ``sys.setprofile``. Only calls into ``lambdacgd`` count. A *hop* is a call or a

@@ -40,7 +40,7 @@ def train(
     ] = None,
     bins: Annotated[
         str | None,
-        typer.Option("--bins", help="fresh (redrawn every epoch; default for λCGD and DP-SGD) or fixed Balls-in-Bins."),
+        typer.Option("--bins", help="fresh (redrawn every epoch; default) or fixed Balls-in-Bins."),
     ] = None,
     epochs: Annotated[int | None, typer.Option("--epochs", help="Epochs k.")] = None,
     batch_size: Annotated[int | None, typer.Option("--batch-size", help="Expected batch size B.")] = None,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lambdacgd import choose_gamma, choose_lambda
 from lambdacgd.accounting import AccountingError, accountant_for
+from lambdacgd.choosing import Setting, choose, choose_lambda
 from lambdacgd.mechanisms import Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms
 from lambdacgd.sampling import BallsInBins
 from reproduce.framework import Cell, Experiment, Row, Settings, table
@@ -72,8 +72,9 @@ def _mechanism(title: str, epsilon: float) -> Mechanism:
         how = choose_lambda(HORIZON, objective="amplified-rmse", epsilon=epsilon, delta=DELTA, bins="fresh")
         return LambdaCGD(round(how.value, 4))
     if title == _CHOSEN_GAMMA:
-        how = choose_gamma(4, HORIZON, objective="amplified-rmse", epsilon=epsilon, delta=DELTA, bins="fresh")
-        return GammaBIFR(4, round(how.value, 4))
+        _, selection = choose(GammaBIFR(4, objective="amplified-rmse"), Setting(_SAMPLING, epsilon, DELTA))
+        assert selection is not None
+        return GammaBIFR(4, round(selection["value"], 4))
     given = _BY_TITLE[title].mechanism if title in _BY_TITLE else _EXTRA[title][1]
     assert given is not None
     return given.resolve(_BLOCK)

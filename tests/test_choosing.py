@@ -9,12 +9,30 @@ from lambdacgd import cache, choosing, plan
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import estimate_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
-from lambdacgd.choosing import SHRINKAGE, amplified_band_inv_mf, choose_gamma, choose_lambda, shrink
+from lambdacgd.choosing import SHRINKAGE, Setting, choose, choose_lambda, normalizing_pays, shrink
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
 from lambdacgd.sampling import BallsInBins
 
 SMALL = Horizon(40, 4)
+
+
+def setting(horizon: Horizon, bins: str = "fixed", **budget: float) -> Setting:
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    return Setting(BallsInBins(bins, examples=b, steps_per_epoch=b, epochs=k), **budget)  # type: ignore[arg-type]
+
+
+def gamma_for(bands: int, objective: str, where: Setting) -> tuple[float, dict[str, dict[str, float]]]:
+    """The chosen γ, and all candidates by objective."""
+    chosen, selection = choose(GammaBIFR(bands, objective=objective), where)  # type: ignore[arg-type]
+    assert selection is not None
+    return chosen.gamma, {c["objective"]: c for c in selection["candidates"]}  # type: ignore[attr-defined]
+
+
+def amplified_bands(bands: int, where: Setting) -> BandInvMF:
+    chosen, _ = choose(BandInvMF(bands, amplified=True), where)
+    assert isinstance(chosen, BandInvMF)
+    return chosen
 
 
 @pytest.fixture(scope="module")
@@ -90,10 +108,8 @@ def test_one_epoch_is_the_same_with_both_kinds_of_bins() -> None:
 
 
 def test_gamma_with_fresh_bins() -> None:
-    found = choose_gamma(3, Horizon(20, 3), objective="amplified-rmse", epsilon=2.0, delta=1e-4, bins="fresh")
-    assert 0 < found.value < 1
-    with pytest.raises(InvalidInput, match=r"^bands is 21"):
-        choose_gamma(21, Horizon(20, 3), objective="rmse", bins="fresh")
+    gamma, _ = gamma_for(3, "amplified-rmse", setting(Horizon(20, 3), "fresh", epsilon=2.0, delta=1e-4))
+    assert 0 < gamma < 1
 
 
 def test_the_guideline_divides_the_memory_by_three() -> None:
@@ -102,15 +118,15 @@ def test_the_guideline_divides_the_memory_by_three() -> None:
 
 
 def test_gamma_with_two_bands_is_lambda() -> None:
-    gamma = choose_gamma(2, SMALL, objective="rmse").value
+    gamma, _ = gamma_for(2, "rmse", setting(SMALL))
     assert gamma == pytest.approx(choose_lambda(SMALL, objective="rmse").value, abs=1e-4)
 
 
 def test_gamma_meets_the_published_values() -> None:
     """Bands 4: γ = .94 and RMSE 12.40 at ε = 8 without amplification (σ = .60023)."""
-    found = choose_gamma(4, Horizon(390, 10), objective="rmse")
-    assert found.value == pytest.approx(0.94, abs=0.006)
-    assert found.candidates[0].rmse * 0.60023 == pytest.approx(12.40, abs=0.01)
+    gamma, candidates = gamma_for(4, "rmse", setting(Horizon(390, 10)))
+    assert gamma == pytest.approx(0.94, abs=0.006)
+    assert candidates["rmse"]["rmse"] * 0.60023 == pytest.approx(12.40, abs=0.01)
 
 
 def test_the_normalised_variant_is_searched_too() -> None:
@@ -138,8 +154,6 @@ def test_bad_input() -> None:
         choose_lambda(SMALL, epsilon=1.0, delta=2.0)
     with pytest.raises(InvalidInput, match=r"^bins is"):
         choose_lambda(SMALL, objective="rmse", bins="new")  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match=r"^bands is 1"):
-        choose_gamma(1, SMALL, objective="rmse")
 
 
 # BandInvMF optimised for amplified error
@@ -154,14 +168,14 @@ def banded_error(mechanism: Mechanism) -> float:
 
 def test_it_is_better_than_every_start() -> None:
     """Estimates of σ are good to about .2%; 1% is allowed for."""
-    found = amplified_band_inv_mf(3, BANDED, epsilon=1.0, delta=1e-4)
+    where = setting(BANDED, epsilon=1.0, delta=1e-4)
+    found = amplified_bands(3, where)
     assert found.coefficients is not None
     assert all(value < 0 for value in found.coefficients[1:])
     best = banded_error(found)
     assert best < 1.01 * banded_error(BISR(3))
     assert best < 1.01 * banded_error(BandInvMF(3).resolve(BANDED))
-    gamma = choose_gamma(3, BANDED, objective="amplified-rmse", epsilon=1.0, delta=1e-4)
-    assert best < 1.01 * {c.objective: c.rmse for c in gamma.candidates}["amplified-rmse"]
+    assert best < 1.01 * gamma_for(3, "amplified-rmse", where)[1]["amplified-rmse"]["rmse"]
 
 
 def test_with_fresh_bins_it_is_better_than_every_start_over_one_epoch() -> None:
@@ -172,43 +186,38 @@ def test_with_fresh_bins_it_is_better_than_every_start_over_one_epoch() -> None:
         sigma = estimate_sigma(mechanism, BANDED, samples=49_152, **question).sigma
         return error_norms(mechanism, BANDED.steps, restart_every=block.steps)[0] * sigma
 
-    found = amplified_band_inv_mf(3, BANDED, bins="fresh", **question)
-    best = fresh_error(found)
+    where = setting(BANDED, "fresh", **question)
+    best = fresh_error(amplified_bands(3, where))
     assert best < 1.01 * fresh_error(BISR(3))
     assert best < 1.01 * fresh_error(BandInvMF(3).resolve(block))
-    assert best < 1.005 * fresh_error(amplified_band_inv_mf(3, BANDED, **question))
-    gamma = choose_gamma(3, BANDED, objective="amplified-rmse", bins="fresh", **question)
-    assert best < 1.01 * fresh_error(GammaBIFR(3, gamma.value))
+    assert best < 1.005 * fresh_error(amplified_bands(3, setting(BANDED, **question)))
+    assert best < 1.01 * fresh_error(GammaBIFR(3, gamma_for(3, "amplified-rmse", where)[0]))
 
 
 def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    asked: list[Setting] = []
 
-    def found(bands: int, horizon: Horizon, *, bins: str, **question: float) -> BandInvMF:
-        asked.append(bins)
-        return BandInvMF(bands, coefficients=(1.0, -0.5))
+    def found(bands: int, where: Setting) -> tuple[float, ...]:
+        asked.append(where)
+        return (1.0, -0.5)
 
-    monkeypatch.setattr(choosing, "amplified_band_inv_mf", found)
+    monkeypatch.setattr(choosing, "_amplified_coefficients", found)
     request = {"examples": 160, "batch_size": 20, "epochs": 3, "epsilon": 1.0, "delta": 1e-3}
     made = plan(mechanism=BandInvMF(2, amplified=True), sampling=BallsInBins("fresh"), **request)  # type: ignore[arg-type]
-    assert asked == ["fresh"]
+    assert [where.sampling for where in asked] == [made.sampling]
     assert made.selection is not None
     assert made.selection["objective"] == "amplified-rmse"
     assert made.restart_every == 8
 
 
 def test_bad_input_of_amplified_bands() -> None:
-    with pytest.raises(InvalidInput, match=r"^bins is 'new'"):
-        amplified_band_inv_mf(3, BANDED, epsilon=1.0, delta=1e-4, bins="new")  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match=r"^bands is 9"):
-        amplified_band_inv_mf(9, Horizon(8, 4), epsilon=1.0, delta=1e-4, bins="fresh")
+        amplified_bands(9, setting(Horizon(8, 4), "fresh", epsilon=1.0, delta=1e-4))
     with pytest.raises(InvalidInput, match=r"^bands is 17"):
-        amplified_band_inv_mf(17, BANDED, epsilon=1.0, delta=1e-4)
-    with pytest.raises(InvalidInput, match=r"^epsilon is"):
-        amplified_band_inv_mf(3, BANDED, epsilon=0.0, delta=1e-4)
+        amplified_bands(17, setting(BANDED, epsilon=1.0, delta=1e-4))
 
 
 def test_normalising_is_chosen_where_it_pays() -> None:
     """Long epochs gain from it; with two steps an epoch the chain that stands in for it costs more than it gains."""
-    assert choosing.normalizing_pays(Horizon(390, 10), epsilon=8.0, delta=1e-5)
-    assert not choosing.normalizing_pays(Horizon(2, 3), epsilon=1.0, delta=1e-5)
+    assert normalizing_pays(setting(Horizon(390, 10), "fresh", epsilon=8.0, delta=1e-5))
+    assert not normalizing_pays(setting(Horizon(2, 3), "fresh", epsilon=1.0, delta=1e-5))

@@ -440,6 +440,22 @@ def test_the_answer_is_told_before_it_is_certified() -> None:
     assert told[0].seconds > 0
 
 
+def test_a_terminal_counts_down_until_the_answer_is_certified(monkeypatch) -> None:
+    """What takes two seconds or more says first about what the answer will be, then how long it takes."""
+    lines: list[str] = []
+    monkeypatch.setattr("rich.console.Console.is_terminal", True)
+    monkeypatch.setattr("rich.console.Console.print", lambda self, *text, **how: lines.extend(map(str, text)))
+    told = lc.planning.Progress(lc.LambdaCGD(0.9), lc.BallsInBins(), 1.234, 15.678, 60.0)
+    with lc.planning._countdown(told):
+        pass
+    assert lines[0] == "λCGD λ=0.9: σ ≈ 1.23, RMSE ≈ 15.7"
+    quick = replace(told, seconds=0.5)
+    lines.clear()
+    with lc.planning._countdown(quick):
+        pass
+    assert not lines
+
+
 def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda():
     linear = lc.Workload(schedule="linear")
     strong = lc.LambdaCGD(0.95)

@@ -1,7 +1,7 @@
 """Differentially private training whose noise cancels itself: DP-λCGD for PyTorch.
 
 ``lc.plan(...)`` fixes what a run will do and what it costs; everything that trains takes that plan. Names load when
-they are first used: torch is imported only with training, and with the exact accountant of Balls-in-Bins.
+they are first used, and torch is imported only with those that train or make noise: planning needs none of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lambdacgd.version import __version__
 if TYPE_CHECKING:
     from lambdacgd.accounting import Calibration, Certificate
     from lambdacgd.auditing import audit
-    from lambdacgd.choosing import choose_gamma, choose_lambda
+    from lambdacgd.choosing import choose_lambda
     from lambdacgd.errors import (
         AccountingError,
         CheckpointError,
@@ -69,7 +69,7 @@ _HOMES = {
     "lambdacgd.questions": ("compare", "epsilon", "noise_multiplier"),
     "lambdacgd.sampling": ("BallsInBins", "Cyclic", "Poisson", "Sampling"),
     "lambdacgd.training": ("EMA", "Noiser", "Private", "Spent", "export", "privatize"),
-    "lambdacgd.choosing": ("choose_gamma", "choose_lambda"),
+    "lambdacgd.choosing": ("choose_lambda",),
 }  # fmt: skip
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -79,7 +79,7 @@ __all__ = [
     "Horizon", "Identity", "InvalidInput", "KeyFileError", "LambdaCGD", "Layout", "Ledger", "LedgerError",
     "Mechanism", "NoiseField", "Noiser", "NonFiniteSum", "NotPrivateWarning", "Plan", "Poisson", "Private",
     "RegeneratedNoise", "Sampling", "SecretKey", "Spent", "TrainingError", "Workload", "__version__",
-    "audit", "choose_gamma", "choose_lambda", "compare", "epsilon", "export", "maxse", "noise_multiplier", "plan",
+    "audit", "choose_lambda", "compare", "epsilon", "export", "maxse", "noise_multiplier", "plan",
     "privatize", "rmse", "sensitivity",
 ]  # fmt: skip
 

@@ -1,13 +1,14 @@
-"""Choosing λ, γ and coefficients for a plan. No privacy rests on a choice: σ is certified for it afterwards. No torch.
+"""Choosing λ, γ, bands and coefficients for a plan. No torch.
 
-Four objectives are known, from the error without amplification to the paper's advice for training.
+No privacy rests on a choice: σ is certified for what was chosen, afterwards. Four objectives are known, from the error
+without amplification to the paper's advice for training.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -31,14 +32,68 @@ from lambdacgd.mechanisms import (
     Objective,
     Workload,
     error_norms,
-    maxse,
-    rmse,
     sensitivity,
 )
-from lambdacgd.sampling import BallsInBins, Bins, Poisson
+from lambdacgd.sampling import BallsInBins, Bins, Poisson, Sampling
 
 SHRINKAGE = 3.0  # the paper saw the best training runs 2–4 times below the minimiser, on the scale 1/(1−λ)
+_AMPLIFIED: tuple[Objective, ...] = ("amplified-rmse", "guideline")
 _LARGEST = 12.0  # of log 1/(1−λ): λ up to 1 − 6e-6
+_BECAUSE: dict[Objective, str] = {
+    "rmse": "minimises the root-mean-square error without amplification",
+    "maxse": "minimises the largest standard error without amplification",
+    "amplified-rmse": "minimises the root-mean-square error under Balls-in-Bins",
+    "guideline": f"the minimiser of the amplified error with 1/(1−x) divided by {SHRINKAGE:g}: advice from the paper's "
+    "training runs, not a theorem",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What parameters are chosen for.
+
+    Args:
+        sampling: who takes part when, bound. The number of examples makes no difference.
+        epsilon: ε; None if it is not known, and infinite for a run without noise.
+        delta: δ; None if it is not known.
+        workload: what errors are of; plain SGD by default.
+    """
+
+    sampling: Sampling
+    epsilon: float | None = None
+    delta: float | None = None
+    workload: Workload = PREFIX_SUM
+
+    @property
+    def amplified(self) -> bool:
+        """Whether σ at (ε, δ) depends on the correlation through the amplification of Balls-in-Bins."""
+        known = self.epsilon is not None and math.isfinite(self.epsilon)
+        return known and isinstance(self.sampling, BallsInBins)
+
+    @property
+    def budget(self) -> tuple[float, float]:
+        """ε and δ, where both are known."""
+        assert self.epsilon is not None
+        assert self.delta is not None
+        return self.epsilon, self.delta
+
+    @property
+    def question(self) -> dict[str, Any]:
+        """What a cached choice is filed under, but for the family of mechanisms."""
+        return self.sampling.question | {
+            "epsilon": self.epsilon,
+            "delta": self.delta,
+            "workload": asdict(self.workload),
+        }
+
+    def norms(self, mechanism: Mechanism) -> tuple[float, float]:
+        """What makes an RMSE and a MaxSE of a noise multiplier."""
+        restart = self.sampling.restart_every
+        return error_norms(mechanism, self.sampling.steps, self.workload, restart_every=restart)
+
+    def sensitivity(self, mechanism: Mechanism) -> float:
+        """How far one example can move C·G."""
+        return sensitivity(mechanism, self.sampling.horizon, restart_every=self.sampling.restart_every).value
 
 
 @dataclass(frozen=True)
@@ -68,16 +123,8 @@ class Choice:
     because: str
 
     def to_dict(self) -> dict[str, Any]:
+        """The fields by name, as plan files hold them."""
         return asdict(self) | {"candidates": [asdict(candidate) for candidate in self.candidates]}
-
-
-_BECAUSE: dict[str, str] = {
-    "rmse": "minimises the root-mean-square error without amplification",
-    "maxse": "minimises the largest standard error without amplification",
-    "amplified-rmse": "minimises the root-mean-square error under Balls-in-Bins",
-    "guideline": f"the minimiser of the amplified error with 1/(1−x) divided by {SHRINKAGE:g}: advice from the paper's "
-    "training runs, not a theorem",
-}
 
 
 def choose_lambda(
@@ -114,130 +161,122 @@ def choose_lambda(
         >>> round(choose_lambda(Horizon(390, 10), objective="rmse").value, 3)
         0.978
     """
-    family = {"mechanism": LambdaCGD.name, "normalized": bool(normalized)}
-    return _choose(lambda x: LambdaCGD(x, bool(normalized)), family, horizon, objective, epsilon, delta, bins, workload)
-
-
-def normalizing_pays(horizon: Horizon, *, epsilon: float, delta: float, workload: Workload = PREFIX_SUM) -> bool:
-    """Whether the best column-normalised λCGD has a smaller RMSE than the best plain one, with fresh bins.
-
-    Both are judged by the closed form, which is right up to a factor that is nearly the same for both. It knows the
-    chain that stands in for normalised columns, so what that one costs is counted. One epoch has no closed form: then
-    the answer is no.
-    """
-    epsilon, delta = number("epsilon", epsilon, above=0), number("delta", delta, above=0, below=1)
-    search = AmplifiedError(horizon, epsilon, delta, bins="fresh", workload=workload)
-
-    def smallest(normalized: bool) -> float:
-        def error(x: float) -> float:
-            return search.closed_form(LambdaCGD(x, normalized)) or math.inf
-
-        return error(_minimise(error, _LARGEST / 2, 1e-2))
-
-    question = _question(horizon, epsilon, delta, "fresh", workload)
-    return bool(cache.cached("normalizing", question, lambda: smallest(True) < smallest(False)))
-
-
-def choose_gamma(
-    bands: int,
-    horizon: Horizon,
-    *,
-    objective: Objective = "amplified-rmse",
-    epsilon: float | None = None,
-    delta: float | None = None,
-    bins: Bins = "fixed",
-    workload: Workload = PREFIX_SUM,
-) -> Choice:
-    """Choose γ for γ-BIFR by the same search. The guideline is known to be good for λ only.
-
-    More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ.
-
-    Args:
-        bands: the number of bands, at least 2.
-        horizon: b steps an epoch, k epochs.
-        objective: as for ``choose_lambda``.
-        epsilon: ε, for the amplified objectives.
-        delta: δ, likewise.
-        bins: with "fresh" ones the noise restarts every epoch, in errors and in σ.
-        workload: what errors are of; plain SGD by default.
-
-    Returns:
-        The choice, and what every objective would have chosen.
-
-    Raises:
-        InvalidInput: an argument is out of range, or missing for the objective.
-    """
-    integer("bands", bands, minimum=2, maximum=_sampling(horizon, bins).block.steps)
-    family = {"mechanism": GammaBIFR.name, "bands": int(bands)}
-    return _choose(lambda x: GammaBIFR(bands, x), family, horizon, objective, epsilon, delta, bins, workload)
-
-
-def _choose(
-    make: Callable[[float], Mechanism],
-    family: dict[str, Any],
-    horizon: Horizon,
-    objective: Objective,
-    epsilon: float | None,
-    delta: float | None,
-    bins: Bins,
-    workload: Workload,
-) -> Choice:
     if objective not in get_args(Objective):
         raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
-    amplified = objective in ("amplified-rmse", "guideline")
-    if amplified or epsilon is not None or delta is not None:
+    if objective in _AMPLIFIED or epsilon is not None or delta is not None:
         epsilon = number("epsilon", epsilon, above=0)
         delta = number("delta", delta, above=0, below=1)
-    question = family | _question(horizon, epsilon, delta, bins, workload)
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    sampling = BallsInBins(bins, examples=b, steps_per_epoch=b, epochs=k)
+    return _best_lambda(bool(normalized), objective, Setting(sampling, epsilon, delta, workload))
 
+
+def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
+    """Choose what depends on the privacy budget: an automatic λ, γ or number of bands, or amplified coefficients.
+
+    Args:
+        mechanism: what was asked for.
+        setting: what it is chosen for.
+
+    Returns:
+        The mechanism with these numbers filled in, and how they were chosen: None if there was nothing to choose.
+
+    Raises:
+        InvalidInput: the mechanism asks for a choice that cannot be made in this setting.
+    """
+    if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
+        objective = _objective("lam", mechanism.objective, setting)
+        normalized = mechanism.normalized
+        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
+            restarts = setting.sampling.restart_every is not None
+            normalized = restarts and setting.amplified and normalizing_pays(setting)
+        best = _best_lambda(normalized, objective, setting)
+        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
+        return chosen, {"parameter": "lambda"} | best.to_dict()
+    if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
+        if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
+            return replace(mechanism, gamma=0.0, objective=None), None
+        best = _best_gamma(mechanism.bands, _objective("gamma", mechanism.objective, setting), setting)
+        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
+    if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
+        if not isinstance(setting.sampling, Poisson) or setting.epsilon in (None, math.inf):
+            raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
+        bands, selection = _best_bands(setting.sampling, setting)
+        return replace(mechanism, bands=bands), {"parameter": "bands", "objective": "amplified-rmse"} | selection
+    if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
+        if not setting.amplified:
+            raise InvalidInput(
+                "amplified",
+                f"{type(mechanism).__name__}(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is "
+                "amplified.",
+            )
+        because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
+        selection = {"objective": "amplified-rmse", "because": because}
+        if isinstance(mechanism, BLT):
+            return _amplified_blt(mechanism.normalized, setting), {"parameter": "decays and weights"} | selection
+        coefficients = _amplified_coefficients(mechanism.bands, setting)
+        chosen_bands = replace(mechanism, coefficients=coefficients, amplified=False)
+        return chosen_bands, {"parameter": "coefficients"} | selection
+    return mechanism, None
+
+
+def _objective(parameter: str, objective: Objective | None, setting: Setting) -> Objective:
+    """What an automatic parameter is chosen by: RMSE, amplified with bins; λ with fixed ones by the paper's guideline.
+
+    The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
+    fresh bins is three times lower already, on the scale 1/(1−λ). Nothing is known of γ that asks for it.
+    """
+    amplified = isinstance(setting.sampling, BallsInBins) and setting.epsilon != math.inf
+    if objective is None:
+        fixed = setting.sampling.restart_every is None
+        objective = ("guideline" if parameter == "lam" and fixed else "amplified-rmse") if amplified else "rmse"
+    if objective in _AMPLIFIED and not amplified:
+        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
+    if objective in _AMPLIFIED and setting.epsilon is None:
+        raise InvalidInput(
+            parameter,
+            f"An automatic {'λ' if parameter == 'lam' else 'γ'} is chosen for an ε (by {objective}). With a "
+            "noise_multiplier give a number, or the objective 'rmse'.",
+        )
+    return objective
+
+
+# One number: λ or γ
+
+
+def _best_lambda(normalized: bool, objective: Objective, setting: Setting) -> Choice:
+    family = {"mechanism": LambdaCGD.name, "normalized": normalized}
+    return _best(lambda x: LambdaCGD(x, normalized), family, objective, setting)
+
+
+def _best_gamma(bands: int, objective: Objective, setting: Setting) -> Choice:
+    """More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ."""
+    return _best(lambda x: GammaBIFR(bands, x), {"mechanism": GammaBIFR.name, "bands": bands}, objective, setting)
+
+
+def _best(make: Callable[[float], Mechanism], family: dict[str, Any], objective: Objective, setting: Setting) -> Choice:
     def compute() -> list[dict[str, Any]]:
-        return [asdict(candidate) for candidate in _candidates(make, horizon, epsilon, delta, bins, workload)]
+        return [asdict(candidate) for candidate in _candidates(make, setting)]
 
-    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
+    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", family | setting.question, compute))
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 
 
-def _question(
-    horizon: Horizon, epsilon: float | None, delta: float | None, bins: Bins, workload: Workload
-) -> dict[str, Any]:
-    """What a cached choice is filed under, but for the family of mechanisms."""
-    b, k = int(horizon.steps_per_epoch), int(horizon.epochs)
-    question = {"steps_per_epoch": b, "epochs": k, "epsilon": epsilon, "delta": delta, "bins": bins}
-    return question | {"workload": asdict(workload)}
-
-
-def _sampling(horizon: Horizon, bins: Bins) -> BallsInBins:
-    """The sampling that a choice is made for. Neither errors nor σ depend on the number of examples."""
-    b, k = horizon.steps_per_epoch, horizon.epochs
-    return BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins=bins)
-
-
-def _candidates(
-    make: Callable[[float], Mechanism],
-    horizon: Horizon,
-    epsilon: float | None,
-    delta: float | None,
-    bins: Bins,
-    workload: Workload,
-) -> list[Candidate]:
-    restart = _sampling(horizon, bins).restart_every
-
-    def mean(x: float) -> float:
-        return rmse(make(x), horizon, workload=workload, restart_every=restart)
-
-    def largest(x: float) -> float:
-        return maxse(make(x), horizon, workload=workload, restart_every=restart)
+def _candidates(make: Callable[[float], Mechanism], setting: Setting) -> list[Candidate]:
+    def errors(x: float) -> tuple[float, float]:
+        mechanism = make(x)
+        norms, sens = setting.norms(mechanism), setting.sensitivity(mechanism)
+        return norms[0] * sens, norms[1] * sens
 
     plain: dict[Objective, float] = {
-        "rmse": _minimise(mean, _LARGEST, 1e-6),
-        "maxse": _minimise(largest, _LARGEST, 1e-6),
+        "rmse": _minimise(lambda x: errors(x)[0], _LARGEST, 1e-6),
+        "maxse": _minimise(lambda x: errors(x)[1], _LARGEST, 1e-6),
     }
-    if epsilon is None or delta is None:
-        return [Candidate(name, x, 1.0, mean(x), largest(x), False) for name, x in plain.items()]
-    with progress(f"choosing for ε = {epsilon:g}") as tick:
-        search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
-        return _amplified_candidates(make, search, plain)
+    if not setting.amplified:
+        return [Candidate(name, x, 1.0, *errors(x), amplified=False) for name, x in plain.items()]
+    with progress(f"choosing for ε = {setting.epsilon:g}") as tick:
+        return _amplified_candidates(make, AmplifiedError(setting, tick), plain)
 
 
 def _amplified_candidates(
@@ -258,9 +297,9 @@ def _amplified_candidates(
     candidates = []
     for name, x in chosen.items():
         mechanism = make(x)
-        norms = search.norms(mechanism)
-        sigma = factor * error(x) / norms[0] if closed else search.sigma(mechanism, effort=2)
-        candidates.append(Candidate(name, x, sigma, norms[0] * sigma, norms[1] * sigma, True))
+        mean, largest = search.setting.norms(mechanism)
+        sigma = factor * error(x) / mean if closed else search.sigma(mechanism, effort=2)
+        candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
     return candidates
 
 
@@ -269,47 +308,68 @@ def shrink(value: float) -> float:
     return max(0.0, 1.0 - SHRINKAGE * (1.0 - value))
 
 
+def normalizing_pays(setting: Setting) -> bool:
+    """Whether the best column-normalised λCGD has a smaller RMSE than the best plain one, with fresh bins.
+
+    Both are judged by the closed form, which is right up to a factor that is nearly the same for both. It knows the
+    chain that stands in for normalised columns, so what that one costs is counted. One epoch has no closed form: then
+    the answer is no.
+    """
+    search = AmplifiedError(setting)
+
+    def smallest(normalized: bool) -> float:
+        def error(x: float) -> float:
+            return search.closed_form(LambdaCGD(x, normalized)) or math.inf
+
+        return error(_minimise(error, _LARGEST / 2, 1e-2))
+
+    return bool(cache.cached("normalizing", setting.question, lambda: smallest(True) < smallest(False)))
+
+
+def _scale(value: float) -> float:
+    return -math.log1p(-value)
+
+
+def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> float:
+    """Minimiser of ``error`` over x ∈ [0, 1), searched on the scale log 1/(1−x) up to ``top``; 0 if that is best."""
+
+    def at(scale: float) -> float:
+        return error(-math.expm1(-scale))
+
+    minimum = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
+    return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
+
+
 class AmplifiedError:
     """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins, smooth from mechanism to mechanism.
 
     σ comes from the exact accountant where it answers, and from few, common random numbers elsewhere.
+
+    Args:
+        setting: with a finite ε.
+        tick: called after each σ, for a progress bar.
     """
 
-    def __init__(
-        self,
-        horizon: Horizon,
-        epsilon: float,
-        delta: float,
-        *,
-        bins: Bins = "fixed",
-        workload: Workload = PREFIX_SUM,
-        tick: Callable[[int], None] = lambda amount: None,
-    ) -> None:
-        self.horizon, self.epsilon, self.delta, self._tick = horizon, epsilon, delta, tick
-        self.workload = workload
-        self.sampling = _sampling(horizon, bins)
+    def __init__(self, setting: Setting, tick: Callable[[int], None] = lambda amount: None) -> None:
+        self.setting, self._tick = setting, tick
         self._computed: dict[tuple[Mechanism, int], float] = {}
-        self._points: list[tuple[float, float]] = []  # log of the column norm, log of σ over it
-
-    def norms(self, mechanism: Mechanism) -> tuple[float, float]:
-        return error_norms(mechanism, self.horizon.steps, self.workload, restart_every=self.sampling.restart_every)
+        self._points: list[tuple[float, float]] = []  # log of the sensitivity, log of σ over it
 
     def rmse(self, mechanism: Mechanism) -> float:
-        return self.norms(mechanism)[0] * self.sigma(mechanism)
+        return self.setting.norms(mechanism)[0] * self.sigma(mechanism)
 
     def closed_form(self, mechanism: Mechanism) -> float | None:
         """About ``rmse``, in milliseconds; None where there is no closed form."""
-        guess = accountant_for(mechanism, self.sampling).first_guess(self.epsilon, self.delta)
-        return None if guess is None else self.norms(mechanism)[0] * guess
+        guess = accountant_for(mechanism, self.setting.sampling).first_guess(*self.setting.budget)
+        return None if guess is None else self.setting.norms(mechanism)[0] * guess
 
     def sigma(self, mechanism: Mechanism, *, effort: int = 1) -> float:
         """σ to about 0.5%; ``effort`` takes so many times the usual samples, where it samples."""
         if (mechanism, effort) in self._computed:
             return self._computed[mechanism, effort]
-        norm = sensitivity(mechanism, self.horizon, restart_every=self.sampling.restart_every).value
-        sigma = accountant_for(mechanism, self.sampling).quick_sigma(
-            self.epsilon, self.delta, start=self._start(norm), effort=effort
-        )
+        norm = self.setting.sensitivity(mechanism)
+        accountant = accountant_for(mechanism, self.setting.sampling)
+        sigma = accountant.quick_sigma(*self.setting.budget, start=self._start(norm), effort=effort)
         self._computed[mechanism, effort] = sigma
         self._points.append((math.log(norm), math.log(sigma / norm)))
         self._tick(1)
@@ -328,43 +388,23 @@ class AmplifiedError:
         return norm * math.exp(value)
 
 
-def _scale(value: float) -> float:
-    return -math.log1p(-value)
+# Bands of BandMF under cyclic Poisson sampling
 
 
-def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> float:
-    """Minimiser of ``error`` over x ∈ [0, 1), searched on the scale log 1/(1−x) up to ``top``; 0 if that is best."""
-
-    def at(scale: float) -> float:
-        return error(-math.expm1(-scale))
-
-    minimum = minimize_scalar(at, bounds=(0.0, top), method="bounded", options={"xatol": tolerance})
-    return 0.0 if error(0.0) <= minimum.fun else float(-math.expm1(-minimum.x))
-
-
-def choose_bands(
-    sampling: Poisson, *, epsilon: float, delta: float, workload: Workload = PREFIX_SUM
-) -> tuple[int, dict[str, Any]]:
-    """Choose the bands of BandMF, and so the groups of Poisson sampling: the power of two with the smallest RMSE.
-
-    Args:
-        sampling: bound. If it has groups already, there are as many bands.
-        epsilon: ε.
-        delta: δ.
-        workload: what errors are of; plain SGD by default.
+def _best_bands(sampling: Poisson, setting: Setting) -> tuple[int, dict[str, Any]]:
+    """The bands of BandMF, and so the groups of Poisson sampling: the power of two with the smallest RMSE.
 
     Returns:
-        The bands, and how they were chosen, with the RMSE of all that were tried.
+        The bands, and how they were chosen, with the RMSE of all that were tried. A sampling that has groups already
+        decides it: there are as many bands.
     """
-    because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
-    said = {"parameter": "bands", "objective": "amplified-rmse", "because": because}
     if sampling.groups:
-        return sampling.groups, said | {"because": "as many as the sampling has groups"}
+        return sampling.groups, {"because": "as many as the sampling has groups"}
 
     def error(bands: int) -> float:
         mechanism = BandMF(bands).resolve(sampling.horizon)
-        sigma = accountant_for(mechanism, sampling.fitted(mechanism)).quick_sigma(epsilon, delta)
-        return error_norms(mechanism, sampling.steps, workload)[0] * sigma
+        sigma = accountant_for(mechanism, sampling.fitted(mechanism)).quick_sigma(*setting.budget)
+        return setting.norms(mechanism)[0] * sigma
 
     def compute() -> list[float]:
         tried = [error(1)]
@@ -374,12 +414,15 @@ def choose_bands(
                 break
         return tried
 
-    question = sampling.question | {"epsilon": epsilon, "delta": delta, "workload": asdict(workload)}
-    tried = cache.cached("bands", question, compute)
-    return 1 << int(np.argmin(tried)), said | {"tried": {str(1 << power): value for power, value in enumerate(tried)}}
+    tried = cache.cached("bands", setting.question, compute)
+    because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
+    return 1 << int(np.argmin(tried)), {
+        "because": because,
+        "tried": {str(1 << power): value for power, value in enumerate(tried)},
+    }
 
 
-# BandInvMF
+# Coefficients of BLT and BandInvMF under Balls-in-Bins
 
 MOST_BANDS = 16  # the search is derivative-free: beyond this it is slow and gains nothing
 _EVALUATIONS = 40  # for each coefficient
@@ -388,108 +431,53 @@ _SMALLEST = 1e-6
 _SLOWEST = 6.5  # of log 1/(1−θ) of one buffer: θ up to .9985, beyond which the accountant is slow
 
 
-def amplified_band_inv_mf(
-    bands: int,
-    horizon: Horizon,
-    *,
-    epsilon: float,
-    delta: float,
-    bins: Bins = "fixed",
-    workload: Workload = PREFIX_SUM,
-) -> BandInvMF:
-    """BandInvMF whose coefficients minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
-
-    The coefficients after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
-    Balls-in-Bins accounting needs. The search starts at the best of γ-BIFR, BISR and the optimum without
-    amplification, each also with its correlation reduced. With ``bins="fresh"`` the noise restarts every epoch, in
-    errors and in σ. σ is a quick estimate with common random numbers.
-
-    Args:
-        bands: the number of bands, from 2 to 16.
-        horizon: b steps an epoch, k epochs.
-        epsilon: ε.
-        delta: δ.
-        bins: "fixed" or "fresh".
-        workload: what errors are of; plain SGD by default.
-
-    Returns:
-        The mechanism with its coefficients.
-
-    Raises:
-        InvalidInput: an argument is out of range.
-    """
-    block = _sampling(horizon, bins).block
-    integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, block.steps))
-    epsilon = number("epsilon", epsilon, above=0)
-    delta = number("delta", delta, above=0, below=1)
-    question = {"bands": int(bands)} | _question(horizon, epsilon, delta, bins, workload)
-
-    def compute() -> list[float]:
-        with progress(f"optimising {bands} bands for ε = {epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
-            search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
-            return _optimise(bands, block, search)
-
-    coefficients = cache.cached("amplified-bandinvmf", question, compute)
-    return BandInvMF(bands, coefficients=tuple(coefficients))
-
-
-def amplified_blt(
-    horizon: Horizon,
-    *,
-    epsilon: float,
-    delta: float,
-    normalized: bool = False,
-    bins: Bins = "fixed",
-    workload: Workload = PREFIX_SUM,
-) -> BLT:
+def _amplified_blt(normalized: bool, setting: Setting) -> BLT:
     """BLT with one buffer, whose θ and ω minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
     C = (1 − φx)/(1 − θx) is searched over θ and φ = θ − ω in [0, θ], for which the accountant is exact. With fresh bins
     σ comes from a closed form, and else from the accountant, quickly.
-
-    Args:
-        horizon: b steps an epoch, k epochs.
-        epsilon: ε.
-        delta: δ.
-        normalized: whether the columns of C are scaled to norm 1.
-        bins: "fixed" or "fresh".
-        workload: what errors are of; plain SGD by default.
-
-    Returns:
-        The mechanism with its numbers.
-
-    Raises:
-        InvalidInput: an argument is out of range.
     """
-    epsilon = number("epsilon", epsilon, above=0)
-    delta = number("delta", delta, above=0, below=1)
-    question = {"normalized": bool(normalized)} | _question(horizon, epsilon, delta, bins, workload)
 
-    def made(x: NDArray[np.float64]) -> BLT:
+    def parameters(x: NDArray[np.float64]) -> list[float]:
         decay = -math.expm1(-min(max(float(x[0]), 0.01), _SLOWEST))
-        weight = decay / (1 + math.exp(min(float(x[1]), 30.0)))
-        return BLT(1, (decay,), (weight,), normalized=bool(normalized))
+        return [decay, decay / (1 + math.exp(min(float(x[1]), 30.0)))]
+
+    def made(decay: float, weight: float) -> BLT:
+        return BLT(1, (decay,), (weight,), normalized=normalized)
 
     def compute() -> list[float]:
-        with progress(f"choosing a buffer for ε = {epsilon:g}") as tick:
-            search = AmplifiedError(horizon, epsilon, delta, bins=bins, workload=workload, tick=tick)
-            minimum = minimize(
-                lambda x: search.closed_form(made(x)) or search.rmse(made(x)),
-                np.array([3.0, 1.0]),
-                method="Nelder-Mead",
-                options={"initial_simplex": [[3.0, 1.0], [3.5, 1.0], [3.0, 1.5]], "xatol": 0.01, "fatol": 1e-3},
-            )
-        best = made(minimum.x)
-        assert best.decays is not None
-        assert best.weights is not None
-        return [best.decays[0], best.weights[0]]
+        with progress(f"choosing a buffer for ε = {setting.epsilon:g}") as tick:
+            search = AmplifiedError(setting, tick)
 
-    decay, weight = cache.cached("amplified-blt", question, compute)
-    return BLT(1, (decay,), (weight,), normalized=bool(normalized))
+            def error(x: NDArray[np.float64]) -> float:
+                mechanism = made(*parameters(x))
+                return search.closed_form(mechanism) or search.rmse(mechanism)
+
+            simplex = [[3.0, 1.0], [3.5, 1.0], [3.0, 1.5]]
+            options = {"initial_simplex": simplex, "xatol": 0.01, "fatol": 1e-3}
+            return parameters(minimize(error, np.array(simplex[0]), method="Nelder-Mead", options=options).x)
+
+    return made(*cache.cached("amplified-blt", {"normalized": normalized} | setting.question, compute))
 
 
-def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]:
-    """The search itself; ``block`` is the stretch that noise is correlated over."""
+def _amplified_coefficients(bands: int, setting: Setting) -> tuple[float, ...]:
+    """Coefficients of BandInvMF that minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
+
+    Those after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
+    Balls-in-Bins accounting needs. The search starts at the best of γ-BIFR, BISR and the optimum without
+    amplification, each also with its correlation reduced. σ is a quick estimate with common random numbers.
+    """
+    integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
+
+    def compute() -> list[float]:
+        with progress(f"optimising {bands} bands for ε = {setting.epsilon:g}", _EVALUATIONS * (bands - 1)) as tick:
+            return _optimise(bands, AmplifiedError(setting, tick))
+
+    return tuple(cache.cached("amplified-bandinvmf", {"bands": bands} | setting.question, compute))
+
+
+def _optimise(bands: int, search: AmplifiedError) -> list[float]:
+    block = search.setting.sampling.block  # the stretch that noise is correlated over
 
     def coefficients(logs: NDArray[np.float64]) -> tuple[float, ...]:
         return (1.0, *(-float(value) for value in np.exp(logs)))
@@ -499,28 +487,15 @@ def _optimise(bands: int, block: Horizon, search: AmplifiedError) -> list[float]
             return 1e300
         return search.rmse(BandInvMF(bands, coefficients=coefficients(logs)))
 
-    chosen = choose_gamma(
-        bands,
-        search.horizon,
-        objective="amplified-rmse",
-        epsilon=search.epsilon,
-        delta=search.delta,
-        bins=search.sampling.bins,
-        workload=search.workload,
-    )
-    starts = [GammaBIFR(bands, chosen.value), BISR(bands), BandInvMF(bands).resolve(block)]
+    gamma = _best_gamma(bands, "amplified-rmse", search.setting).value
+    starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]
     points = [_logs(np.asarray(start.noising(block.steps))[1:], bands - 1) for start in starts]
     # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
     shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
     best = min(shrunk, key=error)
-    simplex = np.vstack([best] + [best - 0.1 * np.eye(bands - 1)[i] for i in range(bands - 1)])
-    minimum = minimize(
-        error,
-        best,
-        method="Nelder-Mead",
-        options={"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)},
-    )
-    return list(coefficients(minimum.x))
+    simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
+    options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)}
+    return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
 
 
 def _logs(tail: NDArray[np.float64], size: int) -> NDArray[np.float64]:

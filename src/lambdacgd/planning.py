@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import html
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from lambdacgd import choosing
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
+from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
-    BLT,
     PREFIX_SUM,
-    BandInvMF,
-    BandMF,
-    GammaBIFR,
     Horizon,
     Identity,
     LambdaCGD,
     Mechanism,
-    Objective,
     Workload,
     error_norms,
     mechanism_from_dict,
     sensitivity,
 )
 from lambdacgd.mechanisms.base import Recurrence
-from lambdacgd.sampling import SAMPLINGS, BallsInBins, Poisson, Sampling, sampling_from_dict
+from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-plan-2"
@@ -44,6 +41,9 @@ FIRST_FORMAT = "lambdacgd-plan-1"
 
 MOST_STEPS = 100_000_000
 """The longest run that can be planned: sensitivities and errors are sums over columns of n numbers, some gigabytes."""
+
+PATIENCE = 2.0
+"""Seconds: what takes longer shows its progress on a terminal."""
 
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
@@ -219,16 +219,16 @@ class Plan:
 
     def __repr__(self) -> str:
         """A small table, which fits a terminal of 80 columns."""
-        rows = self._rows()
+        rows = self.rows()
         width = max(len(name) for name, _ in rows)
         return "\n".join(["Plan", *(f"  {name:<{width}}  {value}" for name, value in rows)])
 
     def _repr_html_(self) -> str:
         """The same table, for notebooks."""
-        return html_table("Plan", self._rows())
+        return html_table("Plan", self.rows())
 
-    def _rows(self) -> list[tuple[str, str]]:
-        """What a person wants to know about the plan, by name."""
+    def rows(self) -> list[tuple[str, str]]:
+        """What a person wants to know about the plan, as names and values: the lines of its table."""
         certificate = self.certificate
         sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
         claim = f"{certificate.method}, {sure}"
@@ -238,7 +238,7 @@ class Plan:
             ("privacy", f"ε = {self.epsilon:g}, δ = {self.delta:g}, zero-out of one example"),
             ("mechanism", str(self.mechanism)),
             ("sampling", self.sampling.kind),
-            ("steps", f"{self.steps}: {self.epochs} epochs of {self.steps_per_epoch}"),
+            ("steps", f"{self.steps}: {counted(self.epochs, 'epoch')} of {self.steps_per_epoch}"),
             ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
             ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
             ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
@@ -415,8 +415,9 @@ def plan(
             ``lc.Workload(schedule="linear")``, say. Optimised coefficients (BandMF, BandInvMF, BLT) remain plain SGD's.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
-        progress: told, before σ is certified, about which σ and RMSE it will be and in about how many seconds. Answers
-            that come from the disk cache, and those that take no time, come without.
+        progress: called before σ is certified, with about which σ and RMSE it will be and in about how many seconds.
+            By default a terminal shows this, and counts the seconds down, where it takes two of them or longer. Answers
+            from the disk cache, and those that take no time, come without.
 
     Returns:
         The plan, with its mechanism resolved and its sampling bound.
@@ -456,23 +457,25 @@ def plan(
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
         check_epsilon(bound, epsilon)
-    # The accountant speaks of real numbers. The rest of ε and δ pays for those that a computer has.
-    real_delta, real = delta * (1 - DELTA_SHARE), epsilon
-    if epsilon is not None and math.isfinite(epsilon):
-        real = epsilon - set_aside(epsilon, delta)["epsilon"]
-    resolved, selection = _resolve(mechanism, bound, workload, epsilon=real, delta=real_delta)
+    real, real_delta = real_budget(math.inf if epsilon is None else epsilon, delta)
+    setting = Setting(bound, None if epsilon is None else real, real_delta, workload)
+    resolved, selection = _resolve(mechanism, setting)
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
 
-    def tell(sigma: float, seconds: float) -> None:
-        if progress is not None:
-            progress(Progress(resolved, bound, sigma, mean_error * sigma, seconds))
+    display = contextlib.ExitStack()
 
-    with listening(tell):
+    def tell(sigma: float, seconds: float) -> None:
+        told = Progress(resolved, bound, sigma, mean_error * sigma, seconds)
+        if progress is not None:
+            progress(told)
+        else:
+            display.enter_context(_countdown(told))
+
+    with display, listening(tell):
         if noise_multiplier is None:
             assert epsilon is not None
-            assert real is not None
             calibration = accountant.sigma(real, real_delta, estimate=estimate)
         else:
             calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
@@ -497,6 +500,43 @@ def plan(
         selection=selection,
         workload=workload,
     )
+
+
+@contextlib.contextmanager
+def _countdown(told: Progress) -> Iterator[None]:
+    """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
+    from rich.console import Console
+    from rich.errors import LiveError
+    from rich.live import Live
+
+    console, end = Console(stderr=True), time.monotonic() + told.seconds
+
+    def left() -> str:
+        seconds = end - time.monotonic()
+        return f"certifying it: {f'about {seconds:.0f} s left' if seconds >= 0.5 else 'a little longer'}"
+
+    live = Live(get_renderable=left, console=console, refresh_per_second=2, transient=True)
+    shown = console.is_terminal and told.seconds >= PATIENCE
+    if shown:
+        console.print(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}", highlight=False)
+        try:
+            live.start()
+        except LiveError:  # the caller shows a bar of its own
+            shown = False
+    try:
+        yield
+    finally:
+        if shown:
+            live.stop()
+
+
+def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
+    """What is left of a plan's (ε, δ) for the mechanism in real numbers, of which accountants speak.
+
+    The rest pays for the numbers that a computer has. An infinite ε stays as it is.
+    """
+    aside = set_aside(epsilon, delta)["epsilon"] if math.isfinite(epsilon) else 0.0
+    return epsilon - aside, delta * (1 - DELTA_SHARE)
 
 
 def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:
@@ -528,91 +568,14 @@ def _check_sampling(sampling: Any) -> None:
         )
 
 
-Selection = dict[str, Any]
-
-
-def _resolve(
-    mechanism: Mechanism, sampling: Sampling, workload: Workload, *, epsilon: float | None, delta: float
-) -> tuple[Mechanism, Selection | None]:
+def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
     """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
-    mechanism.validate(sampling.block)
-    chosen, selection = _choose(mechanism, sampling, workload, epsilon, delta)
-    resolved = chosen.resolve(sampling.block)
-    _check_one_noise(resolved, sampling.block.steps)
+    block = setting.sampling.block
+    mechanism.validate(block)
+    chosen, selection = choose(mechanism, setting)
+    resolved = chosen.resolve(block)
+    _check_one_noise(resolved, block.steps)
     return resolved, selection
-
-
-def _choose(
-    mechanism: Mechanism, sampling: Sampling, workload: Workload, epsilon: float | None, delta: float
-) -> tuple[Mechanism, Selection | None]:
-    """Choose what depends on the privacy budget: an automatic λ or γ, or coefficients under amplification."""
-    horizon = sampling.horizon
-    if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
-        how = _objective("lam", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
-        normalized = mechanism.normalized
-        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
-            helps = how.get("bins") == "fresh" and "epsilon" in how
-            normalized = helps and choosing.normalizing_pays(
-                horizon, epsilon=how["epsilon"], delta=delta, workload=workload
-            )
-        best = choosing.choose_lambda(horizon, normalized=normalized, **how)
-        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
-        return chosen, {"parameter": "lambda"} | best.to_dict()
-    if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
-        if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
-            return replace(mechanism, gamma=0.0, objective=None), None
-        how = _objective("gamma", mechanism.objective, sampling, epsilon, delta) | {"workload": workload}
-        best = choosing.choose_gamma(mechanism.bands, horizon, **how)
-        return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
-    if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
-        if not isinstance(sampling, Poisson) or epsilon is None or math.isinf(epsilon):
-            raise InvalidInput("bands", "auto", "only Poisson sampling at a finite epsilon chooses them; say how many")
-        bands, selection = choosing.choose_bands(sampling, epsilon=epsilon, delta=delta, workload=workload)
-        return replace(mechanism, bands=bands), selection
-    if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
-        if not isinstance(sampling, BallsInBins) or epsilon is None or math.isinf(epsilon):
-            raise InvalidInput(
-                "amplified",
-                f"{type(mechanism).__name__}(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is "
-                "amplified.",
-            )
-        because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
-        selection = {"objective": "amplified-rmse", "because": because}
-        how = {"epsilon": epsilon, "delta": delta, "bins": sampling.bins, "workload": workload}
-        if isinstance(mechanism, BLT):
-            best_buffer = choosing.amplified_blt(horizon, normalized=mechanism.normalized, **how)
-            return best_buffer, {"parameter": "decays and weights"} | selection
-        optimised = choosing.amplified_band_inv_mf(mechanism.bands, horizon, **how)
-        best_bands = replace(mechanism, coefficients=optimised.coefficients, amplified=False)
-        return best_bands, {"parameter": "coefficients"} | selection
-    return mechanism, None
-
-
-def _objective(
-    parameter: str, objective: Objective | None, sampling: Sampling, epsilon: float | None, delta: float
-) -> dict[str, Any]:
-    """What an automatic parameter is chosen by: RMSE, amplified with bins; λ with fixed ones by the paper's guideline.
-
-    The guideline corrects the amplified optimum of fixed bins, which lies far above the λ that trains best; that of
-    fresh bins is three times lower already, on the scale 1/(1−λ). Nothing is known of γ that asks for it.
-    """
-    amplified = isinstance(sampling, BallsInBins) and (epsilon is None or math.isfinite(epsilon))
-    fresh = sampling.restart_every is not None
-    if objective is None:
-        objective = ("guideline" if parameter == "lam" and not fresh else "amplified-rmse") if amplified else "rmse"
-    elif not amplified and objective in ("amplified-rmse", "guideline"):
-        raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
-    if epsilon is None and objective in ("amplified-rmse", "guideline"):
-        raise InvalidInput(
-            parameter,
-            f"An automatic {'λ' if parameter == 'lam' else 'γ'} is chosen for an ε (by {objective}). With a "
-            "noise_multiplier give a number, or "
-            "the objective 'rmse'.",
-        )
-    how: dict[str, Any] = {"objective": objective}
-    if amplified and epsilon is not None:
-        how |= {"epsilon": epsilon, "delta": delta}
-    return how | ({"bins": "fresh"} if fresh else {})
 
 
 def _check_one_noise(mechanism: Mechanism, n: int) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Sized
 from typing import Any
 
 from lambdacgd.accounting import Accountant, accountant_for
-from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_aside
+from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, progress
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError, InvalidInput, integer, number
 from lambdacgd.mechanisms import (
@@ -24,7 +24,7 @@ from lambdacgd.mechanisms import (
     Objective,
     Workload,
 )
-from lambdacgd.planning import Plan
+from lambdacgd.planning import Plan, real_budget
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.sampling import BallsInBins, Poisson, Sampling
 
@@ -121,7 +121,7 @@ def noise_multiplier(
     accountant = _accountant(plan, sampling_rate, steps)
     if plan is None:
         return accountant.sigma(epsilon, delta).sigma
-    return accountant.sigma(epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)).sigma
+    return accountant.sigma(*real_budget(epsilon, delta)).sigma
 
 
 def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant:
@@ -151,7 +151,9 @@ def compare(
     buffers: int = 3,
     certify: bool = False,
 ) -> list[Plan]:
-    """Plan the same run with every mechanism, as ``lambdacgd compare`` does. The first time may take minutes.
+    """Plan the same run with every mechanism, as ``lambdacgd compare`` does.
+
+    The first time may take minutes; a terminal shows the time left.
 
     Args:
         examples: N, the number of training examples, or a dataset with a length.
@@ -176,37 +178,23 @@ def compare(
         InvalidInput: an argument cannot be used.
         AccountingError: no accountant can answer for these numbers.
     """
-    request: dict[str, Any] = {
-        "examples": examples,
-        "batch_size": batch_size,
-        "epochs": epochs,
-        "epsilon": epsilon,
-        "delta": delta,
-    }
-    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
-    rows = compared(request, sampling, bands=bands, buffers=buffers)
-    return list(compared_plans(request, rows))
-
-
-def compared(
-    request: dict[str, Any], sampling: Sampling | None, *, bands: int | None, buffers: int
-) -> list[tuple[Mechanism, Sampling]]:
-    """What ``compare`` sets side by side for ``request``, the arguments of ``lc.plan``; described at ``compare``."""
-    if request["epsilon"] == math.inf:
+    if epsilon == math.inf:
         raise InvalidInput("epsilon", "Without noise all mechanisms are the same: compare at a finite ε.")
+    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
     # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
-    free = request | {"mechanism": Identity(), "sampling": sampling, "epsilon": math.inf}
-    steps = make_plan(**free).block.steps
-    return _rows(sampling, bands=min(4, steps) if bands is None else bands, buffers=buffers)
-
-
-def compared_plans(request: dict[str, Any], rows: Iterable[tuple[Mechanism, Sampling]]) -> Iterator[Plan]:
-    """The plans of ``rows``, one after another."""
-    for mechanism, sampling in rows:
-        yield make_plan(**request | {"mechanism": mechanism, "sampling": sampling})
+    free = make_plan(**request, mechanism=Identity(), sampling=sampling, epsilon=math.inf)
+    rows = _rows(sampling, bands=min(4, free.block.steps) if bands is None else bands, buffers=buffers)
+    plans = []
+    with progress("comparing mechanisms", len(rows)) as tick:
+        for mechanism, drawn in rows:
+            plans.append(make_plan(**request, mechanism=mechanism, sampling=drawn, epsilon=epsilon))
+            tick(1)
+    return plans
 
 
 def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[Mechanism, Sampling]]:
+    """What ``compare`` sets side by side."""
     banded: tuple[Mechanism, Sampling] = (BandMF("auto"), sampling if isinstance(sampling, Poisson) else Poisson())
     if isinstance(sampling, Poisson):
         return [(Identity(), Poisson()), banded]

@@ -10,13 +10,12 @@ from pathlib import Path
 
 from lambdacgd import cache
 from lambdacgd.accounting import Certificate, accountant_for
-from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
 from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
 from lambdacgd.accounting.monte_carlo.accountant import MonteCarlo
 from lambdacgd.errors import AccountingError, InvalidInput, brief, number, shown
 from lambdacgd.files import read_json
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
-from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan
+from lambdacgd.planning import FIRST_FORMAT, FORMAT, Plan, real_budget
 from lambdacgd.sampling import Sampling, sampling_from_dict
 
 CARD = "privacy-card.json"
@@ -105,7 +104,7 @@ def _certify(
     number("delta", delta, above=0, below=1)
     number("sigma", sigma, above=0)
     if aside:
-        epsilon, delta = epsilon - set_aside(epsilon, delta)["epsilon"], delta * (1 - DELTA_SHARE)
+        epsilon, delta = real_budget(epsilon, delta)
     try:
         with cache.disabled():
             accountant = accountant_for(mechanism, sampling)

@@ -40,7 +40,7 @@ def test_plan_for_people(capsys, tmp_path):
     figure = tmp_path / "new" / "curves.png"
     assert main(["plan", *CYCLIC, "--plot", str(figure)]) == 0
     text = capsys.readouterr().out
-    assert "noise multiplier" in text
+    assert "relative to the clipping norm" in text
     assert "stores none, regenerates 1" in text
     assert "was chosen by rmse" in text
     assert "quick estimates" in text
@@ -58,6 +58,35 @@ def test_plan_draws_the_trade_off_where_it_is_exact(capsys, tmp_path):
     assert "privacy at" in figure.read_text()
     assert main(["plan", *small, "--lambda", "0.8", "--sampling", "cyclic", "--cross-check"]) == 2
     assert "--cross-check" in capsys.readouterr().err
+
+
+def test_the_curves_have_their_minimum_at_the_lambda_that_was_chosen():
+    """Also for a schedule of learning rates: the curves are of the plan's own workload, and through its own point."""
+    from matplotlib.figure import Figure
+
+    from lambdacgd.cli import plots
+
+    for workload in (lc.Workload(), lc.Workload(schedule="linear")):
+        plan = lc.plan(4000, 40, epochs=4, epsilon=4.0, delta=1e-5, workload=workload)
+        axes = Figure().subplots()
+        plots._errors_over_lambda(plan, axes)
+        curve, mark = axes.lines[0], axes.lines[-1]
+        assert curve.get_label().startswith("~")
+        best = int(curve.get_ydata().argmin())
+        assert curve.get_xdata()[best] == pytest.approx(1 / (1 - plan.mechanism.lam), rel=0.1)
+        assert curve.get_ydata()[best] == pytest.approx(plan.rmse, rel=1e-3)
+        assert list(mark.get_ydata()) == [plan.rmse, plan.maxse]
+
+
+def test_estimates_are_marked_in_the_comparison(tmp_path):
+    from lambdacgd.cli import plots
+
+    run = {"examples": 400, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
+    plans = [lc.plan(**run, mechanism=lc.BISR(3), estimate=True), lc.plan(**run, mechanism=lc.LambdaCGD(0.5))]
+    plots.comparison_figure(plans, tmp_path / "compare.svg")
+    drawn = (tmp_path / "compare.svg").read_text()  # a comment beside each text holds its letters
+    assert f"<!--  ~{plans[0].rmse:.3g} -->" in drawn
+    assert f"<!--  {plans[1].rmse:.3g} -->" in drawn
 
 
 def test_a_sampled_certificate_is_shown_beside_its_estimate(capsys):
@@ -290,7 +319,7 @@ def test_python_m_is_the_command():
 def test_one_step_is_one_step(capsys):
     run = ["--examples", "2000", "--batch-size", "1100", "--epochs", "2", "--epsilon", "2", "--delta", "1e-5"]
     assert main(["plan", *run, "--lambda", "0.1"]) == 0
-    assert "2 epochs × 1 step of about 2000" in capsys.readouterr().out
+    assert "2000, about 2000 (1100 asked for) a step" in capsys.readouterr().out
 
 
 def test_complaints_name_flags(capsys):

@@ -160,12 +160,6 @@ def _threshold(hits: Array, misses: Array, delta: float) -> float:
     return float(candidates[np.argmax(np.maximum(low - delta, 1e-12) / high)])
 
 
-def curve(included: Array, excluded: Array, points: int = 80) -> list[tuple[float, float]]:
-    """The trade-off that the scores show: (false, true) positive rates over thresholds, for a plot."""
-    thresholds = np.quantile(np.concatenate([included, excluded]), 1 - np.geomspace(1e-5, 1, points))
-    return [(float((excluded >= t).mean()), float((included >= t).mean())) for t in thresholds]
-
-
 # --- one training run of a model of one's own ------------------------------------------------------------------------
 
 

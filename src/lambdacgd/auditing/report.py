@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from lambdacgd.auditing.bounds import Array, LowerBound, curve, ideal_scores, lower_bound
+from lambdacgd.accounting.certificate import progress
+from lambdacgd.auditing.bounds import Array, LowerBound, ideal_scores, lower_bound
 from lambdacgd.auditing.canaries import Train, plain_loop, record
 from lambdacgd.auditing.conformance import Check, Measured, checks
 from lambdacgd.auditing.floating import floating_point
@@ -39,7 +40,6 @@ class Report:
         level: α divided by the number of tests.
         bound: The lower bound on ε. None if a run did not release what can be scored.
         ideal: The lower bound that an ideal mechanism would have given on average, with as many canaries.
-        trade_off: (false, true) positive rates over thresholds, ``"released"`` and ``"ideal"``.
         floating_point: The attacks on floating point.
         runs: How often canaries were trained.
         canaries: How many canaries each run had.
@@ -51,7 +51,6 @@ class Report:
     level: float
     bound: LowerBound | None
     ideal: float
-    trade_off: dict[str, list[tuple[float, float]]]
     floating_point: dict[str, Any]
     runs: int
     canaries: int
@@ -92,7 +91,6 @@ class Report:
             "level_of_a_test": self.level,
             "tests": [check._asdict() | {"passed": check not in self.failed} for check in self.checks],
             "floating_point": self.floating_point,
-            "trade_off": self.trade_off,
             "runs": self.runs,
             "canaries_of_a_run": self.canaries,
             "seconds": round(self.seconds, 1),
@@ -185,16 +183,18 @@ def audit(
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
-    for _ in range(runs):
-        recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
-        releases = len(recording.released)
-        if releases != plan.steps:
-            wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
-            none = {"covered": False, "trials": 0, "attacks": {}}
-            return Report(plan, [wrong], FALSE_ALARM, None, 0.0, {}, none, runs, size, time.monotonic() - begun)
-        measured.append(Measured(plan, recording, max_grad_norm))
-        scores[0].append(measured[-1].scores[recording.present])
-        scores[1].append(measured[-1].scores[~recording.present])
+    with progress("training canaries by the plan", runs) as tick:
+        for _ in range(runs):
+            recording = record(plan, train or plain_loop, canaries=size, max_grad_norm=max_grad_norm, rng=rng)
+            releases = len(recording.released)
+            if releases != plan.steps:
+                wrong = Check("steps", 0.0, f"{releases} releases, the plan has {plan.steps}")
+                none = {"covered": False, "trials": 0, "attacks": {}}
+                return Report(plan, [wrong], FALSE_ALARM, None, 0.0, none, runs, size, time.monotonic() - begun)
+            measured.append(Measured(plan, recording, max_grad_norm))
+            scores[0].append(measured[-1].scores[recording.present])
+            scores[1].append(measured[-1].scores[~recording.present])
+            tick(1)
     included, excluded = np.concatenate(scores[0]), np.concatenate(scores[1])
     answers = [Check("steps", 1.0, f"{plan.steps} releases in each run"), *checks(plan, measured)]
     attacks = floating_point(plan, rng)
@@ -208,6 +208,4 @@ def audit(
     bound = lower_bound(included, excluded, delta=plan.delta, confidence=confidence)
     ideal = ideal_scores(plan, min(runs * size, 10 * LARGEST // plan.steps), rng)
     expected = lower_bound(*ideal, delta=plan.delta, confidence=confidence).epsilon
-    trade_off = {"released": curve(included, excluded), "ideal": curve(*ideal)}
-    seconds = time.monotonic() - begun
-    return Report(plan, answers, level, bound, expected, trade_off, attacks, runs, size, seconds)
+    return Report(plan, answers, level, bound, expected, attacks, runs, size, time.monotonic() - begun)

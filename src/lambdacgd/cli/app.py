@@ -129,7 +129,7 @@ def compare(
     from lambdacgd.cli import planner
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "certify": certify}
     with planner.caching(not no_cache):
         planner.show_comparison(request | described, as_json=as_json, plot=plot)
 
@@ -241,13 +241,10 @@ def audit(
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
     place_for("out", out)
     loop = None if train is None else _imported("train", train)
-    from rich.console import Console
-
     from lambdacgd.auditing import audit
     from lambdacgd.planning import Plan
 
-    with Console(stderr=True).status("training canaries by the plan, and testing what they release …"):
-        report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
+    report = audit(Plan.load(plan), loop, runs=runs, canaries=canaries)
     if out:
         report.save(out)
     print(json.dumps(report.to_dict(), indent=2) if as_json else report)
@@ -262,9 +259,12 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Certify σ of a plan or a release again, without the cache. Exit code 2 if it is too small for the claim."""
+    from rich.console import Console
+
     from lambdacgd.verifying import verify
 
-    claim = verify(source)
+    with Console(stderr=True).status("certifying σ again …"):
+        claim = verify(source)
     sure = "certain" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
     told = f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} ({claim.method}, {sure})"
     print(json.dumps(claim.to_dict(), indent=2) if as_json else told)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,12 +16,10 @@ from rich.table import Table
 
 from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
-from lambdacgd.accounting.certificate import progress
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
-from lambdacgd.errors import counted
-from lambdacgd.planning import Plan, Progress
+from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
-from lambdacgd.questions import compared, compared_plans
+from lambdacgd.questions import compare
 
 
 def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
@@ -45,21 +41,18 @@ def show_plan(
     place_for("out", out)
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
-    arguments = plan_arguments(request)
-    with _busy(as_json, "calibrating the noise"):
-        plan = make_plan(**arguments, progress=None if as_json else _say_estimate)
-        accountant = accountant_for(plan.mechanism, plan.sampling)
-        check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
+    plan = make_plan(**plan_arguments(request))
+    accountant = accountant_for(plan.mechanism, plan.sampling)
+    check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
-        with _busy(as_json, "drawing"):
-            plots().plan_figure(plan, plot)
+        plots().plan_figure(plan, plot)
     if as_json:
         print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
         return
     console = Console()
-    console.print(Panel(_plan_table(plan, check), title=f"{plan.mechanism}, {plan.sampling.kind}", expand=False))
+    console.print(Panel(_plan_table(plan, check), title="Plan", expand=False))
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -69,18 +62,14 @@ def show_plan(
 
 def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
-    bands: Any = number_or_auto("bands", request.pop("bands", None))
-    buffers = request.pop("buffers", None)
-    arguments = plan_arguments(request)
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
-    sampling = arguments.pop("sampling", None)
-    rows = compared(arguments, sampling, bands=bands, buffers=3 if buffers is None else buffers)
-    plans: list[Plan] = []
-    with contextlib.nullcontext(lambda _: None) if as_json else progress("comparing mechanisms", len(rows)) as tick:
-        for plan in compared_plans(arguments, rows):
-            plans.append(plan)
-            tick(1)
+    sizes = {name: value for name in ("bands", "buffers") if (value := request.pop(name, None)) is not None}
+    if "bands" in sizes:
+        sizes["bands"] = number_or_auto("bands", sizes["bands"])
+    arguments = plan_arguments(request)
+    del arguments["mechanism"]
+    plans = compare(**arguments, **sizes)
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:
@@ -98,16 +87,6 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         console.print(f"figure written to {plot}")
 
 
-def _say_estimate(told: Progress) -> None:
-    """The answer to about 1%, on standard error, while it is being certified."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        console.print(
-            f"about: {told.mechanism}, σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g};\ncertifying it takes about "
-            f"{max(told.seconds, 1):.0f} s"
-        )
-
-
 def _stored(plan: Plan) -> int:
     """How many noise vectors of the model's size are kept."""
     steps = plan.block.steps
@@ -116,31 +95,19 @@ def _stored(plan: Plan) -> int:
 
 def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
     table = Table.grid(padding=(0, 2))
-    add = table.add_row
-    add("privacy", f"ε = {plan.epsilon:g}, δ = {plan.delta:g}, zero-out of one example")
-    add(
-        "training",
-        f"{plan.examples} examples, {counted(plan.epochs, 'epoch')} × "
-        f"{counted(plan.steps_per_epoch, 'step')} of about "
-        f"{plan.described_batch_size}",
-    )
-    add("noise multiplier σ", f"{plan.sigma:.6g}  (relative to the clipping norm)")
-    add("sensitivity of C", f"{plan.sensitivity:.6g}")
-    add("RMSE, MaxSE", f"{plan.rmse:.5g}, {plan.maxse:.5g}  (of the sum of gradients)")
-    add("optimizer assumed", str(plan.workload))
+    for row in plan.rows():
+        table.add_row(*row)
+    details = plan.certificate.details
+    if "estimate" in details:
+        error = details.get("estimate_standard_error", 0.0)
+        table.add_row("its estimate", f"σ ≈ {details['estimate']:.5g} ± {error:.2g}, which claims nothing")
+    if check:
+        told = f"Monte Carlo δ = {check['delta']:.4g} ± {check['standard_error']:.2g} at this σ"
+        table.add_row("cross-check", told)
+    table.add_row("sensitivity", f"{plan.sensitivity:.6g}, of C")
     past = plan.mechanism.past_vectors(plan.block.steps)
     kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
-    add("past noise vectors", kept if past else "none needed")
-    certificate = plan.certificate
-    sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
-    kind = "certificate" if certificate.kind == "bound" else "[yellow]estimate[/]"
-    only = "" if certificate.direction == "both" else f", {certificate.direction} only"
-    add(kind, f"{certificate.method}{only}, {sure}")
-    if "estimate" in certificate.details:
-        error = certificate.details.get("estimate_standard_error", 0.0)
-        add("its estimate", f"σ ≈ {certificate.details['estimate']:.5g} ± {error:.2g}, which claims nothing")
-    if check:
-        add("cross-check", f"Monte Carlo δ = {check['delta']:.4g} ± {check['standard_error']:.2g} at this σ")
+    table.add_row("past noise", kept if past else "none needed")
     return table
 
 
@@ -208,13 +175,3 @@ def _comparison_table(plans: list[Plan]) -> Table:
             style="bold" if plan.rmse == best else "",
         )
     return table
-
-
-@contextlib.contextmanager
-def _busy(quiet: bool, what: str) -> Iterator[None]:
-    """A spinner on a terminal's stderr while something takes its time."""
-    if quiet or not sys.stderr.isatty():
-        yield
-        return
-    with Console(stderr=True).status(f"{what} …"):
-        yield

@@ -96,7 +96,7 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
 
 def _errors(plan: Plan, mechanism: LambdaCGD, amplified: bool) -> tuple[float, float]:
     """RMSE and MaxSE at the plan's (ε, δ), with an estimate of σ under amplification; NaN where there is none."""
-    mean, largest = error_norms(mechanism, plan.steps, restart_every=plan.restart_every)
+    mean, largest = error_norms(mechanism, plan.steps, plan.workload, restart_every=plan.restart_every)
     if not amplified:
         sigma = sensitivity(mechanism, plan.horizon, restart_every=plan.restart_every).value
         sigma *= plan.sigma / plan.sensitivity

@@ -279,9 +279,15 @@ class Mechanism:
         return " ".join(words)
 
     @property
+    def automatic(self) -> bool:
+        """Whether ``lc.plan`` has a parameter to choose: one that is "auto", or coefficients under amplification."""
+        values = [getattr(self, f.name) for f in fields(self)]
+        return any(isinstance(value, str) and value == "auto" for value in values) or getattr(self, "amplified", False)
+
+    @property
     def resolved(self) -> bool:
         """Whether all numbers are known. Only a resolved mechanism can be asked about its noise."""
-        return True
+        return not self.automatic
 
     def resolve(self, horizon: Horizon) -> Self:
         """Fix everything that depends on the horizon.
@@ -297,8 +303,8 @@ class Mechanism:
             ValueError: a parameter must be chosen by ``lc.plan``.
         """
         self.validate(horizon)
-        if not self.resolved:
-            raise not_chosen(self)
+        if self.automatic:
+            raise not_resolved(self)
         return self
 
     def validate(self, horizon: Horizon) -> None:
@@ -392,9 +398,10 @@ def check_objective(objective: str | None, parameter: str, value: float | Auto) 
         raise InvalidInput("objective", objective, f"it applies where {parameter} is auto; leave one of them out")
 
 
-def not_chosen(mechanism: Mechanism) -> ValueError:
-    """The error of a mechanism that is asked about its noise before ``lc.plan`` has chosen a parameter."""
-    return ValueError(
-        f"{mechanism.name} is not resolved: lc.plan chooses its parameters for the privacy budget and the sampling. "
-        "Ask plan.mechanism instead, or give them"
-    )
+def not_resolved(mechanism: Mechanism) -> ValueError:
+    """The error of a mechanism that is asked about its noise before all of its numbers are known."""
+    if mechanism.automatic:
+        missing = "lc.plan chooses its parameters for the privacy budget and the sampling. Ask plan.mechanism instead"
+    else:
+        missing = "its coefficients depend on the horizon. Call .resolve(horizon) first"
+    return ValueError(f"{mechanism.name} is not resolved: {missing}, or give them")

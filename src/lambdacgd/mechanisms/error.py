@@ -41,14 +41,6 @@ def participation_sum(column: Array, horizon: Horizon) -> Array:
     return np.cumsum(column.reshape(k, b), axis=0).reshape(-1)
 
 
-def check_question(mechanism: object, horizon: object) -> None:
-    """Refuse a name where a mechanism is meant, or a number of steps where a horizon is."""
-    if not isinstance(mechanism, Mechanism):
-        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as LambdaCGD(0.9)")
-    if not isinstance(horizon, Horizon):
-        raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
-
-
 def sensitivity(
     mechanism: Mechanism,
     horizon: Horizon,
@@ -81,7 +73,10 @@ def sensitivity(
     are orthogonal: the value is √k times the largest column norm of a block, for *any* place in each epoch and for
     C of any sign. It is exact, and ``participation`` makes no difference.
     """
-    check_question(mechanism, horizon)
+    if not isinstance(mechanism, Mechanism):
+        raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as LambdaCGD(0.9)")
+    if not isinstance(horizon, Horizon):
+        raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
     if participation not in ("cyclic", "min-separation"):
         raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
     if restart_every is not None and restart_every != horizon.steps_per_epoch:
@@ -92,17 +87,13 @@ def sensitivity(
         if restart_every is None:
             answer = _sensitivity(mechanism, horizon, participation)
         else:
-            answer = _with_restarts(mechanism, horizon)
+            value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, restart_every)
+            answer = Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
     if not np.isfinite(answer.value):
         raise InvalidInput(
             "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
         )
     return answer
-
-
-def _with_restarts(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
-    value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, horizon.steps_per_epoch)
-    return Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
 
 
 def largest_column_norm(mechanism: Mechanism, n: int) -> float:
@@ -313,9 +304,8 @@ def rmse(
     Raises:
         InvalidInput: an argument cannot be used.
     """
-    check_question(mechanism, horizon)
-    norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
-    return norms[0] * sensitivity(mechanism, horizon, restart_every=restart_every).value
+    unit = sensitivity(mechanism, horizon, restart_every=restart_every).value
+    return unit * error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)[0]
 
 
 def maxse(
@@ -335,6 +325,5 @@ def maxse(
     Raises:
         InvalidInput: an argument cannot be used.
     """
-    check_question(mechanism, horizon)
-    norms = error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)
-    return norms[1] * sensitivity(mechanism, horizon, restart_every=restart_every).value
+    unit = sensitivity(mechanism, horizon, restart_every=restart_every).value
+    return unit * error_norms(mechanism, horizon.steps, workload, restart_every=restart_every)[1]

@@ -20,7 +20,7 @@ from lambdacgd.mechanisms.base import (
     Workload,
     check_objective,
     multiply,
-    not_chosen,
+    not_resolved,
     number_or_auto,
 )
 
@@ -76,15 +76,10 @@ class LambdaCGD(Mechanism):
             raise InvalidInput("normalized", "auto", "it is chosen together with λ: leave lam at 'auto' too")
 
     @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.lam != "auto" and self.normalized != "auto"
-
-    @property
     def resolved_lam(self) -> float:
         """λ as a number. Raises ``ValueError`` while it is "auto"."""
         if self.lam == "auto":
-            raise not_chosen(self)
+            raise not_resolved(self)
         return self.lam
 
     def recurrence(self, n: int) -> BandedInverse:
@@ -213,14 +208,9 @@ class GammaBIFR(Banded):
         object.__setattr__(self, "gamma", number_or_auto("gamma", self.gamma))
         check_objective(self.objective, "gamma", self.gamma)
 
-    @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.gamma != "auto"
-
     def recurrence(self, n: int) -> BandedInverse:
         if self.gamma == "auto":
-            raise not_chosen(self)
+            raise not_resolved(self)
         return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))
 
 

@@ -29,7 +29,7 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     inverse_pullback,
-    not_chosen,
+    not_resolved,
     series_inverse,
 )
 from lambdacgd.mechanisms.error import participation_sum
@@ -52,24 +52,23 @@ def log_squared_rmse(strategy: Array, noising: Array, horizon: Horizon) -> tuple
     return float(np.log(error) + np.log(squared)), by_strategy, by_noising
 
 
-def minimize_smooth(
-    objective: Callable[[Array], tuple[float, Array]], starts: list[Array], *, upper: float | None = None
-) -> Array:
+Smooth = Callable[[Array], tuple[float, Array]]
+"""A function to be minimised: its value and its gradient."""
+
+
+def minimize_smooth(objective: Smooth, starts: list[Array], *, upper: float | None = None) -> Array:
     """Minimise by L-BFGS from each of ``starts`` and keep the best: deterministic, so the same on every machine."""
     return min((_descend(objective, start, upper) for start in starts), key=lambda reached: reached[0])[1]
 
 
-def _descend(
-    objective: Callable[[Array], tuple[float, Array]], start: Array, upper: float | None
-) -> tuple[float, Array]:
+def _descend(objective: Smooth, start: Array, upper: float | None) -> tuple[float, Array]:
     # The first trial step of L-BFGS has length up to 1, which throws a banded inverse into divergence. In units of
     # 1/scale that step is small. L-BFGS starts again from where it ended until it gains nothing more.
     scale = 100.0
 
     def scaled(x: Array) -> tuple[float, Array]:
-        with np.errstate(
-            over="ignore", invalid="ignore"
-        ):  # a diverging series gets a huge value, so that the search turns back
+        # A diverging series gets a huge value, so that the search turns back.
+        with np.errstate(over="ignore", invalid="ignore"):
             value, gradient = objective(x / scale)
         if not np.isfinite(value) or not np.all(np.isfinite(gradient)):
             return 1e10, np.zeros_like(x)
@@ -114,7 +113,8 @@ class _OptimizedBands(Banded):
         return self.coefficients is not None
 
     def resolve(self, horizon: Horizon) -> Self:
-        self.validate(horizon)
+        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
+        super().resolve(horizon)
         if self.coefficients is not None:
             return self
         optimum = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
@@ -125,9 +125,7 @@ class _OptimizedBands(Banded):
 
     def _known(self) -> tuple[float, ...]:
         if self.coefficients is None:
-            raise ValueError(
-                f"{self.name} is not resolved: call .resolve(horizon) first, its coefficients depend on it"
-            )
+            raise not_resolved(self)
         return self.coefficients
 
 
@@ -162,13 +160,6 @@ class BandInvMF(_OptimizedBands):
             raise InvalidInput("amplified", self.amplified, "it must be True or False")
         if self.amplified and self.coefficients is not None:
             raise InvalidInput("amplified", "amplified says how coefficients are optimised: leave it or them out.")
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
-        self.validate(horizon)
-        if self.amplified:
-            raise not_chosen(self)
-        return super().resolve(horizon)
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse(self._known())
@@ -247,12 +238,6 @@ class BandMF(_OptimizedBands):
     def validate(self, horizon: Horizon) -> None:
         if self.bands != "auto":
             super().validate(horizon)
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
-        if self.bands == "auto":
-            raise not_chosen(self)
-        return super().resolve(horizon)
 
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._known())
@@ -335,9 +320,8 @@ class BLT(Mechanism):
         return self.decays is not None
 
     def resolve(self, horizon: Horizon) -> Self:
-        self.validate(horizon)
-        if self.amplified:
-            raise not_chosen(self)
+        """Optimise decays and weights for the RMSE over ``horizon``, if not given; see ``Mechanism.resolve``."""
+        super().resolve(horizon)
         if self.decays is not None:
             return self
         optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
@@ -345,7 +329,7 @@ class BLT(Mechanism):
 
     def recurrence(self, n: int) -> BufferedToeplitz:
         if self.decays is None or self.weights is None:
-            raise ValueError("blt is not resolved: call .resolve(horizon) first, its coefficients depend on it")
+            raise not_resolved(self)
         return BufferedToeplitz(self.decays, self.weights)
 
     def column_scales(self, n: int) -> Array | None:

@@ -156,8 +156,8 @@ def audit(
     Guarantee
     ---------
     If runs do what the plan says and the plan's claim is true, the audit fails with probability at most 10⁻⁴ (see
-    docs/audit.md for each test's law). That it passes proves nothing: differences too small for the number of canaries
-    stay unseen.
+    docs/audit-laws.md for each test's law). That it passes proves nothing: differences too small for the number of
+    canaries stay unseen.
     """
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")

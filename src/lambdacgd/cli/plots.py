@@ -117,7 +117,7 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
         path: where the figure is written; its ending says of which kind it is.
     """
     ordered = sorted(plans, key=lambda plan: -plan.rmse)
-    labels = [f"{plan.mechanism}, {plan.sampling.kind.split(', ')[-1]}" for plan in ordered]
+    labels = [f"{plan.mechanism}, {plan.sampling.kind.removeprefix('balls-in-bins, ')}" for plan in ordered]
     colors = ["tab:blue" if plan.mechanism.regenerates(plan.block.steps) else "tab:gray" for plan in ordered]
     figure = Figure(figsize=(8, 0.45 * len(plans) + 1.5))
     axes = figure.subplots()

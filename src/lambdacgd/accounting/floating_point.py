@@ -9,6 +9,7 @@ takes the finest lattice whose cost the share covers.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -110,8 +111,14 @@ def floating_point_cost(
         The cost.
     """
     period = min(restart_every or steps, steps)
+    return _cost(mechanism.recurrence(period), steps, period, parameters, fineness, delta)
+
+
+@functools.lru_cache(maxsize=64)  # a run asks for its lattice, and its card and every checkpoint again
+def _cost(
+    recurrence: Recurrence, steps: int, period: int, parameters: int, fineness: int, delta: float
+) -> FloatingPointCost:
     blocks = -(-steps // period)
-    recurrence = mechanism.recurrence(period)
     column = np.abs(recurrence.strategy(period))
     diagonal, later = float(column[0]), float(np.sqrt(np.sum(column[1:] ** 2)) / column[0])  # c₀ and β
     # A cell of the lattice in units of z: at least `narrow`, at most `wide`.

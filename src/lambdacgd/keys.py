@@ -216,7 +216,7 @@ class SecretKey:
         """
         if self._path is None:
             raise KeyFileError("a ledger lives beside the key's file; save(path) the key first")
-        return Ledger.beside(self._path)
+        return Ledger(self._path.with_suffix(".ledger"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the key to a new file that only its owner can read (0600). An existing file is never replaced.
@@ -406,7 +406,7 @@ def _overwrite_and_remove(path: Path) -> None:
     sync_folder(path.absolute().parent)
 
 
-# --- Random words from a sub-key: the ChaCha20 block function (RFC 8439), by OpenSSL -----------------------------------
+# --- Random words from a sub-key: the ChaCha20 block function (RFC 8439), by OpenSSL ----------------------------------
 #
 # A block is addressed by the last four words of the cipher's state, ``tail = (w12, w13, w14, w15)``. RFC 8439 calls w12
 # the counter and w13 … w15 the nonce; here each caller says what its words mean, and never uses a tail twice for two

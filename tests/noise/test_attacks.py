@@ -25,7 +25,7 @@ from scipy import stats
 
 import lambdacgd as lc
 from lambdacgd.auditing import floating
-from lambdacgd.noise import cpu
+from lambdacgd.noise import field
 from lambdacgd.noise.layout import Combination, Job
 from lambdacgd.training.step import PrivateStep
 
@@ -260,17 +260,17 @@ def without_lattice(patch: pytest.MonkeyPatch) -> None:
 
 def as_format_1(patch: pytest.MonkeyPatch) -> None:
     """Words of 32 bits for radius and angle, and noise added to the sum in the sum's own dtype, without a lattice."""
-    patch.setattr(cpu, "_OWN", torch.zeros_like(cpu._OWN))
-    patch.setattr(cpu, "_COMMON", torch.zeros_like(cpu._COMMON))
+    patch.setattr(field, "_OWN", torch.zeros_like(field._OWN))
+    patch.setattr(field, "_COMMON", torch.zeros_like(field._COMMON))
     halves = torch.tensor([0.5 + 2.0**-33, 2.0**-33], dtype=torch.float64)
-    patch.setattr(cpu, "_STARTS", halves.view(cpu._STARTS.shape))
+    patch.setattr(field, "_STARTS", halves.view(field._STARTS.shape))
     added_in_its_own_dtype(patch)
 
 
 def added_in_its_own_dtype(patch: pytest.MonkeyPatch, narrow: torch.dtype | None = None) -> None:
-    real = cpu.apply
+    real = field.add_on_cpu
 
-    def apply(jobs: list[Job], *numbers: object, read: bool = True) -> bool:
+    def add_on_cpu(jobs: list[Job], *numbers: object, read: bool = True) -> bool:
         for job in jobs:
             kind = narrow or job.source.dtype
             noise = torch.empty(job.source.shape, dtype=job.source.dtype)
@@ -278,7 +278,7 @@ def added_in_its_own_dtype(patch: pytest.MonkeyPatch, narrow: torch.dtype | None
             job.target.copy_(job.source.to(kind) + noise.to(kind))
         return True
 
-    patch.setattr(cpu, "apply", apply)
+    patch.setattr(field, "add_on_cpu", add_on_cpu)
 
 
 def added_in_bfloat16(patch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, set_a
 from lambdacgd.keys import scattered_blocks
 from lambdacgd.mechanisms import BLT, BSR, Horizon, LambdaCGD
 from lambdacgd.mechanisms.base import BandedInverse
-from lambdacgd.noise import cpu, layout
+from lambdacgd.noise import field, layout
 from lambdacgd.training.step import floating_point_of
 
 from .helpers import SUBKEY
@@ -83,10 +83,10 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int, bool,
     groups = len(words) // 32
 
     def fill(subkey: bytes, block: int, count: int, step: int) -> None:
-        memoryview(cpu._scratch.bytes)[: 64 * count] = words[block : block + count].astype("<u4").tobytes()
+        memoryview(field._scratch.bytes)[: 64 * count] = words[block : block + count].astype("<u4").tobytes()
 
-    monkeypatch.setattr(cpu, "_fill_words", fill)
-    ours = cpu.combined(SUBKEY, 0, groups, [(7, 1.0)], 1.0).numpy().reshape(groups, 12, 32)
+    monkeypatch.setattr(field, "_fill_words", fill)
+    ours = field.combined(SUBKEY, 0, groups, [(7, 1.0)], 1.0).numpy().reshape(groups, 12, 32)
     rows = []
     for pair in range(6):
         tails = [[block, layout.MORE | pair << 28, 7, 0] for block in range(len(words))]
@@ -156,7 +156,7 @@ def test_inverse_radii_have_the_moments_that_the_proof_takes() -> None:
 
 def coefficients(function: str, letter: str) -> list[float]:
     """A polynomial of the CUDA kernel, the highest power first, read from its source: Triton is not needed."""
-    text = Path(cpu.__file__).with_name("kernel.py").read_text()
+    text = Path(field.__file__).with_name("kernel.py").read_text()
     body = text[text.index(f"def {function}(") :]
     body = body[: body.index("\n    return") + 1]
     number = r"([+-]?) ?(-?\d[\d.]*(?:e[+-]\d+)?)"
@@ -212,7 +212,7 @@ def test_displacements_are_those_of_the_words() -> None:
 
 def test_the_proof_quotes_the_code() -> None:
     """Every constant of docs/noise-proof.md stands beside the code that has it."""
-    source = Path(cpu.__file__).parents[1]
+    source = Path(field.__file__).parents[1]
     page = (source.parents[1] / "docs" / "noise-proof.md").read_text()
     quotations = re.findall(r"\*In code\*: `([^`]+)` has `([^`]+)`", page)
     assert len(quotations) == page.count("*In code*") > 30
@@ -233,7 +233,7 @@ def test_what_a_run_costs() -> None:
         floating_point.floating_point_cost(LambdaCGD(lam), restart_every=every, **run).epsilon
         for lam, every in ((0.0, None), (0.9, 400), (0.9, None), (0.99, 400), (0.99, None))
     ]
-    page = (Path(cpu.__file__).parents[3] / "docs" / "noise-proof.md").read_text()
+    page = (Path(field.__file__).parents[3] / "docs" / "noise-proof.md").read_text()
     powers = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
     shown = [f"{value:.1e}".split("e") for value in table]
     assert " | ".join(f"{digits}·10{str(int(power)).translate(powers)}" for digits, power in shown) in page

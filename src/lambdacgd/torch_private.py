@@ -49,6 +49,8 @@ KNOWN: dict[str, str] = {
     "torch._dynamo.disable": _SEEN,
     # Modules
     "torch.nn.Module._buffers": _SEEN,
+    "torch.nn.Module._forward_hooks": _SEEN,
+    "torch.nn.Module._forward_pre_hooks": _SEEN,
     "torch.nn.Module._modules": _SEEN,
     "torch.nn.Module._non_persistent_buffers_set": _SEEN,
     "torch.nn.Module._parameters": _SEEN,
@@ -176,6 +178,11 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 
 #: A module's direct children, under every name they have; not a copy.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+def forward_hooks(module: nn.Module) -> bool:
+    """Whether somebody registered a hook that may change what a module is given or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 #: Names of a module's own buffers that its state_dict leaves out.

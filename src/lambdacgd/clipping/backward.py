@@ -390,6 +390,7 @@ class BackwardPass:
         self.looking: list[Tensor] | None = None
         self.sharded = False
         self.over = 0  # the newest forward pass that is of an earlier batch than the one under way
+        self.seen = True  # whether the probe can see what gradients of the last forward pass come from
         self._clipped: set[int] = set()  # forward passes that were added already
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
@@ -439,6 +440,12 @@ class BackwardPass:
                 "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
                 "model on the batch that the loader yielded last."
             )
+        if not self.seen:
+            raise ClippingError(
+                "the model's output holds no tensor that a gradient can come from, and neither does an attribute of "
+                "its modules: whether examples are kept apart in what it handed out could not be seen. Return "
+                "tensors, or containers or dataclasses of them."
+            )
         if generation in self._clipped:
             raise refuse(
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
@@ -453,6 +460,8 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
+        if record.name not in self._shapes:
+            raise refuse(f"its rule gives a record for '{record.name}', which is no name in layer.names.")
         if type(record) is Outer:
             record = record.resolve()
         if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import Loss, Probe, check_loss, refuse_gradients
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -47,12 +48,12 @@ from lambdacgd.torch_private import (
     own_modules,
     own_parameters,
     tree_leaves,
-    version,
     versions,
 )
 
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 Undo = Callable[[], None]
+_UNSEEN = 8  #: writes into a buffer that no probe saw written, until they are refused
 _MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -327,7 +328,7 @@ class Clipper:
             if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
                 self._watch.probing()
                 if self._probe.look((args, kwargs), batch, self._watch.mode):
-                    self._watch.probed()
+                    self._watch.probed(self._probe.compared)
             self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
@@ -352,7 +353,8 @@ class Clipper:
             self._watch.end()
             suspects = self._probe.suspects.get(self._watch.mode)
             if suspects:
-                refuse_gradients(output, suspects)
+                refuse_gradients(self.model, output, suspects)
+            self._backward_pass.seen = is_seen(self.model, output)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -437,8 +439,9 @@ class Watch:
     """What is looked at in every forward pass, and when one is to be probed.
 
     Something may begin later: a warm-up, mixup every other batch, another mode of a module. So a probe is due at
-    forward passes 1, 2, 4, 8, …, in modes that were not probed, and after a buffer was written that no probe has seen
-    written. A parameter must not be written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
+    forward passes 1, 2, 3, 5, 8, … (Fibonacci's numbers: whatever happens every k-th time happens in one of them), in
+    modes that were not probed, and after a buffer was written that no probe has seen written. A parameter must not be
+    written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
 
     Attributes:
         mode: Which modules were in train mode when `due` was asked last.
@@ -458,12 +461,13 @@ class Watch:
         named = [(name, p) for name, p in model.named_parameters() if not p.is_inference()]
         self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
         self.mode, self._probed_modes = b"", set[bytes]()
-        self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
-        self._due, self._probed = True, False  # whether a probe is, and whether the pass under way was probed
+        self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
+        self._due = True  # whether a probe is
         self._buffers_before: list[tuple[int, int]] = []
         self._parameters_before: list[int] | None = None
         self._compared: set[str] = set()  # buffers that a probe has seen written
         self._quietly: set[str] = set()  # those that passes without gradients wrote, which no probe compares
+        self._unseen: Counter[str] = Counter()  # how often others wrote what no probe had seen written
 
     def refuse_changes(self) -> None:
         """Compare the parameters with what they were when clipping was attached.
@@ -487,9 +491,8 @@ class Watch:
 
     def due(self, *, again: bool) -> bool:
         """Whether the forward pass that begins is to be probed; ``again``: also for its number alone."""
-        self._passes, self._probed = self._passes + 1, False
-        if not self._due:
-            self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
+        self._passes += 1
+        self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
         self.mode = bytes([m.training for m in self._modules])
         new = self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
         self._due |= new or (again and self._passes >= self._next)
@@ -498,12 +501,13 @@ class Watch:
     def probing(self) -> None:
         """Before a probe. It stays due until `probed`: where it raises, and where it could not tell."""
         while self._next <= self._passes:
-            self._next *= 2
+            self._last, self._next = self._next, self._last + self._next
 
-    def probed(self) -> None:
-        """The pass that begins was probed, and nothing was found."""
+    def probed(self, compared: set[str]) -> None:
+        """The pass that begins was probed, and nothing was found. ``compared``: buffers that probes saw written."""
         self._probed_modes.add(self.mode)
-        self._due, self._probed = False, True
+        self._compared = compared
+        self._due = False
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
@@ -518,13 +522,9 @@ class Watch:
         """
         self._refuse_parameters()
         written = self._written() if self._buffers else []
-        if not self._probed:
-            self._due |= bool(written)  # compared in the next forward pass
-            return
-        self._compared.update(written)  # the probe has seen it written: it does not depend on the examples
-        self._due = True  # where it is refused, it stays refused
+        self._unseen.update(written)
         self._refuse_unseen()
-        self._due = False
+        self._due |= bool(written)  # to be compared in the next forward pass
 
     def begin_quietly(self, sharded: bool) -> None:
         """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
@@ -537,9 +537,9 @@ class Watch:
         """After a forward pass without gradients. Counters tell nothing about examples."""
         self._refuse_parameters()
         held = {name: buffers.get(local) for name, buffers, local in self._buffers}
-        self._quietly.update(n for n in self._written() if (b := held[n]) is not None and b.is_floating_point())
-        if not self._due:
-            self._refuse_unseen()
+        quietly = [n for n in self._written() if (b := held[n]) is not None and b.is_floating_point()]
+        self._quietly.update(quietly)
+        self._refuse_unseen()
 
     def _written(self) -> list[str]:
         """Buffers that the pass under way has written and that no probe has seen written."""
@@ -551,20 +551,24 @@ class Watch:
         if before is None or now == before:
             return
         name = next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
-        raise ClippingError(
-            f"the forward pass writes the parameter '{name}': what it holds of examples would leave the model with "
-            "its state_dict, without clipping or noise (a running average, a table that is renormalised where it "
-            "is read: Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
-        )
+        raise ClippingError(WRITES_PARAMETER.format(name=name))
 
     def _refuse_unseen(self) -> None:
         """Once a probe has seen what passes with gradients write: others may write no more."""
+        if not self._probed_modes:
+            return
         for name in sorted(self._quietly - self._compared):
             raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
+        for name in sorted(n for n, times in self._unseen.items() if times >= _UNSEEN and n not in self._compared):
+            raise ClippingError(
+                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did: "
+                "whether it holds something of examples could not be seen. Write it in every pass or in none, or "
+                "make it register_buffer(…, persistent=False), which does not leave the model."
+            )
 
     def _versions(self) -> list[tuple[int, int]]:
         held = (buffers.get(name) for _, buffers, name in self._buffers)
-        return [(0, 0) if b is None or b.is_inference() else (id(b), version(b)) for b in held]
+        return [mark(b) for b in held]
 
 
 def _quiet(what: str) -> ClippingError:

@@ -284,20 +284,19 @@ class Layer:
 class Call:
     """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
 
-    __slots__ = ("batch", "delivered", "generation", "layer", "number", "recorder", "within_backward")
+    __slots__ = ("batch", "delivered", "generation", "layer", "number", "recorder", "watch", "within_backward")
 
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder = layer, recorder
         self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
         self.within_backward = backward_task() != -1
         self.delivered = False
-        watch = layer.forward_pass.watch
-        self.number = 0 if watch is None else watch.number(layer.path, "call")
+        self.watch = layer.forward_pass.watch  # what the probe's passes leave behind is never added to a sum
+        self.number = 0 if self.watch is None else self.watch.number(layer.path, "call")
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        watch = self.layer.forward_pass.watch
-        if watch is not None:
-            watch.add(self.layer.path, watch.kind, gradient, self.number)
+        if self.watch is not None:
+            self.watch.add(self.layer.path, self.watch.kind, gradient, self.number)
             return
         if torch.is_grad_enabled():
             raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")

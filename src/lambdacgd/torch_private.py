@@ -120,11 +120,6 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """`version` of many, asked for in every step."""
-    return [t._version for t in tensors]
-
-
 def local_tensor(tensor: Tensor) -> Tensor:
     """This process's shard of a ``DTensor``, without ``to_local``'s autograd node."""
     local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from lambdacgd.clipping.batch_free import (
     standing_in,
 )
 from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
+from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
 from lambdacgd.errors import ClippingError
@@ -48,7 +48,7 @@ from lambdacgd.torch_private import (
     own_modules,
     own_parameters,
     tree_leaves,
-    versions,
+    version,
 )
 
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
@@ -281,7 +281,7 @@ class Clipper:
 
     def begin_batch(self) -> None:
         """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
-        self._backward_pass.over = self._forward_pass.generation
+        self._backward_pass.over = self._forward_pass.now.number
 
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
@@ -354,7 +354,8 @@ class Clipper:
             suspects = self._probe.suspects.get(self._watch.mode)
             if suspects:
                 refuse_gradients(self.model, output, suspects)
-            self._backward_pass.seen = is_seen(self.model, output)
+            seen = (type(output) is Tensor and output.requires_grad) or is_seen(self.model, output)
+            self._forward_pass.now.seen = seen
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -512,7 +513,7 @@ class Watch:
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
         self._buffers_before = self._versions()
-        self._parameters_before = None if sharded else versions(self._parameters)
+        self._parameters_before = None if sharded else list(map(version, self._parameters))
 
     def end(self) -> None:
         """After a forward pass with gradients.
@@ -547,7 +548,7 @@ class Watch:
         return [name for (name, _, _), before, now in places if before != now and name not in self._compared]
 
     def _refuse_parameters(self) -> None:
-        before, now = self._parameters_before, versions(self._parameters)
+        before, now = self._parameters_before, list(map(version, self._parameters))
         if before is None or now == before:
             return
         name = next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.backward import BackwardPass, Record
+from lambdacgd.clipping.backward import BackwardPass, Pass, Record
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
@@ -181,14 +181,14 @@ class ForwardPass:
 
     Attributes:
         batch: The number of examples.
-        generation: The number of this forward pass; no two have the same.
+        now: What backward passes are to know of it.
         running: Whether the model's own forward runs now.
         sharded: Whether parameters are gathered only while their layer runs (FSDP2).
         watch: What a pass of the probe shows; None in all others.
     """
 
     def __init__(self) -> None:
-        self.batch = self.generation = 0
+        self.batch, self.now = 0, Pass()
         self.watch: Any = None
         self.running = self.sharded = False
         self.sizes = BatchSizes()
@@ -196,7 +196,7 @@ class ForwardPass:
         self._last_cast: tuple[Tensor, int, Tensor] | None = None
 
     def begin(self) -> None:
-        self.generation, self.running = self.generation + 1, True
+        self.now, self.running = Pass(self.now.number + 1), True
 
     def look_at(self, batch: int) -> None:
         """Layers now see ``batch`` examples."""
@@ -284,11 +284,11 @@ class Layer:
 class Call:
     """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
 
-    __slots__ = ("batch", "delivered", "generation", "layer", "number", "recorder", "watch", "within_backward")
+    __slots__ = ("batch", "delivered", "forward", "layer", "number", "recorder", "watch", "within_backward")
 
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder = layer, recorder
-        self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
+        self.batch, self.forward = layer.forward_pass.batch, layer.forward_pass.now
         self.within_backward = backward_task() != -1
         self.delivered = False
         self.watch = layer.forward_pass.watch  # what the probe's passes leave behind is never added to a sum
@@ -319,7 +319,7 @@ class Call:
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
         examples = self.batch // backward_pass.settings.views
-        backward_pass.begin(examples, self.generation, refuse)
+        backward_pass.begin(examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
 
@@ -352,6 +352,28 @@ class Tap(torch.autograd.Function):
         return (gradient, None, None, *([None] * len(saved)))
 
 
+class FusedTap(torch.autograd.Function):
+    """A layer's operation and its tap as one node instead of two, for models that are bound by the host.
+
+    ``operation`` has ``forward(x, weight)``, which gives the output and what else to keep, and ``backward(gradient, x,
+    weight, *kept)``, which gives the gradient of x. The recorder is given x and what was kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, operation: Any, call: Call) -> Tensor:
+        y, *kept = operation.forward(x, weight)
+        ctx.operation, ctx.call = operation, call
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, *kept = ctx.saved_tensors
+        below = None if weight is None else ctx.operation.backward(gradient, x, weight, *kept)
+        ctx.call.deliver(gradient, x, *kept)
+        return None, below, None, None, None
+
+
 def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
     """Deliver ``recorder(gradient of output, *saved)`` when the backward pass reaches ``output``."""
     if not isinstance(output, Tensor):
@@ -377,4 +399,4 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-apply_tap = quick_apply(Tap)
+apply_tap, apply_fused = quick_apply(Tap), quick_apply(FusedTap)

@@ -185,34 +185,44 @@ class Outer(Record):
     name: str
     a: Tensor | Callable[[slice], Tensor]
     b: Tensor
-    sizes: tuple[int, int, int, int]  # B, T, in, out
     shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
     transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
 
     def left(self, rows: slice) -> Tensor:
         return self.a(rows) if callable(self.a) else self.a[rows]
 
     @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, in, out."""
+        examples, tokens, out = self.b.shape
+        return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
+
+    @property
     def examples(self) -> int:
-        return self.sizes[0]
+        return self.b.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.b.device
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        rows, tokens, inner, out = self.sizes
         if callable(self.a) and minor:
             return super().folded(examples, minor=minor)
         b = fold(self.b, examples, minor=minor).flatten(1, 2)
         if isinstance(self.a, Tensor):
             a = fold(self.a, examples, minor=minor).flatten(1, 2)
             return outer(self.name, a, b, self.shape, transposed=self.transposed)
-        of, each = self.a, rows // examples
+        of, each = self.a, self.examples // examples
 
         def more(some: slice) -> Tensor:
             return of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
 
-        return replace(self, a=more, b=b, sizes=(examples, each * tokens, inner, out))
+        return replace(self, a=more, b=b)
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -307,9 +317,7 @@ def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
 
 def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
     """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
-    a, b = same_type(a, b)
-    sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
-    return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
+    return Outer(name, *same_type(a, b), shape, transposed)
 
 
 def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,6 @@ from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, Settings, Totals
 from lambdacgd.clipping.batch_free import (
     BatchFree,
-    exchanged,
     own_parameters_of,
     parameter_stand_in,
     refuse_stand_ins,
@@ -32,7 +31,7 @@ from lambdacgd.clipping.batch_free import (
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
-from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
@@ -388,7 +387,9 @@ class Clipper:
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
-        layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
+        for owner, _, last in (local.rpartition(".") for local in own):  # lists of parameters are modules of their own
+            slots: dict[str, Any] = own_parameters(module.get_submodule(owner))
+            layer.slots.append((slots, last, slots[last]))
         self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
@@ -426,7 +427,7 @@ class Clipper:
 
     def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
-        for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
+        for (slots, last, _), name in zip(layer.slots, layer.names.values(), strict=True):
             gathered = slots[last]
             if gathered is None:
                 continue
@@ -633,13 +634,6 @@ class Replaced:
             self._module.forward = self._before
 
 
-def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parameters of ``layer.names`` are kept."""
-    for local in layer.names:
-        owner, _, last = local.rpartition(".")
-        yield own_parameters(layer.module.get_submodule(owner)), last
-
-
 def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
     """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
@@ -665,8 +659,8 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    places = zip(_slots(layer), layer.names.values(), strict=True)
-    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last), name in places):
+    places = zip(layer.slots, layer.names.values(), strict=True)
+    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last, _), name in places):
         return layer.original(*args, **kwargs)
 
 

@@ -236,37 +236,42 @@ class Probe:
         refuse_stand_ins(output, count)
         outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
         self._shapes[count] = {place: x.shape for place, x in outputs.items()}
+        other = next((shapes for number, shapes in self._shapes.items() if number != count), {})
+        dims = {place: dimension_of_examples(x.shape, other.get(place)) for place, x in outputs.items()}
         for place, x in outputs.items():
-            first = sample(x if x.dim() else x.reshape(1))
-            seen.outputs[place] = (first, sample(x.flatten(0, 1)) if x.dim() > 1 and x.shape[1] == count else None)
+            seen.outputs[place] = sample(x.movedim(dims[place] or 0, 0) if x.dim() else x.reshape(1))
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
             if x.requires_grad and x.numel() == 1:
                 seen.losses.add(place)
         if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows], own, apart=apart)
+            vectors = {}
+            for place, x in outputs.items():
+                if place in seen.losses:
+                    vectors[place] = torch.full_like(x, float(count) if self._mean else 1.0)
+                elif x.requires_grad and x.numel() and (dim := dims[place]) is not None:
+                    vectors[place] = _cotangent(x, dim, [1.0 + 0.1 * row for row in rows])
+            self._backward(seen, outputs, vectors, own, apart=apart)
         return seen
 
     def _backward(
-        self, seen: Seen, outputs: dict[str, Tensor], weights: list[float], own: dict[str, Tensor], *, apart: bool
+        self,
+        seen: Seen,
+        outputs: dict[str, Tensor],
+        vectors: dict[str, Tensor],
+        own: dict[str, Tensor],
+        *,
+        apart: bool,
     ) -> None:
         """Gradients of outputs that have examples in them, and of losses that the model returns, each for itself."""
-        other = next((shapes for count, shapes in self._shapes.items() if count != seen.count), {})
-        together: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for place, x in outputs.items():
-            if not x.requires_grad or not x.numel():
-                continue
-            if place in seen.losses:
-                vector: Tensor | None = torch.full_like(x, float(seen.count) if self._mean else 1.0)
-            else:
-                vector = _cotangent(x, other.get(place, x.shape), seen.count, weights)
-            if vector is not None:
-                kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
-                together.setdefault(kind, []).append((x, vector))
-        for seen.kind, pairs in together.items():
-            roots, vectors = zip(*pairs, strict=True)
+        together: dict[str, list[str]] = {}
+        for place in vectors:
+            kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
+            together.setdefault(kind, []).append(place)
+        for seen.kind, places in together.items():
+            roots, given = [outputs[place] for place in places], [vectors[place] for place in places]
             try:
                 gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
+                    roots, [self._anchor, *own.values()], given, retain_graph=True, allow_unused=True
                 )
             except (ClippingError, torch.OutOfMemoryError):
                 raise
@@ -549,7 +554,7 @@ class Seen:
         names: Of all parameters, by their id.
         rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
             and how many of that kind came before.
-        outputs: The model's outputs, by rows, and the same where dimension 1 may be the examples, else None.
+        outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
@@ -560,7 +565,7 @@ class Seen:
     names: dict[int, str]
     kind: str = "gradient"  # of the backward pass under way
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
-    outputs: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: set[str] = field(default_factory=set)
     strays: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
@@ -658,23 +663,17 @@ def differences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.linalg.vector_norm((x - y).flatten(1), dim=1), torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
-def _alike(
-    one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None], count: int, exchanged: int, tolerance: float
-) -> bool:
+def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: float) -> bool:
     """Whether an output has the same rows for the same examples, or no examples in it."""
-    floor = _floor(one[:1])
-    apart = differences(one[0], two[0])
+    floor, apart = _floor([one]), differences(one, two)
     if apart is not None and not (apart[0] > tolerance * apart[1].clamp_min(floor)).any():
         return True
-    if layouts_of(one[0], two[0], count, exchanged, tolerance, floor):
-        return True
-    second = one[1] is not None and two[1] is not None
-    return second and MINOR in layouts_of(one[1], two[1], count, exchanged, tolerance, floor)  # type: ignore[arg-type]
+    return bool(layouts_of(one, two, count, exchanged, tolerance, floor))
 
 
-def _floor(rows: Iterable[Tensor | None]) -> float:
+def _floor(rows: Iterable[Tensor]) -> float:
     """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
-    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows if x is not None)
+    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows)
     return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
 
 
@@ -694,22 +693,18 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
-def _cotangent(x: Tensor, other: torch.Size, count: int, weights: list[float]) -> Tensor | None:
-    """The same direction for all examples, with their weights where every row is an example's; None without examples.
+def dimension_of_examples(shape: torch.Size, other: torch.Size | None) -> int | None:
+    """The one in which an output differs from its ``other`` shape, for another number of examples; None: none does."""
+    dims = [d for d, (a, b) in enumerate(zip(shape, other or shape, strict=False)) if a != b]
+    return dims[0] if len(dims) == 1 else None
 
-    Args:
-        x: An output.
-        other: Its shape for another number of examples: the dimension that differs is theirs.
-        count: How many examples there are.
-        weights: One for each.
-    """
-    dims = [d for d, (a, b) in enumerate(zip(x.shape, other, strict=False)) if a != b]
-    if len(dims) != 1:
-        return None
-    shape = [1 if d == dims[0] else s for d, s in enumerate(x.shape)]
+
+def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
+    """The same direction for all examples, which are in ``dim``, with their weights where each has one row there."""
+    shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
     direction = torch.linspace(0.5, 1.5, math.prod(shape), device=x.device).view(shape)
-    if x.shape[dims[0]] == count:
-        rows = torch.tensor(weights, device=x.device).view([-1 if d == dims[0] else 1 for d in range(x.dim())])
+    if x.shape[dim] == len(weights):
+        rows = torch.tensor(weights, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
         direction = direction * rows
     return direction.expand(x.shape).to(x.dtype)
 

@@ -14,7 +14,8 @@ like any other activation. A parameter used in any other way receives an ordinar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -220,6 +221,20 @@ class ForwardPass:
         return copy
 
 
+@contextlib.contextmanager
+def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other tensors in the places of parameters; these come back at the end."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for slots, name, value in places:
+            kept.append((slots, name, slots[name]))
+            slots[name] = value
+        yield
+    finally:
+        for slots, name, value in reversed(kept):
+            slots[name] = value
+
+
 @dataclass(eq=False)
 class Layer:
     """A module that owns trainable parameters.
@@ -265,14 +280,13 @@ class Layer:
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""
-        own = own_parameters(self.module)
-        kept = {name: own[name] for name in self.names if name in own}
-        for name, parameter in kept.items():
-            own[name] = parameter.detach()  # type: ignore[union-attr, assignment]
-        try:
+        with self.hiding():
             return self.original(*args, **kwargs)
-        finally:
-            own.update(kept)
+
+    def hiding(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, autograd does not see this module's own parameters."""
+        own: dict[str, Any] = own_parameters(self.module)
+        return exchanged((own, name, own[name].detach()) for name in self.names if name in own)
 
     def refuse(self, why: str) -> ClippingError:
         return ClippingError(f"{self} ({type(self.module).__name__}): {why}")

@@ -194,7 +194,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
 
     if groups == 1:
         a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
-        return Outer(name, a, response.transpose(1, 2), sizes, shape, response.dtype, response.device)
+        return Outer(name, a, response.transpose(1, 2), shape)
     parts = []
     for rows in in_chunks(examples, positions * inner * groups, response.device):
         p = view(image[rows])

@@ -74,6 +74,7 @@ KNOWN: dict[str, str] = {
     "torch.nn.RNNBase._weights_have_changed": _SEEN,
     # What every operation goes through
     "torch.utils._python_dispatch.TorchDispatchMode": _SEEN,
+    "torch.ops.aten.add.Tensor._schema": _SEEN,
     # Nested inputs and outputs of models
     "torch.utils._pytree.tree_flatten": _SEEN,
     "torch.utils._pytree.tree_leaves": _SEEN,
@@ -108,6 +109,12 @@ tree_unflatten = _pytree.tree_unflatten
 
 #: A context whose ``__torch_dispatch__`` sees every operation, below autograd.
 DispatchMode = _python_dispatch.TorchDispatchMode
+
+
+def argument_names(operation: Any) -> list[str]:
+    """The names of an operation's arguments, as `DispatchMode` is given the operation."""
+    return [argument.name for argument in operation._schema.arguments]
+
 
 #: A context in which tensor subclasses are treated as plain tensors.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass

@@ -450,8 +450,7 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
-        self._trained = [(name, p, p.shape, p.dtype) for name, p in trained.items()]
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._known = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
         self._modules = list(model.modules())
         self._buffers = [
             (f"{path}.{name}" if path else name, own_buffers(module), name)
@@ -460,8 +459,7 @@ class Watch:
             if name not in non_persistent_buffers(module)
         ]
         self._norms = [(path, m) for path, m in model.named_modules() if isinstance(m, AnyNormWithStatistics)]
-        named = [(name, p) for name, p in model.named_parameters() if not p.is_inference()]
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._counted = [p for _, p, *_ in self._known if not p.is_inference()]  # how often they were written
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
         self._due = True  # whether a probe is
@@ -477,9 +475,11 @@ class Watch:
         Raises:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
-        for name, p, shape, dtype in self._trained:
-            if not p.requires_grad:
-                raise _changed(name, "was frozen")
+        for name, p, trained, shape, dtype in self._known:
+            if p.requires_grad != trained:
+                raise _changed(name, "was frozen" if trained else "was unfrozen")
+            if not trained:
+                continue
             if p.shape != shape or p.dtype != dtype:
                 raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
             if backward_hooks(p):
@@ -487,9 +487,6 @@ class Watch:
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
                     "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."
                 )
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise _changed(name, "was unfrozen")
 
     def due(self, *, again: bool) -> bool:
         """Whether the forward pass that begins is to be probed; ``again``: also for its number alone."""
@@ -514,7 +511,7 @@ class Watch:
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
         self._buffers_before = self._versions()
-        self._parameters_before = None if sharded else list(map(version, self._parameters))
+        self._parameters_before = None if sharded else list(map(version, self._counted))
 
     def end(self) -> None:
         """After a forward pass with gradients.
@@ -539,8 +536,7 @@ class Watch:
         """After a forward pass without gradients. Counters tell nothing about examples."""
         self._refuse_parameters()
         held = {name: buffers.get(local) for name, buffers, local in self._buffers}
-        quietly = [n for n in self._written() if (b := held[n]) is not None and b.is_floating_point()]
-        self._quietly.update(quietly)
+        self._quietly.update(n for n in self._written() if (b := held[n]) is not None and b.is_floating_point())
         self._refuse_unseen()
 
     def _written(self) -> list[str]:
@@ -549,11 +545,11 @@ class Watch:
         return [name for (name, _, _), before, now in places if before != now and name not in self._compared]
 
     def _refuse_parameters(self) -> None:
-        before, now = self._parameters_before, list(map(version, self._parameters))
+        before, now = self._parameters_before, list(map(version, self._counted))
         if before is None or now == before:
             return
-        name = next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
-        raise ClippingError(WRITES_PARAMETER.format(name=name))
+        written = next(p for p, a, b in zip(self._counted, before, now, strict=True) if a != b)
+        raise ClippingError(WRITES_PARAMETER.format(name=next(name for name, p, *_ in self._known if p is written)))
 
     def _refuse_unseen(self) -> None:
         """Once a probe has seen what passes with gradients write: others may write no more."""
@@ -569,8 +565,7 @@ class Watch:
             )
 
     def _versions(self) -> list[tuple[int, int]]:
-        held = (buffers.get(name) for _, buffers, name in self._buffers)
-        return [mark(b) for b in held]
+        return [mark(buffers.get(name)) for _, buffers, name in self._buffers]
 
 
 def _quiet(what: str) -> ClippingError:

@@ -34,7 +34,14 @@ from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import DispatchMode, non_persistent_buffers, own_buffers, tree_map, version
+from lambdacgd.torch_private import (
+    DispatchMode,
+    argument_names,
+    non_persistent_buffers,
+    own_buffers,
+    tree_map,
+    version,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
@@ -104,7 +111,9 @@ class Probe:
 
     def _look(self, arguments: Arguments, batch: int, suspects: dict[str, str]) -> bool:
         if take_examples(arguments, batch, [0, 1], self._count) is None:
-            return True  # arguments that cannot be cut: the sizes of later batches have to do
+            # Arguments that cannot be cut: the sizes of later batches have to do, and buffers are taken on trust.
+            self.compared |= {name for name, _ in self._model.named_buffers()}
+            return True
         sets, differ = self._chosen(arguments, batch)
         noise, state, turn = SameNoise(), State(self._model), 0
         devices = [self._anchor.device] if self._anchor.is_cuda else []
@@ -148,7 +157,8 @@ class Probe:
                         suspects.update(compare(one, other, j, whole))
                     if self._settle(whole):
                         break
-                self.compared |= state.touched  # where one example was exchanged; what comes now leaves them alike
+                if differ:  # where one example was exchanged; what comes now leaves them alike
+                    self.compared |= state.touched
                 if not sharded:
                     self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
                 for (name, _), was, now in zip(parameters, before, fingerprints(p for _, p in parameters), strict=True):
@@ -864,7 +874,7 @@ class SameNoise(DispatchMode):
 
 def _random(func: Any) -> tuple[bool, int | None]:
     """Whether an operation draws random numbers, and which of its arguments is the rate of a dropout inside it."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = argument_names(func)
     dropout = names.index("dropout_p") if "dropout_p" in names else None
     return torch.Tag.nondeterministic_seeded in func.tags and dropout is None, dropout
 

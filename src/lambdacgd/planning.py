@@ -47,6 +47,7 @@ PATIENCE = 2.0
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
 
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why. ``lc.plan`` makes one.

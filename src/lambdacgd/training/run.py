@@ -46,7 +46,7 @@ class Run:
                 "NOT PRIVATE: the key is one of SecretKey.for_tests, which everybody can compute, so this run claims "
                 "nothing. Train with a key of your own on data that needs protection",
                 NotPrivateWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
         self._world = World(None) if world is None else world
         #: What this rank was asked to be: the fingerprint of its key, and a prepared run; None where nothing was given.

@@ -10,8 +10,8 @@ import secrets
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Before NumPy and torch load: the accountants' products are small, and on a busy machine BLAS threads that wait for each
-# other took thirty times the CPU seconds of one thread.
+# Before NumPy and torch load: the accountants' products are small, and on a busy machine BLAS threads that waited for
+# each other took thirty times the CPU seconds of one thread.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # These machines are shared: a slow example is not a failure.

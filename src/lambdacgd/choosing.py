@@ -254,9 +254,7 @@ def _best_gamma(bands: int, objective: Objective, setting: Setting) -> Choice:
     return _best(lambda x: GammaBIFR(bands, x), {"mechanism": GammaBIFR.name, "bands": bands}, objective, setting)
 
 
-def _best(
-    make: Callable[[float], Mechanism], family: dict[str, Any], objective: Objective, setting: Setting
-) -> Choice:
+def _best(make: Callable[[float], Mechanism], family: dict[str, Any], objective: Objective, setting: Setting) -> Choice:
     def compute() -> list[dict[str, Any]]:
         return [asdict(candidate) for candidate in _candidates(make, setting)]
 

@@ -47,6 +47,7 @@ PATIENCE = 2.0
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
 
+
 @dataclass(frozen=True, repr=False)
 class Plan:
     """A mechanism and a sampling with the noise that makes them (ε, δ)-DP, and the reason why. ``lc.plan`` makes one.
@@ -549,7 +550,7 @@ def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, st
 
 
 def _check_sampling(sampling: Any) -> None:
-    """Accountants know the samplings of this package: a class derived from one may draw other batches than they say."""
+    """Refuse what is no sampling of this package: a class derived from one may draw other batches than it says."""
     if not isinstance(sampling, Sampling):
         raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
     if type(sampling) is not SAMPLINGS.get(sampling.name):
@@ -566,12 +567,15 @@ def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[st
     mechanism.validate(block)
     chosen, selection = choose(mechanism, setting)
     resolved = chosen.resolve(block)
-    _check_one_noise(resolved, block.steps)
+    _check_columns(resolved, block.steps)
     return resolved, selection
 
 
-def _check_one_noise(mechanism: Mechanism, n: int) -> None:
-    """Accountants ask for C and C⁻¹, training follows the recurrence: in a class of one's own they may differ."""
+def _check_columns(mechanism: Mechanism, n: int) -> None:
+    """Refuse a user's class whose columns of C and C⁻¹, which accountants ask for, are not those of its recurrence.
+
+    Training follows the recurrence.
+    """
     if not mechanism.foreign:
         return
     made = mechanism.recurrence(n)
@@ -581,8 +585,8 @@ def _check_one_noise(mechanism: Mechanism, n: int) -> None:
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
             f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
         )
-    told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
-    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
+    columns = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
         raise InvalidInput(
             "mechanism",
             f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "

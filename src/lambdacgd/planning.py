@@ -44,6 +44,12 @@ MOST_STEPS = 100_000_000
 PATIENCE = 2.0
 """Seconds: what takes longer shows its progress on a terminal."""
 
+_DERIVED = ("steps", "steps_per_epoch", "epochs", "examples", "batch_size")
+"""Numbers in a plan file that follow from its sampling. (In the first format the last is what was asked for.)"""
+
+_RESULTS = ("sensitivity", "sigma", "rmse", "maxse")
+"""Numbers in a plan file that were computed."""
+
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
 
@@ -137,26 +143,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan's file format: public values only, and a digest that notices edits."""
-        content = {
-            "format": FORMAT,
-            "version": self.version,
-            "mechanism": self.mechanism.to_dict(),
-            "sampling": self.sampling.to_dict(),
-            "epsilon": _plain(self.epsilon),
-            "delta": self.delta,
-            "steps": self.steps,
-            "steps_per_epoch": self.steps_per_epoch,
-            "epochs": self.epochs,
-            "batch_size": self.batch_size,
-            "requested_batch_size": self.requested_batch_size,
-            "examples": self.examples,
-            "sensitivity": self.sensitivity,
-            "sigma": self.sigma,
-            "rmse": self.rmse,
-            "maxse": self.maxse,
-            "certificate": _plain(self.certificate.to_dict()),
-            "selection": _plain(self.selection),
-        }
+        content: dict[str, Any] = {"format": FORMAT, "version": self.version}
+        content |= {"mechanism": self.mechanism.to_dict(), "sampling": self.sampling.to_dict()}
+        content |= {name: _plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
+        content |= {"requested_batch_size": self.requested_batch_size}
+        content |= {name: getattr(self, name) for name in _RESULTS}
+        content |= {"certificate": _plain(self.certificate.to_dict()), "selection": _plain(self.selection)}
         if self.workload != PREFIX_SUM:
             content["workload"] = asdict(self.workload)
         return content | {"digest": _digest(content)}
@@ -315,7 +307,7 @@ class Plan:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
-        for name in ("sigma", "sensitivity", "rmse", "maxse"):
+        for name in _RESULTS:
             number(name, getattr(plan, name), above=0, include=(0,))
         number("epsilon", plan.epsilon, above=0, include=(math.inf,))
         number("delta", plan.delta, above=0, below=1)
@@ -328,8 +320,7 @@ class Plan:
                 "plan",
                 f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
             )
-        derived = ("steps", "steps_per_epoch", "epochs", "examples")
-        for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
+        for name in _DERIVED[:-1] if data["format"] == FIRST_FORMAT else _DERIVED:
             if getattr(plan, name) != data.get(name):
                 raise InvalidInput(
                     name,
@@ -353,10 +344,7 @@ class Plan:
             epsilon=float(data["epsilon"]),
             delta=data["delta"],
             requested_batch_size=data["batch_size" if first else "requested_batch_size"],
-            sensitivity=data["sensitivity"],
-            sigma=data["sigma"],
-            rmse=data["rmse"],
-            maxse=data["maxse"],
+            **{name: data[name] for name in _RESULTS},
             certificate=Certificate(**certificate),
             selection=data["choice" if first else "selection"],
             workload=Workload(**data.get("workload", {})),

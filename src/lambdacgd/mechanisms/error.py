@@ -16,7 +16,7 @@ import numpy as np
 from scipy.signal import lfilter
 
 from lambdacgd.errors import InvalidInput, integer
-from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
+from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload
 from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
 Participation = Literal["cyclic", "min-separation"]
@@ -209,17 +209,14 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
     where none come (``last``) all of it may be.
     """
     noising, scales = mechanism.noising(n), mechanism.column_scales(n)
-    if rates is None and scales is None and (last or not workload.momentum):
-        # A and C⁻¹ are Toeplitz, and so is their product.
-        prefix = workload == PREFIX_SUM
-        column = (
-            np.cumsum(np.pad(noising, (0, n - len(noising)))) if prefix else multiply(noising, workload.column(n), n)
-        )
+    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
+    if rates is None and scales is None and (last or not beta):
+        # A and C⁻¹ are Toeplitz, and so is their product: A is the series 1 / ((1 − αx)(1 − βx)).
+        column = lfilter([1.0], [1.0, -(alpha + beta), alpha * beta], np.pad(noising, (0, n - bands)))
         rows = np.cumsum(column**2)
         return rows, np.array([[rows[-1], 0.0], [0.0, 0.0]])
     scales = np.ones(n) if scales is None else scales
     rates = np.ones(n) if rates is None else rates
-    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
     rows, ends = np.zeros(n), np.zeros((2, n))
     model, velocity = np.zeros(n), np.zeros(n)  # of each z_s, as of step s + lag
     for lag in range(n if beta else bands):
@@ -238,7 +235,7 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
 
 
 def _carried_on(carried: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
-    """What an earlier covariance of model and velocity adds to the variances of later models, and what is left of it."""
+    """What an earlier covariance of model and velocity adds to the later models' variances, and what remains of it."""
     steps = np.arange(1, len(rates) + 1)
     alphas, betas = workload.decay**steps, workload.momentum**steps
     moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import secrets
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Before NumPy and torch load: the accountants' products are small, and on a busy machine BLAS threads that waited for
+# each other took thirty times the CPU seconds of one thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # These machines are shared: a slow example is not a failure.
 settings.register_profile("lambdacgd", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

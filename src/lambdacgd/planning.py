@@ -44,6 +44,12 @@ MOST_STEPS = 100_000_000
 PATIENCE = 2.0
 """Seconds: what takes longer shows its progress on a terminal."""
 
+_DERIVED = ("steps", "steps_per_epoch", "epochs", "examples", "batch_size")
+"""Numbers in a plan file that follow from its sampling. (In the first format the last is what was asked for.)"""
+
+_RESULTS = ("sensitivity", "sigma", "rmse", "maxse")
+"""Numbers in a plan file that were computed."""
+
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
 
@@ -137,26 +143,12 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan's file format: public values only, and a digest that notices edits."""
-        content = {
-            "format": FORMAT,
-            "version": self.version,
-            "mechanism": self.mechanism.to_dict(),
-            "sampling": self.sampling.to_dict(),
-            "epsilon": _plain(self.epsilon),
-            "delta": self.delta,
-            "steps": self.steps,
-            "steps_per_epoch": self.steps_per_epoch,
-            "epochs": self.epochs,
-            "batch_size": self.batch_size,
-            "requested_batch_size": self.requested_batch_size,
-            "examples": self.examples,
-            "sensitivity": self.sensitivity,
-            "sigma": self.sigma,
-            "rmse": self.rmse,
-            "maxse": self.maxse,
-            "certificate": _plain(self.certificate.to_dict()),
-            "selection": _plain(self.selection),
-        }
+        content: dict[str, Any] = {"format": FORMAT, "version": self.version}
+        content |= {"mechanism": self.mechanism.to_dict(), "sampling": self.sampling.to_dict()}
+        content |= {name: _plain(getattr(self, name)) for name in ("epsilon", "delta", *_DERIVED)}
+        content |= {"requested_batch_size": self.requested_batch_size}
+        content |= {name: getattr(self, name) for name in _RESULTS}
+        content |= {"certificate": _plain(self.certificate.to_dict()), "selection": _plain(self.selection)}
         if self.workload != PREFIX_SUM:
             content["workload"] = asdict(self.workload)
         return content | {"digest": _digest(content)}
@@ -315,7 +307,7 @@ class Plan:
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
-        for name in ("sigma", "sensitivity", "rmse", "maxse"):
+        for name in _RESULTS:
             number(name, getattr(plan, name), above=0, include=(0,))
         number("epsilon", plan.epsilon, above=0, include=(math.inf,))
         number("delta", plan.delta, above=0, below=1)
@@ -328,8 +320,7 @@ class Plan:
                 "plan",
                 f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
             )
-        derived = ("steps", "steps_per_epoch", "epochs", "examples")
-        for name in derived if data["format"] == FIRST_FORMAT else (*derived, "batch_size"):
+        for name in _DERIVED[:-1] if data["format"] == FIRST_FORMAT else _DERIVED:
             if getattr(plan, name) != data.get(name):
                 raise InvalidInput(
                     name,
@@ -353,10 +344,7 @@ class Plan:
             epsilon=float(data["epsilon"]),
             delta=data["delta"],
             requested_batch_size=data["batch_size" if first else "requested_batch_size"],
-            sensitivity=data["sensitivity"],
-            sigma=data["sigma"],
-            rmse=data["rmse"],
-            maxse=data["maxse"],
+            **{name: data[name] for name in _RESULTS},
             certificate=Certificate(**certificate),
             selection=data["choice" if first else "selection"],
             workload=Workload(**data.get("workload", {})),
@@ -550,7 +538,7 @@ def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, st
 
 
 def _check_sampling(sampling: Any) -> None:
-    """Accountants know the samplings of this package: a class derived from one may draw other batches than they say."""
+    """Refuse what is no sampling of this package: a class derived from one may draw other batches than it says."""
     if not isinstance(sampling, Sampling):
         raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
     if type(sampling) is not SAMPLINGS.get(sampling.name):
@@ -567,12 +555,15 @@ def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[st
     mechanism.validate(block)
     chosen, selection = choose(mechanism, setting)
     resolved = chosen.resolve(block)
-    _check_one_noise(resolved, block.steps)
+    _check_columns(resolved, block.steps)
     return resolved, selection
 
 
-def _check_one_noise(mechanism: Mechanism, n: int) -> None:
-    """Accountants ask for C and C⁻¹, training follows the recurrence: in a class of one's own they may differ."""
+def _check_columns(mechanism: Mechanism, n: int) -> None:
+    """Refuse a user's class whose columns of C and C⁻¹, which accountants ask for, are not those of its recurrence.
+
+    Training follows the recurrence.
+    """
     if not mechanism.foreign:
         return
     made = mechanism.recurrence(n)
@@ -582,8 +573,8 @@ def _check_one_noise(mechanism: Mechanism, n: int) -> None:
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
             f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
         )
-    told = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
-    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in told):
+    columns = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
         raise InvalidInput(
             "mechanism",
             f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "

@@ -45,9 +45,16 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     """
     if isinstance(source, Plan):
         source.check()
-        bound, aside = source.certificate.kind == "bound", "floating_point" in source.certificate.details
-        claim = (source.epsilon, source.delta)
-        return _certify("plan", source.mechanism, source.sampling, claim, source.sigma, bound=bound, aside=aside)
+        claim, details = (source.epsilon, source.delta), source.certificate.details
+        return _certify(
+            "plan",
+            source.mechanism,
+            source.sampling,
+            claim,
+            source.sigma,
+            bound=source.certificate.kind == "bound",
+            floating_point="floating_point" in details,
+        )
     path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
         data = read_json(path)
@@ -75,7 +82,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     if sentence is not None:  # or it says that nothing is claimed
         _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
     bound &= sentence is not None
-    return _certify("card", mechanism, sampling, runs[-1], sigma, bound=bound, aside=True)
+    return _certify("card", mechanism, sampling, runs[-1], sigma, bound=bound, floating_point=True)
 
 
 def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[float, float]) -> None:
@@ -95,15 +102,15 @@ def _certify(
     sigma: float,
     *,
     bound: bool,
-    aside: bool,
+    floating_point: bool,
 ) -> Certificate:
-    """``aside``: whether a share of the claim is for floating point, so that σ must do with the rest of it."""
+    """``floating_point``: whether a share of the claim is for floating point, so that σ must do with the rest of it."""
     epsilon, delta = claim
     if not bound or not math.isfinite(epsilon):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
     number("delta", delta, above=0, below=1)
     number("sigma", sigma, above=0)
-    if aside:
+    if floating_point:
         epsilon, delta = real_budget(epsilon, delta)
     try:
         with cache.disabled():

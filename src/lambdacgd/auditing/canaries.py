@@ -19,7 +19,7 @@ from lambdacgd.training.privatize import privatize
 Train = Callable[[nn.Module, Optimizer, Dataset[Tensor], Plan, float], Any]
 
 LINEAR = 16
-"""At most so many canaries pass through a linear layer; the others are rows of an embedding."""
+"""At most this many canaries pass through a linear layer; the others are rows of an embedding."""
 NORMS = (2.0, 50.0, 1000.0)
 """Lengths of canaries' gradients before clipping, in units of ζ."""
 

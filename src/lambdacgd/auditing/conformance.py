@@ -19,9 +19,13 @@ from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
 LOWEST_WEIGHT = 0.99
 """Automatic clipping, and the room that clipping leaves below ζ, weigh a little less than ζ."""
 LARGEST_LAG = 64
+"""Correlations of the noise are tested between steps up to this far apart."""
 SHIFTS = (1, 2, 16, 256)
+"""Correlations of the noise are tested between coordinates this far apart."""
 SMALLEST_BIN = 20
+"""Pearson's test joins bins until this many examples are expected in each."""
 KOLMOGOROV_SAMPLE = 100_000
+"""At most this many numbers are tested against the normal law."""
 
 
 class Check(NamedTuple):
@@ -68,7 +72,10 @@ class Measured:
 
 
 def _without_stand_in(plan: Plan, seen: Sequence[NDArray[np.int64]], step: int) -> NDArray[np.int64]:
-    """Where nobody takes part loaders hand out example 0 at weight zero: it is seen elsewhere in the epoch, too."""
+    """The ids of a step, without example 0 where it only stood in for an empty batch.
+
+    Where nobody takes part, loaders hand out example 0 at weight zero. It is then seen elsewhere in the epoch, too.
+    """
     ids = seen[step]
     if not (len(ids) == 1 and ids[0] == 0) or isinstance(plan.sampling, Cyclic):
         return ids
@@ -92,9 +99,9 @@ def _noise(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     p_values = [_two_sided(stats.chi2, value, count) for value in by_step]
     worst = int(np.argmin(p_values))
     measured = f"at worst {math.sqrt(by_step[worst] / count):.5f} of the plan's, at step {worst + 1}"
-    yield Check("noise scale by step", _least(p_values), measured)
+    yield Check("noise scale by step", _bonferroni(p_values), measured)
     largest = max(float(np.abs(run.residual).max()) for run in runs)
-    p_value = min(1.0, plan.steps * count * float(_normal(largest)))
+    p_value = min(1.0, plan.steps * count * float(_normal_p(largest)))
     yield Check("largest residual", p_value, f"{largest:.2f} standard deviations")
     values = np.concatenate([run.residual.ravel() for run in runs])
     result = stats.kstest(values[:: -(-len(values) // KOLMOGOROV_SAMPLE)], "norm")
@@ -114,9 +121,9 @@ def _over_steps(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
             worst, pair = float(abs(normal[later, earlier])), (int(earlier) + 1, int(later) + 1)
         lags += [np.trace(normal, -lag) / math.sqrt((n - lag) * len(runs)) for lag in range(1, len(lags) + 1)]
     measured = f"correlation {worst / math.sqrt(runs[0].residual.shape[1]):.4f} at worst, of steps {pair}"
-    yield Check("noise over steps", min(1.0, len(runs) * n * (n - 1) / 2 * float(_normal(worst))), measured)
+    yield Check("noise over steps", min(1.0, len(runs) * n * (n - 1) / 2 * float(_normal_p(worst))), measured)
     lag = int(np.argmax(np.abs(lags)))
-    yield Check("noise over steps, by lag", _least(_normal(lags)), f"{lags[lag]:+.2f} at lag {lag + 1}")
+    yield Check("noise over steps, by lag", _bonferroni(_normal_p(lags)), f"{lags[lag]:+.2f} at lag {lag + 1}")
 
 
 def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
@@ -129,17 +136,21 @@ def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
             products = (run.residual[:, shift:] * run.residual[:, :-shift]).sum(0)
             normal[row] += (products / lengths[:-shift]).sum() / math.sqrt(len(products) * len(runs))
     worst = int(np.argmax(np.abs(normal)))
-    yield Check("noise over coordinates", _least(_normal(normal)), f"{normal[worst]:+.2f} at shift {shifts[worst]}")
+    yield Check(
+        "noise over coordinates",
+        _bonferroni(_normal_p(normal)),
+        f"{normal[worst]:+.2f} at shift {shifts[worst]}",
+    )
 
 
 def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     if len(runs) < 2:
         return
-    pairs = [(one.residual, other.residual) for one, other in pairwise(runs)]
-    normal = np.concatenate([(one * other).sum(1) / np.sqrt((one**2).sum(1)) for one, other in pairs])
+    pairs = [(run.residual, next_run.residual) for run, next_run in pairwise(runs)]
+    normal = np.concatenate([(first * second).sum(1) / np.sqrt((first**2).sum(1)) for first, second in pairs])
     together = normal.sum() / math.sqrt(len(normal))
     measured = f"{together:+.2f} over all steps, {np.abs(normal).max():.2f} at worst"
-    yield Check("noise over runs", _least([_least(_normal(normal)), _normal(together)]), measured)
+    yield Check("noise over runs", _bonferroni([_bonferroni(_normal_p(normal)), _normal_p(together)]), measured)
 
 
 def _weights(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
@@ -161,13 +172,13 @@ def _weights(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     worst = int(np.argmin(np.minimum(above, below)))
     weight = f"{1 + plan.sigma * excess[worst] / size[worst]:.4f} ± {plan.sigma / math.sqrt(size[worst]):.4f}"
     measured = f"{weight} clipping norms at worst, in epoch {worst + 1}"
-    yield Check("weight in an epoch", _least([*above, *below]), measured)
+    yield Check("weight in an epoch", _bonferroni([*above, *below]), measured)
     excess, size = late[:, late[1] > 0]
     if len(size):
         normal = excess / np.sqrt(size)
         worst = int(np.argmax(np.abs(normal)))
         measured = f"{plan.sigma * excess[worst] / size[worst]:+.4f} ± {plan.sigma / math.sqrt(size[worst]):.4f}"
-        yield Check("weight a step late", _least(_normal(normal)), f"{measured} clipping norms at worst")
+        yield Check("weight a step late", _bonferroni(_normal_p(normal)), f"{measured} clipping norms at worst")
 
 
 def _participation(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
@@ -199,12 +210,12 @@ def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     if same and fresh:
         p_values = [_binomial(count, total, 1 / b) for count, total in zip(same, tried, strict=True)]
         measured = f"{sum(same) / sum(tried):.4f} of the examples stay, 1/b = {1 / b:.4f}"
-        yield Check("bins over epochs", _least(p_values), measured)
+        yield Check("bins over epochs", _bonferroni(p_values), measured)
     elif same:
         moved = sum(tried) - sum(same)
         yield Check("bins over epochs", float(moved == 0), f"{moved} times an example changed its place")
     epochs = k if fresh else 1
-    joined = -(-b * SMALLEST_BIN // examples)  # so many bins are counted as one
+    joined = -(-b * SMALLEST_BIN // examples)  # neighbouring bins are counted together, this many at a time
     if bins and b // joined >= 2:
         expected = np.bincount(np.arange(b) // joined) * examples / b
         counts = np.array([run.drawn.reshape(k, b)[:epochs] for run in runs])
@@ -213,7 +224,7 @@ def _bins(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
         measured = f"χ² = {pearson:.1f} with {freedom} degrees of freedom"
         yield Check("bins are uniform", _two_sided(stats.chi2, pearson, freedom), measured)
     if bins and len(runs) > 1:
-        kept = sum(int((one.bins[:epochs] == other.bins[:epochs]).sum()) for one, other in pairwise(runs))
+        kept = sum(int((run.bins[:epochs] == next_run.bins[:epochs]).sum()) for run, next_run in pairwise(runs))
         total = (len(runs) - 1) * epochs * examples
         measured = f"{kept / total:.4f} of the examples in the same place, 1/b = {1 / b:.4f}"
         yield Check("bins over runs", _binomial(kept, total, 1 / b), measured)
@@ -251,10 +262,11 @@ def _binomial(count: int, trials: int, share: float) -> float:
     return float(min(1.0, 2 * min(below, above)))
 
 
-def _normal(values: Any) -> Any:
+def _normal_p(values: Any) -> Any:
+    """Two-sided p-values of standard normals."""
     return 2 * stats.norm.sf(np.abs(values))
 
 
-def _least(p_values: Any) -> float:
-    """Bonferroni's: the smallest of several p-values, times their number."""
+def _bonferroni(p_values: Any) -> float:
+    """One p-value for several tests: the smallest of theirs, times their number."""
     return float(min(1.0, len(p_values) * np.min(p_values)))

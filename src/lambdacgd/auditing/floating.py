@@ -97,8 +97,8 @@ def shared_bits(noise: Array) -> float:
     """
     x, y = _pairs(noise)
     u, v = np.exp(-(x * x + y * y) / 2), np.arctan2(y, x) / (2 * math.pi)
-    one, other = np.triu_indices(PAIRS, 1)
-    return sum(_near_whole(place[:, one] - place[:, other]) for place in (u * 2.0**42, v * 2.0**38))
+    first, second = np.triu_indices(PAIRS, 1)
+    return sum(_near_whole(place[:, first] - place[:, second]) for place in (u * 2.0**42, v * 2.0**38))
 
 
 def _pairs(noise: Array) -> tuple[Array, Array]:

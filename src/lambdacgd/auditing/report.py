@@ -23,11 +23,11 @@ from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-audit-1"
 FALSE_ALARM = 1e-4
-"""α: of so many audits of a correct run one fails."""
+"""α: the probability that an audit of a correct run fails."""
 LARGEST = 15_000_000
-"""Released numbers of a run: steps times canaries."""
+"""At most this many numbers are released by a run, steps times canaries, unless the caller asks for more canaries."""
 MOST_STEPS = 5_000
-"""Matrices have a row and a column per step, and several of them are in memory at once."""
+"""The longest plan: matrices have a row and a column per step, and several of them are in memory at once."""
 
 
 @dataclass(frozen=True)

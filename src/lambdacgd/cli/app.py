@@ -151,22 +151,22 @@ def epsilon(
     from lambdacgd import questions
     from lambdacgd.planning import Plan
 
-    made = None if plan is None else Plan.load(plan)
-    if made is None and None in (delta, sampling_rate, steps, noise_multiplier):
+    loaded = None if plan is None else Plan.load(plan)
+    if loaded is None and None in (delta, sampling_rate, steps, noise_multiplier):
         raise ValueError(
             "Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta of a run of DP-SGD."
         )
-    if made is not None and not (sampling_rate is None and steps is None):
+    if loaded is not None and not (sampling_rate is None and steps is None):
         raise ValueError("A plan knows its sampling and its steps: leave --sampling-rate and --steps out.")
-    delta = made.delta if delta is None and made is not None else delta
+    delta = loaded.delta if delta is None and loaded is not None else delta
     assert delta is not None
     answer = questions.epsilon(
-        made, delta=delta, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps
+        loaded, delta=delta, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps
     )
     if as_json:
         print(json.dumps({"epsilon": answer, "delta": delta}))
         return
-    drawn = "Poisson sampling" if made is None else made.sampling.kind
+    drawn = "Poisson sampling" if loaded is None else loaded.sampling.kind
     print(f"ε = {answer:.6g} at δ = {delta:g} ({drawn}; zero-out of one example)")
 
 

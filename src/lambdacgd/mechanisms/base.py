@@ -108,12 +108,6 @@ class Workload:
         changed = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in changed.items()) or "plain SGD"
 
-    def column(self, n: int) -> Array:
-        """First column of A (length n) at a constant rate, the coefficients of 1 / ((1 − αx)(1 − βx))."""
-        impulse = np.zeros(n)
-        impulse[0] = 1.0
-        return lfilter([1.0], [1.0, -(self.decay + self.momentum), self.decay * self.momentum], impulse)
-
     def rates(self, n: int) -> Array | None:
         """χ_1 … χ_n over n steps; None where all are 1."""
         rising = round(self.warmup * n)

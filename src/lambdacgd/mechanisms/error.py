@@ -16,7 +16,7 @@ import numpy as np
 from scipy.signal import lfilter
 
 from lambdacgd.errors import InvalidInput, integer
-from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload, multiply
+from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload
 from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
 Participation = Literal["cyclic", "min-separation"]
@@ -181,17 +181,17 @@ def squared_row_norms(
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
     b = n if restart_every is None else _stretch(n, restart_every)
     rates, blocks = workload.rates(n), n // b
-    rows, left = [], np.zeros((2, 2))  # what completed blocks left in model and velocity: a covariance
+    rows, carried = [], np.zeros((2, 2))  # covariance of what completed blocks leave in model and velocity
     for block in range(blocks):
         here = None if rates is None else rates[b * block : b * (block + 1)]
         if block == 0 or here is not None:
             own, end = _block(mechanism, b, workload, here, last=blocks == 1)
-        if left.any():
-            onward, left = _onward(left, workload, np.ones(b) if here is None else here)
+        if carried.any():
+            onward, carried = _carried_on(carried, workload, np.ones(b) if here is None else here)
             rows.append(own + onward)
         else:
             rows.append(own)
-        left = left + end
+        carried = carried + end
     return np.concatenate(rows)
 
 
@@ -209,17 +209,14 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
     where none come (``last``) all of it may be.
     """
     noising, scales = mechanism.noising(n), mechanism.column_scales(n)
-    if rates is None and scales is None and (last or not workload.momentum):
-        # A and C⁻¹ are Toeplitz, and so is their product.
-        prefix = workload == PREFIX_SUM
-        column = (
-            np.cumsum(np.pad(noising, (0, n - len(noising)))) if prefix else multiply(noising, workload.column(n), n)
-        )
+    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
+    if rates is None and scales is None and (last or not beta):
+        # A and C⁻¹ are Toeplitz, and so is their product: A is the series 1 / ((1 − αx)(1 − βx)).
+        column = lfilter([1.0], [1.0, -(alpha + beta), alpha * beta], np.pad(noising, (0, n - bands)))
         rows = np.cumsum(column**2)
         return rows, np.array([[rows[-1], 0.0], [0.0, 0.0]])
     scales = np.ones(n) if scales is None else scales
     rates = np.ones(n) if rates is None else rates
-    alpha, beta, bands = workload.decay, workload.momentum, len(noising)
     rows, ends = np.zeros(n), np.zeros((2, n))
     model, velocity = np.zeros(n), np.zeros(n)  # of each z_s, as of step s + lag
     for lag in range(n if beta else bands):
@@ -237,14 +234,14 @@ def _block(mechanism: Mechanism, n: int, workload: Workload, rates: Array | None
     return rows, ends @ ends.T
 
 
-def _onward(left: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
-    """The variance of what is ``left`` in the models of further steps, and what is left of it behind them."""
+def _carried_on(carried: Array, workload: Workload, rates: Array) -> tuple[Array, Array]:
+    """What an earlier covariance of model and velocity adds to the later models' variances, and what remains of it."""
     steps = np.arange(1, len(rates) + 1)
     alphas, betas = workload.decay**steps, workload.momentum**steps
     moved = lfilter([1.0], [1.0, -workload.decay], rates * betas)  # by a velocity of 1
-    rows = alphas**2 * left[0, 0] + 2 * alphas * moved * left[0, 1] + moved**2 * left[1, 1]
+    rows = alphas**2 * carried[0, 0] + 2 * alphas * moved * carried[0, 1] + moved**2 * carried[1, 1]
     onward = np.array([[alphas[-1], moved[-1]], [0.0, betas[-1]]])
-    return rows, onward @ left @ onward.T
+    return rows, onward @ carried @ onward.T
 
 
 def error_norms(

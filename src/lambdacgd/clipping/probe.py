@@ -237,8 +237,9 @@ class Probe:
         forward_pass.look_at(count)
         held = list(_held(self._model).values())  # kept, so that what is new has another id
         try:
+            call = self._model.forward if forward_pass.sharded else self._model  # with hooks of others on the model
             with standing_in(self.layers):
-                output = self._model.forward(*taken[0], **taken[1])
+                output = call(*taken[0], **taken[1])
         except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:  # whatever the user's forward raises

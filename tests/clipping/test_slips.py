@@ -56,6 +56,11 @@ def test_a_weight_that_another_module_reads(oracle: Oracle, run: Any) -> None:
     oracle(tied, torch.randn(6, 2, 4).double(), 6)
 
 
+def test_results_that_have_names(oracle: Oracle) -> None:
+    model = Net(lambda m, x: x[:, m.w.topk(3).indices] * m.w.sort().values[:3], w=parameter(5))
+    oracle(model, torch.randn(4, 5).double(), 4)
+
+
 @pytest.mark.parametrize(
     "statistic",
     [lambda h: h.std(), lambda h: h.square().mean().sqrt(), lambda h: h.abs().max()],

@@ -161,6 +161,35 @@ def _train(model: nn.Module, steps: int, batch: int = 6) -> None:
         step(model, torch.randn(batch, 4))
 
 
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("where", ["before", "behind"])
+def test_hooks_on_the_model_itself_are_looked_at(where: str, late: bool) -> None:
+    model = Net(lambda m, x: m.last(m.first(x).tanh()))
+    if late:
+        attach(model)
+    if where == "before":
+        model.register_forward_pre_hook(lambda m, args: (args[0] - args[0].mean(0),))
+    else:
+        model.register_forward_hook(lambda m, args, out: _standardised(out).tanh())
+    if not late:
+        attach(model)
+    with pytest.raises(ClippingError, match="mixes"):
+        step(model, torch.randn(6, 4))
+
+
+def test_hooks_on_the_model_itself_that_keep_examples_apart() -> None:
+    model = Net(lambda m, x: m.last(m.first(x).tanh()))
+    model.register_forward_pre_hook(lambda m, args: (2 * args[0],))
+    clipper, x = attach(model, math.inf, loss_reduction="sum"), torch.randn(6, 4)
+    model(x).square().sum().backward()
+    sums = {name: total.clone() for name, total in clipper.take().items()}
+    clipper.detach()
+    model(x).square().sum().backward()
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            torch.testing.assert_close(sums[name], p.grad)
+
+
 class Slots:
     __slots__ = ("scores",)
 

@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lambdacgd.clipping import ClippingError, attach, convert
 from lambdacgd.clipping.backward import Stored
@@ -137,67 +136,10 @@ def test_group_and_instance_norm(oracle: Oracle, batch: int, groups: int, spatia
         oracle(Wrapped(kind(2 * groups, affine=True)), x, batch)
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize(("layers", "both", "bias"), [(1, False, True), (2, True, True), (1, True, False)])
-def test_recurrent(oracle: Oracle, kind: Any, layers: int, both: bool, bias: bool) -> None:
-    torch.manual_seed(3)
-    net = kind(3, 4, num_layers=layers, bidirectional=both, bias=bias, batch_first=True).double()
-    x = seeded(3, 5, 3)
-    before = net(x)
-    net = convert(net)
-    torch.testing.assert_close(net(x), before)
-    oracle(Wrapped(net), x, 3)
-
-
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_layers_on_packed_sequences(oracle: Oracle, kind: Any) -> None:
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = kind(3, 4, bidirectional=True, batch_first=True)
-
-        def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-            x, lengths = batch
-            packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-            out, last = self.net(packed)
-            padded = pad_packed_sequence(out, batch_first=True, total_length=x.shape[1])[0]
-            last = last[0] if isinstance(last, tuple) else last
-            return torch.cat([padded.mean(1), last[0], last[1]], 1)
-
-    torch.manual_seed(8)
-    net, batch = Packed().double(), (seeded(3, 5, 3), torch.tensor([2, 5, 3]))
-    before = net(batch)
-    torch.testing.assert_close(convert(net)(batch), before)
-    oracle(net, batch, 3)
-
-
 @pytest.mark.parametrize("shape", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.orthogonal])
 def test_computed_weights(oracle: Oracle, shape: Any) -> None:
     torch.manual_seed(9)
     oracle(Wrapped(nn.Sequential(shape(nn.Linear(3, 3)), nn.Tanh())), seeded(4, 2, 3), 4)
-
-
-def test_a_rule_of_your_own(oracle: Oracle) -> None:
-    class Shift(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.by = nn.Parameter(torch.randn(4))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.by
-
-    used = []
-
-    @register(Shift)
-    def shift(layer: Any, x: Tensor) -> Tensor:
-        def recorder(gradient: Tensor) -> Any:
-            used.append(gradient.shape)
-            yield Stored(layer.names["by"], gradient.flatten(1, -2).sum(1))
-
-        return tap(layer, layer.hidden(x), recorder)
-
-    oracle(Wrapped(Shift()), seeded(3, 2, 4), 3)
-    assert used
 
 
 def test_a_rule_that_gives_gradients_of_another_shape_is_refused() -> None:

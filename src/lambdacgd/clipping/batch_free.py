@@ -22,7 +22,7 @@ from lambdacgd.clipping.bounds import accumulator
 from lambdacgd.clipping.layers.linear import tapped_linear
 from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, exchanged, tap
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
+from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 _ELEMENTWISE = {
     name
@@ -208,12 +208,9 @@ def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
-    if isinstance(out, Tensor):
-        return stand_in(out, roots) if out.requires_grad else out
-    if isinstance(out, (tuple, list)) and any(isinstance(x, Tensor) for x in out):
-        kind = list if type(out) is list else tuple
-        return kind(_wrap(x, roots) for x in out)
-    return out
+    if not isinstance(out, Tensor):
+        return tree_map(lambda x: _wrap(x, roots) if isinstance(x, Tensor) else x, out)
+    return stand_in(out, roots) if out.requires_grad else out
 
 
 def _refuse(roots: tuple[Root, ...], why: str) -> Exception:

@@ -302,6 +302,8 @@ class Clipper:
         return self._batch_of(args, kwargs) if self._batch_of else batch_size(args, kwargs)
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._forward_pass.watch is not None:  # a pass of the probe
+            return
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
             if self._probes:
@@ -336,12 +338,16 @@ class Clipper:
             self._standing_in.__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._forward_pass.watch is not None:
+            return
         self._forward_pass.leave()
         if self._standing_in is not None and backward_task() == -1:
             self._standing_in.__exit__(None, None, None)
             self._standing_in = None
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self._forward_pass.watch is not None:
+            return
         if not torch.is_grad_enabled():
             if self._probes:
                 self._watch.end_quietly()
@@ -373,7 +379,9 @@ class Clipper:
             for name, parameter in self.parameters.items():
                 undo.append(parameter.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
             begin, leave, end = (not_compiled(hook) for hook in (self._begin, self._leave, self._end))
-            undo.append(model.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            # Before the hooks of others, which the probe then looks at, too; but behind FSDP2's, which gather.
+            first = not any(hasattr(p, "device_mesh") for p in self.parameters.values())
+            undo.append(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=first).remove)
             undo.append(model.register_forward_hook(_NotSaved(leave), always_call=True).remove)
             undo.append(model.register_forward_hook(end).remove)
         except BaseException:

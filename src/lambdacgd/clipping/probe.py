@@ -33,7 +33,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
-from lambdacgd.errors import ClippingError
+from lambdacgd.errors import ClippingError, InvalidInput
 from lambdacgd.torch_private import (
     DispatchMode,
     argument_names,
@@ -237,9 +237,10 @@ class Probe:
         forward_pass.look_at(count)
         held = list(_held(self._model).values())  # kept, so that what is new has another id
         try:
+            call = self._model.forward if forward_pass.sharded else self._model  # with hooks of others on the model
             with standing_in(self.layers):
-                output = self._model.forward(*taken[0], **taken[1])
-        except (ClippingError, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
+                output = call(*taken[0], **taken[1])
+        except (ClippingError, InvalidInput, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:  # whatever the user's forward raises
             raise _Failed(error, count, batch) from error

@@ -171,25 +171,6 @@ class Eager(CapturedStep):
         self._loop.resting = False
 
 
-@pytest.mark.parametrize("padded", [None, 5, 96])
-@pytest.mark.parametrize("optimizer", ["sgd", "momentum"])
-@pytest.mark.parametrize("bins", ["fixed", "fresh"])
-def test_padding_splitting_and_counting(optimizer, padded, bins, monkeypatch):
-    monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
-    monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
-    p = oracle.binned_plan(96, 12, 3, bins=bins)
-    ordinary, _ = build(optimizer, p, device="cpu")
-    oracle.loop(ordinary, ordinary.model, ordinary.optimizer)
-    private, data = build(optimizer, p, device="cpu")
-    step = Eager(private, private.loader, loss, data, padded)
-    step()
-    step.run(6)
-    assert private.steps_taken == 7
-    step.run()
-    assert private.finished
-    agree(ordinary, private)
-
-
 def test_a_batch_takes_the_smallest_width_that_holds_it(monkeypatch):
     monkeypatch.setattr("lambdacgd.training.captured._check", lambda loop, plan, data: torch.device("cpu"))
     monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))

@@ -62,12 +62,20 @@ def agree(one, two):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums that differ by a rounding may be a Δ apart
 
 
-@pytest.mark.parametrize("padded", [None, 5, 14, 96])
+@pytest.mark.parametrize(
+    ("padded", "bins"), [(None, "fresh"), (5, "fixed"), (5, "fresh"), (14, "fresh"), (96, "fixed")]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_capturing_leaves_no_trace(graphs: Graphs, optimizer, padded):  # noqa: F811
-    private, step = captured(graphs, optimizer, padded=padded)
+def test_capturing_leaves_no_trace(graphs: Graphs, optimizer, padded, bins):  # noqa: F811
+    """Padding, splitting and counting included: one step, six, and the rest."""
+    p = oracle.binned_plan(96, 12, 3, bins=bins)
+    private, step = captured(graphs, optimizer, p=p, padded=padded)
+    step()
+    step.run(6)
+    assert private.steps_taken == 7
     step.run()
-    agree(looped(optimizer), private)
+    assert private.finished
+    agree(looped(optimizer, p=p), private)
 
 
 def test_parts_of_different_widths_add_to_one_sum(graphs: Graphs, monkeypatch):  # noqa: F811

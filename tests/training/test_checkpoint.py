@@ -408,12 +408,21 @@ def test_drafts_of_others_are_left_alone(tmp_path):
 
 
 def test_not_while_the_model_holds_an_average(tmp_path):
+    """The end of the block would put weights of step 3 behind a run that stands at step 2, under noise of step 3."""
     private = start(tmp_path)
     average = private.ema(0.9)
     steps(private, 2)
     with average.applied(), pytest.raises(CheckpointError, match=r"ema\.applied"):
         private.save(tmp_path / "two")
     private.save(tmp_path / "two")
+    steps(private, 1)
+    with average.applied():
+        for act in (lambda: private.load(tmp_path / "two"), lambda: next(iter(private.loader)), average.update):
+            with pytest.raises(CheckpointError, match=r"ema\.applied"):
+                act()
+    assert private.steps_taken == 3
+    private.load(tmp_path / "two")
+    assert private.steps_taken == 2
 
 
 def test_another_model_or_other_groups_are_refused_before_anything_changes(tmp_path):

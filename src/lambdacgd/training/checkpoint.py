@@ -242,11 +242,7 @@ def check_savable(private: Private) -> None:
             f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
             "after an optimizer.step() that acted (private.between_steps is then True)"
         )
-    if any(average.in_use for average in private.averages):
-        raise CheckpointError(
-            "the model holds an average of its weights now (ema.applied()), and training would go on from that. Leave "
-            "that block before saving; averages are part of every checkpoint"
-        )
+    private.check_own_weights()
     private.run.check_ledger()
 
 

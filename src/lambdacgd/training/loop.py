@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import TrainingError, number
+from lambdacgd.errors import CheckpointError, TrainingError, number
 from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, foreach_lerp_, version
 from lambdacgd.training.card import History
 from lambdacgd.training.distributed.models import (
@@ -239,10 +239,11 @@ class Loop:
     # --- may the run go on? ------------------------------------------------------------------------------------------
 
     def check_usable(self) -> None:
-        """Raise where this run has ended in this process: detached, or weights that are not those of a step."""
+        """Raise where this run cannot go on now: detached, or with weights that are not those of its last step."""
         if not self.attached:
             raise TrainingError(_DETACHED)
         self.check_whole()
+        self.check_own_weights()
 
     def check_whole(self) -> None:
         """Raise if the weights, here or on another rank, may not be those of a whole step."""
@@ -250,6 +251,14 @@ class Loop:
             raise TrainingError(_ALONE)
         if self.broken is not None:
             raise TrainingError(self.broken)
+
+    def check_own_weights(self) -> None:
+        """Raise while the model holds an average: what is trained, saved or loaded then is not the run's weights."""
+        if any(average.in_use for average in self.averages):
+            raise CheckpointError(
+                "the model holds an average of its weights now (ema.applied()), and its own come back at that block's "
+                "end. Leave the block before you train on, save or load; averages are part of every checkpoint"
+            )
 
     def compare_weights(self) -> None:
         """An error on every rank unless all have the same weights. All must call it."""
@@ -624,10 +633,9 @@ class EMA:
         """Take in the current weights. The run calls this after every logical step.
 
         Raises:
-            TrainingError: The model holds the average now.
+            CheckpointError: The model holds an average now.
         """
-        if self.in_use:
-            raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
+        self._loop.check_own_weights()
         self._loop.note_changes()
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))

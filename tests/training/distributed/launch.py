@@ -46,6 +46,7 @@ def _body(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
         )
+        dist.barrier()  # whoever leaves while another still connects makes that one fail
     try:
         pipe.send_bytes(pickle.dumps((True, function(*args))))  # plain pickle: tensors travel by value
     except BaseException:

@@ -27,7 +27,9 @@ def zeros() -> dict[str, torch.Tensor]:
 
 
 def stage(recurrence: Recurrence, **more: object) -> BufferedNoise:
-    return BufferedNoise(field(SHAPES), recurrence, **({"sigma": 1.5, "clip": 2.0, "horizon": 60, "fineness": 40} | more))
+    return BufferedNoise(
+        field(SHAPES), recurrence, **({"sigma": 1.5, "clip": 2.0, "horizon": 60, "fineness": 40} | more)
+    )
 
 
 @pytest.mark.parametrize("recurrence", RECURRENCES, ids=str)

@@ -1,9 +1,9 @@
 """CPU seconds and σ of uncached plans at the settings of docs/planning-measured.md, on one thread of one core.
 
-    OMP_NUM_THREADS=1 python benchmarks/accounting_speed.py [NAME …]
+    OMP_NUM_THREADS=1 python -m benchmarks.accounting_speed [NAME …]
 
 writes results/accounting-speed.json. What stands there as ``before`` was measured before accounting left torch: on the
-same machine where it says "here", and by another person's machine where it says "issue 22".
+same machine where it says "here", else on another one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import lambdacgd as lc
 from lambdacgd import cache
+from reproduce.framework import measured_on
 
 RESULTS = Path(__file__).parent.parent / "results" / "accounting-speed.json"
 CIFAR = {"examples": 50_000, "batch_size": 128, "epochs": 10, "delta": 1e-5}
@@ -52,6 +53,7 @@ def main() -> None:
             "cpu_seconds_to_the_estimate": round(told[0], 2) if told else None,
             "slack_share": plan.certificate.details["slack_share"],
             "dominating_chain_sigma_loss": plan.certificate.details["dominating_chain_sigma_loss"],
+            "machine": measured_on("fresh-bins accountant", "choice of λ, fresh bins"),
         }  # fmt: skip
         stored[name] = {"before": stored.get(name, {}).get("before"), "after": row}
         print(name, row, flush=True)

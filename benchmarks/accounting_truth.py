@@ -1,6 +1,6 @@
 """Certified σ beside independent estimates, at forty settings.
 
-    OMP_NUM_THREADS=1 nice -n 10 python benchmarks/accounting_truth.py [--table] [NUMBER …]
+    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.accounting_truth [--table] [NUMBER …]
 
 writes results/accounting-truth.json, a row at a time; ``--table`` prints it as Markdown, without computing anything.
 The estimates share no code with the certificates: quadrature in all dimensions (b ≤ 4), the Gaussian mechanism's closed
@@ -27,6 +27,7 @@ from lambdacgd.accounting.composed.simulation import Pool, Simulation
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.reference import gram, quadrature
+from reproduce.framework import measured_on
 
 RESULTS = Path(__file__).parent.parent / "results" / "accounting-truth.json"
 POOLS, MANY, LARGEST_GRAM = 4, 20, 1000
@@ -144,6 +145,7 @@ def row(number: int) -> dict[str, Any]:
         "slack_share": certified.certificate.details.get("slack_share"),
         "estimate": sigma, "estimate_error": error, "estimate_by": method,
         "estimate_cpu_seconds": round(time.process_time() - began, 2), "ratio": certified.sigma / sigma,
+        "machine": measured_on("fixed-bins accountant", "fresh-bins accountant"),
     }  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 For every λ one run at the same (ε, δ); the noise-free mean gradient ḡ is taken from the clipped sums before the noise
 (which only a benchmark may do) and the noise x from the difference. Averages are over coordinates and over the steps
-of the last epoch. ``python benchmarks/adam_second_moment.py`` writes ``results/adam_second_moment.json`` in about a
+of the last epoch. ``python -m benchmarks.adam_second_moment`` writes ``results/adam_second_moment.json`` in about a
 minute on one core.
 """
 
@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from torch.nn import functional as F
 import lambdacgd as lc
 from lambdacgd import digits
 from lambdacgd.training import privatize
+from reproduce.framework import measured_on
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE, CLIP = 4.0, 1e-4, 5, 16, 1.0
 SEEDS = (1, 2, 3)
@@ -88,10 +87,10 @@ def main() -> None:
                 flush=True,
             )
     settings = {"epsilon": EPSILON, "delta": DELTA, "epochs": EPOCHS, "batch_size": BATCH_SIZE, "max_grad_norm": CLIP}
-    machine = {"platform": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}
-    report = {"settings": settings | {"seeds": SEEDS}, "rows": rows, "machine": machine, "version": lc.__version__}
+    machine = measured_on("fresh-bins accountant", "format of the noise")
+    report = {"settings": settings | {"seeds": SEEDS}, "rows": rows, "machine": machine}
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report | {"date": time.strftime("%Y-%m-%d")}, indent=1) + "\n")
+    options.out.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
 """How near the audit's lower bounds come to the claim: ε = 1, 2, 4, fixed and fresh bins, a million canaries each.
 
-``python benchmarks/audit.py`` writes ``results/audit-cpu.json``, an audit at a time, in some minutes on one core.
+``python -m benchmarks.audit`` writes ``results/audit-cpu.json``, an audit at a time, in some minutes on one core.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import time
 import warnings
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 import lambdacgd as lc
+from reproduce.framework import measured_on
 
 EXAMPLES, RUNS = 500_000, 2
 SETTINGS = [
@@ -67,10 +63,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/audit-cpu.json"))
     out = parser.parse_args().out
     warnings.simplefilter("ignore")  # δ above 1/N: on purpose, so that a million canaries reach it
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__}
     result: dict[str, Any] = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": torch.get_num_threads()} | versions,
-        "date": time.strftime("%Y-%m-%d"),
+        "machine": measured_on("fixed-bins accountant", "fresh-bins accountant", "format of the noise"),
         "examples": EXAMPLES,
         "runs": RUNS,
         "rows": [],

@@ -1,6 +1,6 @@
 """The first figure of the docs, noise that cancels itself; the other, ``frontier.svg``, comes from ``results/``.
 
-    python benchmarks/docs_figures.py            # writes docs/figures/cancelling-noise.svg
+    python -m benchmarks.docs_figures            # writes docs/figures/cancelling-noise.svg
 
 It is drawn from the planner's own numbers (DP-SGD and λCGD at the same ε and δ), with NumPy's normal variates.
 """

@@ -1,6 +1,6 @@
 """Time, memory and accuracy of the transfer-matrix accountant, beside Monte Carlo and the peers that are installed.
 
-    python benchmarks/exact_accountant.py [--quick] [--out FILE.json] [--figure FILE.svg] [--peer-cap SECONDS]
+    python -m benchmarks.exact_accountant [--quick] [--out FILE.json] [--figure FILE.svg] [--peer-cap SECONDS]
 
 Everything is measured in one run, uncached; how the peers are asked is told in ``peers.py``.
 ``--figure`` draws δ(ε) with sampled values and the budget of the bound.
@@ -18,11 +18,12 @@ from typing import Any
 
 import numpy as np
 
-import peers
+from benchmarks import peers
 from lambdacgd import cache
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.reference import gram, sampled
 from lambdacgd.errors import AccountingError
+from reproduce.framework import measured_on
 
 DELTA = 1e-5
 PAPER = [(lam, 390, 10, e) for lam in (0.9, 0.95, 0.975) for e in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25)]
@@ -93,15 +94,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three calibrations, the small question to peers")
     parser.add_argument("--peer-cap", type=float, default=120.0, help="seconds for each answer of a peer")
     arguments = parser.parse_args()
-    import torch
-
-    result: dict[str, Any] = {
-        "machine": peers.machine(),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "rows": [],
-        "monte_carlo": [],
-    }
+    result: dict[str, Any] = {"machine": measured_on("fixed-bins accountant"), "rows": [], "monte_carlo": []}
     print("| λ | b | k | ε | σ | seconds | slack in δ |\n|---|---|---|---|---|---|---|")
     with cache.disabled():
         TransferMatrix(0.9, 20, 2).sigma(2.0, 1e-3)  # warm-up: imports and thread pools

@@ -1,6 +1,6 @@
 """Time, memory and slack of the fresh-bins accountant, beside the simulation that checks it.
 
-    python benchmarks/fresh_bins_accountant.py [--quick] [--out results/fresh-bins-accountant-cpu.json] [--busy]
+    python -m benchmarks.fresh_bins_accountant [--quick] [--out results/fresh-bins-accountant-cpu.json] [--busy]
 
 One certified calibration a row, uncached, then the same σ by simulation in the same run (``--estimate``'s routine), and
 last ε after every epoch and a curve from one composition. It refuses to start on a busy machine unless ``--busy`` says
@@ -18,12 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import peers
 from lambdacgd import cache
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import estimate_sigma
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, LambdaCGD
+from reproduce.framework import measured_on
 
 DELTA = 1e-5
 LIMIT = 30.0
@@ -97,10 +97,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if os.getloadavg()[0] > 0.5 and not arguments.busy:
         sys.exit(f"the load is {os.getloadavg()[0]:.1f}: these times would say nothing; wait, or pass --busy")
-    import torch
-
-    result: dict[str, Any] = {"machine": peers.machine(), "torch": torch.__version__}
-    result |= {"threads": torch.get_num_threads(), "busy": arguments.busy, "limit_seconds": LIMIT, "rows": []}
+    result: dict[str, Any] = {"machine": measured_on("fresh-bins accountant"), "busy": arguments.busy}
+    result |= {"limit_seconds": LIMIT, "rows": []}
     print("| λ | b | k | ε | σ | seconds | CPU seconds | slack in δ | σ over simulated | its seconds |")
     print("|---|---|---|---|---|---|---|---|---|---|")
     with cache.disabled():

@@ -1,6 +1,6 @@
 """Time, memory and accuracy of the Monte Carlo accountant, beside plain sampling and the peers that are installed.
 
-    python benchmarks/monte_carlo.py [--out results/monte-carlo.json] [--quick] [--peer-cap SECONDS]
+    python -m benchmarks.monte_carlo [--out results/monte-carlo.json] [--quick] [--peer-cap SECONDS]
 
 Everything is measured in one run, uncached; how the peers are asked is told in ``peers.py``. "plain" is what a
 straightforward implementation does: samples of P in the Gram form, no importance sampling; its time is for the same
@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
-import peers
+from benchmarks import peers
 from lambdacgd import cache
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD, Mechanism
+from reproduce.framework import measured_on
 
 DELTA = 1e-5
 
@@ -87,7 +88,7 @@ def main() -> None:
             show(rows[-1])
     found = peers.beside(peers.SMALL if arguments.quick else (*peers.SMALL, *peers.PAPER), cap=arguments.peer_cap)
     print(f"peers: {found['versions']}")
-    result = {"machine": peers.machine(), "rows": rows, "peers": found}
+    result = {"machine": measured_on("Monte Carlo"), "rows": rows, "peers": found}
     if arguments.out:
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

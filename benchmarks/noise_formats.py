@@ -1,4 +1,4 @@
-"""A step's regenerated noise in this tree beside that of another: ``python benchmarks/noise_formats.py --beside DIR``.
+"""A step's regenerated noise in this tree beside that of another: ``python -m benchmarks.noise_formats --beside DIR``.
 
 ``DIR`` holds another version of the package, say format 1 of the noise:
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
 
-    from reproduce.bench_noise import MODELS, coefficients
+    from reproduce.bench_noise import coefficients, shapes_of
     from reproduce.framework import measured_on
 
     cuda = options.device == "cuda"
@@ -141,7 +141,7 @@ def main() -> None:
     what = "ms a step's regenerated noise" + (", host work included" if cuda else ", CPU time")
     result: dict[str, Any] = {"what": what, **measured_on(), "ms": {}, "ratio": {}, "variants": {}}
     for model in options.models.split(","):
-        sums = {name: torch.randn(shape, device=options.device) for name, shape in MODELS[model]().items()}
+        sums = {name: torch.randn(shape, device=options.device) for name, shape in shapes_of(model).items()}
         for bands in map(int, options.bands.split(",")):
             at = f"{model} {bands}"
             steps = {name: tree.step(sums, coefficients(bands)) for name, tree in trees.items()}

@@ -1,8 +1,8 @@
 """Chains with a nugget: certified σ before and after, beside independent simulation; and what tries to break it.
 
-    python benchmarks/nugget.py --out results/nugget-cpu.json            # the table, about twenty minutes
-    python benchmarks/nugget.py --quadrature 300 --out results/nugget-quadrature-cpu.json
-    python benchmarks/nugget.py --check results/nugget-cpu.json --out results/nugget-check-cpu.json
+    python -m benchmarks.nugget --out results/nugget-cpu.json            # the table, about twenty minutes
+    python -m benchmarks.nugget --quadrature 300 --out results/nugget-quadrature-cpu.json
+    python -m benchmarks.nugget --check results/nugget-cpu.json --out results/nugget-check-cpu.json
 
 "Before" is a chain without a nugget that lies above the Gram matrix in every entry. The estimate comes from
 ``composed.simulation``, which draws every epoch in all b coordinates straight from C.
@@ -32,6 +32,7 @@ from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.reference import dense_strategy, quadrature
+from reproduce.framework import measured_on
 
 WAYS: tuple[OneWay, OneWay] = ("remove", "add")
 OWN = lc.BandInvMF(3, coefficients=(1.0, -0.55, -0.25))
@@ -223,6 +224,7 @@ def main() -> None:
             result = {"quadrature": against_quadrature(asked.quadrature)}
         else:
             result = {"buffers": buffers(), "fixed": fixed(), "others": table()}
+    result["machine"] = measured_on("fixed-bins accountant", "fresh-bins accountant")
     if asked.out:
         asked.out.write_text(json.dumps(result, indent=1, default=str) + "\n", encoding="utf-8")
 

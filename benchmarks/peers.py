@@ -1,6 +1,6 @@
 """jax_privacy and Opake (``opake`` on PyPI) on the accountants' own question, beside ours, in one run.
 
-    python benchmarks/peers.py [--cap 120] [--memory-gb 12] [--out results/accountants-cpu.json]
+    python -m benchmarks.peers [--cap 120] [--memory-gb 12] [--out results/accountants-cpu.json]
 
 The question: the smallest σ for which a mechanism under Balls-in-Bins with fixed bins is (ε, δ)-DP. Each peer works it
 out by its documented routine in a process of its own, one at a time, under a time and a memory cap. What it had done
@@ -17,7 +17,6 @@ import importlib.util
 import json
 import math
 import os
-import platform
 import resource
 import signal
 import subprocess
@@ -27,11 +26,12 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from reproduce.framework import ROOT, measured_on
 
 NAMES = {"jax_privacy": "jax-privacy", "opake": "opake"}
 # What jax_privacy's sweep tries, from safe to bold, in units of our σ. The last is there to compare δ, not to pass.
@@ -79,7 +79,11 @@ def ask(peer: str, question: Question, sigma: float, *, cap: float = 120.0, memo
     # appending: the child shares the position at which these files are read
     with tempfile.TemporaryFile("a+") as said, tempfile.TemporaryFile("a+") as errors:
         child = subprocess.Popen(
-            [sys.executable, __file__, "--child", json.dumps(task)], stdout=said, stderr=errors, text=True
+            [sys.executable, "-m", "benchmarks.peers", "--child", json.dumps(task)],
+            cwd=ROOT,
+            stdout=said,
+            stderr=errors,
+            text=True,
         )
         try:
             # the cap is for accounting, not for importing jax or torch: the child reports when it begins
@@ -328,19 +332,6 @@ def beside(questions: tuple[Question, ...], *, cap: float, memory_gb: float = 12
     return {"versions": found, "rows": [compare(question, cap=cap, memory_gb=memory_gb) for question in questions]}
 
 
-def machine() -> dict[str, Any]:
-    cpus = Path("/proc/cpuinfo")
-    names = [x.split(":")[1].strip() for x in cpus.read_text().splitlines() if x.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": os.cpu_count(),
-        "load": os.getloadavg(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "date": datetime.now(UTC).date().isoformat(),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
@@ -352,7 +343,8 @@ def main() -> None:
     if arguments.child:
         child(json.loads(arguments.child))
         return
-    result: dict[str, Any] = {"machine": machine(), "cap_seconds": arguments.cap, "memory_gb": arguments.memory_gb}
+    result: dict[str, Any] = {"machine": measured_on("fixed-bins accountant", "Monte Carlo")}
+    result |= {"cap_seconds": arguments.cap, "memory_gb": arguments.memory_gb}
     result["rows"] = []
     for question in SMALL if arguments.quick else (*SMALL, *PAPER):
         result["rows"].append(compare(question, cap=arguments.cap, memory_gb=arguments.memory_gb))

@@ -3,7 +3,7 @@
 All have the same (ε, δ), epochs and expected batch size, and λ = 0.8; that setting was chosen by hand among about
 eight (docs/training.md says which and what they gave). The grid itself searches learning rates and clipping norms.
 Every point trains on four fifths of the 1 437 training digits (a new fifth for validation with every seed) under a plan
-for that many examples; this script does not look at the test digits. ``python benchmarks/tune_demo.py`` writes
+for that many examples; this script does not look at the test digits. ``python -m benchmarks.tune_demo`` writes
 ``results/demo_tuning.json`` in about three minutes a method on one core; ``--method`` searches for some and keeps what
 the file says of the others.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import time
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch.utils.data import Subset, TensorDataset
 import lambdacgd as lc
 from lambdacgd import digits
 from lambdacgd.training import privatize
+from reproduce.framework import measured_on
 
 DELTA, EPOCHS, BATCH_SIZE, LAMBDA = 1e-4, 2, 8, 0.8
 METHODS = {
@@ -102,16 +102,13 @@ def main() -> None:
         "lambda": LAMBDA,
         "seeds": options.seeds,
     }
-    machine = {"platform": platform.platform(), "python": platform.python_version(), "torch": torch.__version__}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     report = {
         "what": "validation search for the digits demo",
         "settings": settings | {"train_examples": examples, "validation_examples": digits.TRAIN - examples},
         "best": best,
         "rows": rows,
-        "machine": machine,
-        "version": lc.__version__,
-        "date": time.strftime("%Y-%m-%d"),
+        "machine": measured_on("fresh-bins accountant", "format of the noise"),
     }
     options.out.write_text(json.dumps(report, indent=1) + "\n")
     print(json.dumps(best, indent=1))

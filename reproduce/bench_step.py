@@ -17,7 +17,6 @@ loop.
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import statistics
 import time
@@ -37,7 +36,7 @@ from lambdacgd.clipping.convert import convert
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.torch_private import foreach_mul_
 from reproduce.bench_models import CASES, Case, LSTMClassifier
-from reproduce.framework import measured_on
+from reproduce.framework import free, measured_on, wait
 from reproduce.problems import problem
 
 PRECISIONS = ("fp32", "tf32", "bf16")
@@ -186,9 +185,9 @@ def prepare(step: Step, device: torch.device, *, resident: int, warm_up: int) ->
         torch.cuda.reset_peak_memory_stats()
     for _ in range(warm_up):
         step()
+    wait(device)
     if device.type != "cuda":
         return {}
-    torch.cuda.synchronize()
     return {"peak_mib": (torch.cuda.max_memory_allocated() - resident) / 2**20}
 
 
@@ -197,8 +196,7 @@ def turn(step: Step, device: torch.device) -> float:
     began = time.perf_counter()
     for _ in range(_TURN):
         step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    wait(device)
     return 1e3 * (time.perf_counter() - began) / _TURN
 
 
@@ -301,12 +299,6 @@ def write(result: dict[str, Any], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:

@@ -148,7 +148,7 @@ def stored(folder: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(folder.glob("cells*.jsonl")):
         for record in records(path):
             try:
-                if record["key"] not in finished or "error" not in record["result"]:
+                if record["key"] not in finished or "error" not in record["result"]:  # the last one counts
                     finished[record["key"]] = record
             except (KeyError, TypeError):
                 continue
@@ -166,10 +166,13 @@ def _compute(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from reproduce.made_with import made_with
+    from reproduce.made_with import changes, made_with
+
+    def done(old: dict[str, Any] | None) -> bool:
+        return old is not None and "error" not in old["result"] and not changes(old.get("made_with", {}))
 
     began = time.monotonic()
-    todo = [cell for cell in cells if (old := known.get(experiment.key(cell))) is None or "error" in old["result"]]
+    todo = [cell for cell in cells if not done(known.get(experiment.key(cell)))]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task(experiment.name, total=len(cells), completed=len(cells) - len(todo))
@@ -223,9 +226,10 @@ def oldest(kept: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
     """One answer for each probe: of cells that were made by different code, the first, which is not today's."""
     from reproduce.made_with import changes
 
+    answers = {probe: [each[probe] for each in kept if probe in each] for each in kept for probe in each}
     return {
-        probe: next((each[probe] for each in kept if changes({probe: each[probe]})), kept[-1][probe])
-        for probe in kept[0]
+        probe: next((answer for answer in given if changes({probe: answer})), given[-1])
+        for probe, given in answers.items()
     }
 
 
@@ -290,6 +294,26 @@ def usable_device(name: str | None) -> str:
     return str(check_device(name)) if name else ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    import torch
+
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free(device: torch.device) -> None:
+    """Give back what no tensor uses, pinned host memory included."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        getattr(torch.accelerator, "empty_host_cache", lambda: None)()
+
+
 PACKAGES = ("lambdacgd", "torch", "numpy", "scipy", "dp-accounting", "triton", "transformers", "opacus", "cryptography")
 
 
@@ -306,14 +330,17 @@ def machine() -> dict[str, Any]:
     return {"device": _device_name(), "cores": os.cpu_count(), "system": platform.platform(), "versions": versions}
 
 
-def measured_on() -> dict[str, Any]:
-    """``machine()`` with torch's threads, the date and the format of the noise, which times depend on."""
+def measured_on(*probes: str) -> dict[str, Any]:
+    """``machine()`` with torch's threads, load, the date, and what ``probes`` of ``made_with`` say.
+
+    Without probes it is the format of the noise, which times of a step depend on.
+    """
     import torch
 
     from reproduce.made_with import made_with
 
-    now = {"threads": torch.get_num_threads(), "date": _now(), "made_with": made_with(("format of the noise",))}
-    return machine() | now
+    now = {"threads": torch.get_num_threads(), "load": list(os.getloadavg()), "date": _now()}
+    return machine() | now | {"made_with": made_with(probes or ("format of the noise",))}
 
 
 def _device_name() -> str:

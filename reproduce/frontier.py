@@ -2,10 +2,8 @@
 
 A cell is a method at an ε for a number of epochs k. At k = 10 its search climbs from a middle batch size: rates a
 factor of two apart, then the neighbouring batch sizes, then the other schedule and two other clipping norms, all by
-the same rule for every method. Other k begin where k = 10 ended. Five new seeds then see the test set.
-
-Rates are comparable between batch sizes, k and methods as rate · RMSE / B, the size of the noise in the weights, so
-rates are kept as multiples of the one where that is ``REACH``.
+the same rule for every method (``search.climb``). Other k begin where k = 10 ended. Five new seeds then see the test
+set.
 """
 
 from __future__ import annotations
@@ -14,23 +12,31 @@ import itertools
 import math
 import statistics
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from reproduce.framework import MORE, Cell, Experiment, Row, Settings, panels, table
-from reproduce.problems import TRAINING_EXAMPLES, sizes
 from reproduce.runs import PlanBook, Result, Schedule, TrainingRun, method
-from reproduce.search import Search, at_edge, best, everything_tried, possibly_short, standard_error
+from reproduce.search import (
+    CLIP,
+    HIGHEST,
+    NEAR,
+    REACH,
+    Point,
+    Search,
+    at_edge,
+    centre,
+    climb,
+    climbed,
+    possibly_short,
+    run_at,
+)  # fmt: skip
 from reproduce.trainer import compute_with
 
 PLANS = Path(__file__).resolve().parents[1] / "results" / "training" / "frontier-plans.jsonl"
-REACH = 0.15  # rate · RMSE / B that searches begin with; the best of methods-cifar had .10 to .13 at a constant rate
-HIGHEST = 6.0  # that searches begin with: where noise is small, rates above 8 diverged in the sweeps
-CONSTANT = 1 / 1.5  # a constant rate, as a share of where a falling one begins
-CLIPS = (0.3, 0.1, 1.0)  # the first is where searches begin
-NEAR = (0.5, 2.0)  # rates tried beside the best
+CLIPS = (CLIP, 0.1, 1.0)
 DP_SGD, OURS, PLAIN, PAPER, BISR, BANDMF = (
     "dp-sgd", "lambda-cgd-fresh-normalized", "lambda-cgd-fresh", "lambda-cgd", "bisr-16", "bandmf",
 )  # fmt: skip
@@ -80,15 +86,9 @@ def _cell(common: Cell, name: str, epsilon: float, epochs: int, batch_sizes: Seq
     first = 1 if "examples" in common else FIRST_EPOCHS
     cell = {"method": name, "epsilon": epsilon, "epochs": epochs} | common
     cell |= {"batch_size": batch_sizes[len(batch_sizes) // 2], "lam": "auto" if method(name).lam else None}
-    cell |= {"rates": {str(size): _centre(cell, size) for size in batch_sizes}}
+    plans = _plans("examples" in common)
+    cell |= {"rates": {str(size): centre(cell, Point(size, epochs), plans) for size in batch_sizes}}
     return cell if epochs == first else cell | {"after": _cell(common, name, epsilon, first, batch_sizes)}
-
-
-def _centre(cell: Cell, batch_size: int) -> float:
-    """The learning rate where rate · RMSE / B is ``REACH``, under the plan of the validation split."""
-    run = _run(cell, Point(batch_size), 1.0)
-    plan = _plans("examples" in cell).for_run(run, sizes(TRAINING_EXAMPLES[run.task], run)[0])
-    return float(f"{min(REACH * batch_size / plan.rmse, HIGHEST):.3g}")
 
 
 @cache
@@ -96,98 +96,37 @@ def _plans(quick: bool) -> PlanBook:
     return PlanBook(None if quick else PLANS, make=True)
 
 
-@dataclass(frozen=True)
-class Point:
-    """A place in the search. ``factor`` is the learning rate, as a multiple of the one that its B begins with."""
-
-    batch_size: int
-    factor: float = 1.0
-    schedule: Schedule = "linear"
-    clip: float = CLIPS[0]
-
-
-def _run(cell: Cell, point: Point, centre: float) -> TrainingRun:
-    """Train at a point. The rate keeps rate · ζ where ζ changes."""
-    rate = centre * point.factor * (1.0 if point.schedule == "linear" else CONSTANT) * CLIPS[0] / point.clip
-    return TrainingRun(
-        task=cell["task"],
-        model=cell["model"],
-        method=cell["method"],
-        epsilon=cell["epsilon"],
-        batch_size=point.batch_size,
-        epochs=cell["epochs"],
-        learning_rate=float(f"{rate:.3g}"),
-        max_grad_norm=point.clip,
-        lam=cell["lam"],
-        schedule=point.schedule,
-        examples=cell.get("examples"),
-    )
-
-
-def climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
-    """Search on the validation split; returns the best point, whose weights, its accuracy, and all that was tried."""
+def _climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+    """Search on the validation split: at k = 10 in full, at another k from where that ended."""
     grid = [int(size) for size in cell["rates"]]
-    top = Point(cell["batch_size"])
-    moves: tuple[str, ...] = FULL
+    top, moves = Point(cell["batch_size"], cell["epochs"]), FULL
     if "after" in cell:
-        top, moves = (yield from climb(cell["after"]))["point"], SHORT
-    points = [top, *(replace(top, factor=top.factor * near) for near in NEAR)]
-    runs: list[TrainingRun] = []
-    results: list[Result] = []
-    for move in ("begin", *moves):
-        more = points if move == "begin" else [p for p in _moved(move, top, grid) if p not in points]
-        if not more:
-            continue
-        asked = [_run(cell, point, cell["rates"][str(point.batch_size)]) for point in more]
-        runs, results = runs + asked, results + (yield asked)
-        points = points if move == "begin" else points + more
-        top = points[runs.index(best(runs, results)[0])]
-    chosen, which, score = best(runs, results)
-    tried = everything_tried(runs, results, "batch_size", "learning_rate", "max_grad_norm", "schedule")
-    return {"point": top, "run": chosen, "which": which, "validation": score, "tried": tried}
+        ended: Point = (yield from _climb(cell["after"]))["point"]
+        top, moves = replace(ended, epochs=cell["epochs"]), SHORT
 
+    def moved(move: str, top: Point, tried: Sequence[Point]) -> list[Point]:
+        place = grid.index(top.batch_size)
+        if move == "rate":  # outwards, or to both sides where this B was tried at one rate only
+            return [replace(top, factor=top.factor * near) for near in NEAR]
+        if move == "batch":
+            return [replace(top, batch_size=size) for size in grid[max(0, place - 1) : place + 2]]
+        if move == "further":  # both at once: the runs of many epochs are few rounds then
+            larger = [replace(top, batch_size=size) for size in grid[place + 1 : place + 2]]
+            return moved("rate", top, tried) + larger
+        other: Schedule = "constant" if top.schedule == "linear" else "linear"
+        return [replace(top, schedule=other), *(replace(top, clip=clip) for clip in CLIPS)]
 
-def _moved(move: str, top: Point, grid: Sequence[int]) -> list[Point]:
-    """Where a move leads from the best point so far."""
-    place = grid.index(top.batch_size)
-    if move == "rate":  # outwards, or to both sides where this B was tried at one rate only
-        return [replace(top, factor=top.factor * near) for near in NEAR]
-    if move == "batch":
-        return [replace(top, batch_size=size) for size in grid[max(0, place - 1) : place + 2]]
-    if move == "further":  # both at once: the runs of many epochs are few rounds then
-        larger = [replace(top, batch_size=size) for size in grid[place + 1 : place + 2]]
-        return _moved("rate", top, grid) + larger
-    other: Schedule = "constant" if top.schedule == "linear" else "linear"
-    return [replace(top, schedule=other), *(replace(top, clip=clip) for clip in CLIPS)]
+    first = [top, *(replace(top, factor=top.factor * near) for near in NEAR)]
+    return (
+        yield from climb(first, moves, moved, lambda point: run_at(cell, point, cell["rates"][str(point.batch_size)]))
+    )
 
 
 def frontier_search(cell: Cell) -> Search:
     """Climb on the validation split, then train on everything with ``cell["seeds"]`` seeds, and test."""
-    tuned = yield from climb(cell)
-    chosen: TrainingRun = tuned["run"]
-    results = yield [replace(chosen, split="test", seed=1 + i) for i in range(cell["seeds"])]
-    scores = [result["accuracy"][tuned["which"]] for result in results]
-    return {
-        "batch_size": chosen.batch_size,
-        "learning_rate": chosen.learning_rate,
-        "max_grad_norm": chosen.max_grad_norm,
-        "schedule": chosen.schedule,
-        "weights": tuned["which"],
-        "validation": tuned["validation"],
-        "tried": tuned["tried"],
-        "scores": scores,
-        "test": statistics.mean(scores),
-        "standard_error": standard_error(scores),
-        "training_seconds": round(sum(result["seconds"] for result in results), 2),
-        "gpu_seconds": _gpu_seconds(results),
-    } | {name: results[0].get(name) for name in ("sigma", "rmse", "lambda", "certificate")}
-
-
-def _gpu_seconds(results: Sequence[Result]) -> float | None:
-    """Of one run: the time it took, over how many ran beside each other on the GPU."""
-    if any("sharing" not in result for result in results):
-        return None
-    return round(statistics.mean(result["seconds"] / result["sharing"] for result in results), 2)
+    tuned = yield from _climb(cell)
+    row, _ = yield from climbed(cell, tuned)
+    return row
 
 
 def welch(a: Sequence[float], b: Sequence[float], level: float = 0.95) -> tuple[float, float, float]:

@@ -201,6 +201,6 @@ EXPERIMENT = Experiment(
     plot=plot,
     title=lambda cell: " ".join(str(value) for value in cell.values()),
     revision=2,  # λ by the exact accountant
-    depends=("mechanisms", "choice of λ"),
+    depends=("mechanisms", "choice of λ", "choice of λ, fixed bins"),
     table=flat,
 )  # fmt: skip

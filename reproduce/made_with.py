@@ -4,8 +4,8 @@
 
 A probe is a small question to one part of the library, or a number kept by hand where no small question will do. An
 experiment names the probes that decide its values; their answers are kept with each finished cell, and a result is
-stale where a probe answers differently today. Answers count to six digits, so a change that moves no published digit
-makes nothing stale, and files may be moved and rewritten freely.
+stale where a probe answers differently today: by more than the searches for σ leave open, which no published digit
+shows. So files may be moved and rewritten freely. The experiment's own command computes its stale cells again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from reproduce import EXPERIMENTS
 from reproduce.framework import RESULTS
 
 Answers = dict[str, list[float]]
+SAME = 5e-4  # relative; the exact accountants' searches for σ end within that
 
 
 def _sigma(mechanism: Any, sampling: Any) -> list[float]:
@@ -64,15 +65,15 @@ def _mechanisms() -> list[float]:
     return [rmse(each.resolve(horizon), horizon) for each in (*tabled, LambdaCGD(0.8, normalized=True))]
 
 
-def _choosing() -> list[float]:
+def _chosen(**how: Any) -> list[float]:
     from lambdacgd import choose_lambda
     from lambdacgd.mechanisms import Horizon
 
-    horizon = Horizon(20, 2)
-    chosen = [choose_lambda(horizon, objective=name) for name in ("rmse", "maxse")]
-    for bins in ("fixed", "fresh"):
-        chosen.append(choose_lambda(horizon, objective="amplified-rmse", epsilon=2.0, delta=1e-5, bins=bins))
-    return [each.value for each in chosen]
+    return [choose_lambda(Horizon(20, 2), **how).value]
+
+
+def _amplified(bins: str) -> list[float]:
+    return _chosen(objective="amplified-rmse", epsilon=2.0, delta=1e-5, bins=bins)
 
 
 def _noise() -> list[float]:
@@ -99,7 +100,9 @@ PROBES: dict[str, Callable[[], list[float]]] = {
     "fresh-bins accountant": _fresh_bins,
     "Monte Carlo": _monte_carlo,
     "mechanisms": _mechanisms,
-    "choice of λ": _choosing,
+    "choice of λ": lambda: _chosen(objective="rmse") + _chosen(objective="maxse"),
+    "choice of λ, fixed bins": lambda: _amplified("fixed"),
+    "choice of λ, fresh bins": lambda: _amplified("fresh"),
     "format of the noise": _noise,
     "search": _search,
     "training": _training,
@@ -122,8 +125,12 @@ def made_with(probes: Iterable[str]) -> Answers:
 
 def changes(kept: Answers) -> list[str]:
     """What has changed since a result was kept with these answers."""
-    return [f"{probe} (it was {_text(then)}, now {_text(answer(probe))})" for probe, then in kept.items()
-            if tuple(then) != answer(probe)]  # fmt: skip
+    said = []
+    for probe, then in kept.items():
+        now = answer(probe)
+        if len(then) != len(now) or any(abs(a - b) > SAME * abs(b) for a, b in zip(then, now, strict=True)):
+            said.append(f"{probe} (it was {_text(then)}, now {_text(now)})")
+    return said
 
 
 def _text(values: Iterable[float]) -> str:

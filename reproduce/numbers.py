@@ -32,26 +32,25 @@ LAMBDA_CGD = "regenerated, 2 bands"
 _PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}
 
 
-def result(path: str) -> dict[str, Any] | None:
-    file = RESULTS / path
-    return json.loads(file.read_text()) if file.exists() else None
-
-
-def experiment(name: str) -> dict[str, Any] | None:
-    """What ``python -m reproduce NAME`` wrote, unless it is a quick version."""
-    written = result(f"{name}/{name}.json")
-    return None if written is None or written["quick"] else written
-
-
-def _measured(name: str) -> dict[str, Any]:
-    content = result(name)
-    if content is None:
-        raise SystemExit(f"results/{name} is missing")
+def result(path: str) -> dict[str, Any]:
+    """A file of results."""
+    if not (RESULTS / path).exists():
+        raise SystemExit(f"results/{path} is missing")
+    content: dict[str, Any] = json.loads((RESULTS / path).read_text())
     return content
 
 
+def rows_of(name: str) -> list[dict[str, Any]]:
+    """The rows that ``python -m reproduce NAME`` wrote."""
+    written = result(f"{name}/{name}.json")
+    if written["quick"]:
+        raise SystemExit(f"results/{name} is a quick version")
+    rows: list[dict[str, Any]] = written["rows"]
+    return rows
+
+
 def _noise() -> dict[str, dict[str, Any]]:
-    models = _measured("noise-h200.json")["models"]
+    models = result("noise-h200.json")["models"]
     return {name: models[name] for name in TITLES if name in models}
 
 
@@ -60,7 +59,7 @@ def noise_over_opacus() -> str:
 
     Opacus and format 1 were measured side by side, and so were formats 1 and 2.1: the ratio is the product.
     """
-    models, formats = _noise(), _measured("noise-formats.json")["ratio"]
+    models, formats = _noise(), result("noise-formats.json")["ratio"]
     both = [name for name in models if f"{name} 2" in formats]
     ratios = [models[n]["contenders"][LAMBDA_CGD]["over opacus DP-SGD"] * formats[f"{n} 2"] for n in both]
     return f"{min(ratios):.2f} to {max(ratios):.2f}"
@@ -93,7 +92,7 @@ def noise_table() -> str:
 
 def captured_epochs() -> str:
     """Ten epochs of the sweeps' CNN, by captured steps and by the plain loop."""
-    plain, searching = (_measured(f"captured-h200{mode}.json") for mode in ("", "-cudnn-benchmark"))
+    plain, searching = (result(f"captured-h200{mode}.json") for mode in ("", "-cudnn-benchmark"))
     cold, steps, loop = plain["cold"], plain["warm"]["steps"], plain["plain"]["seconds_of_all_steps"]
     return (
         f"{steps} steps took {plain['warm']['seconds']:.1f} s, in the first run of a process {cold['seconds']:.1f} s, "
@@ -105,10 +104,7 @@ def captured_epochs() -> str:
 
 def rmse_ratios() -> str:
     """Ours over the printed value, least and most, in groups."""
-    computed = experiment("rmse-table")
-    if computed is None:
-        return _block("Not computed yet.")
-    rows = [row for row in computed["rows"] if row["ratio"] is not None and not row["known_slip"]]
+    rows = [row for row in rows_of("rmse-table") if row["ratio"] is not None and not row["known_slip"]]
 
     def extent(chosen: list[dict[str, Any]]) -> str:
         ratios = [row["ratio"] for row in chosen]
@@ -127,22 +123,21 @@ def rmse_ratios() -> str:
     )
 
 
-def _rmse(title: str, epsilon: float) -> float | None:
-    computed = experiment("rmse-table")
-    rows = computed["rows"] if computed else []
-    return next((r["rmse"] for r in rows if r["row"] == title and r["epsilon"] == epsilon and r["amplified"]), None)
+def _rmse(title: str, epsilon: float) -> float:
+    rows = rows_of("rmse-table")
+    return next(float(r["rmse"]) for r in rows if r["row"] == title and r["epsilon"] == epsilon and r["amplified"])
 
 
 def _runtime(part: str = "variants") -> dict[str, dict[str, Any]]:
     """Model -> variants (or another part of the rows), of both tables."""
-    tables = (experiment(name) for name in ("runtime-cifar", "runtime-imdb"))
-    return {row["model"]: row[part] for computed in tables if computed for row in computed["rows"] if part in row}
+    rows = rows_of("runtime-cifar") + rows_of("runtime-imdb")
+    return {row["model"]: row[part] for row in rows if part in row}
 
 
 def _pairs() -> dict[tuple[str, str, int], dict[str, Any]]:
     """λCGD's step over DP-SGD's by model, precision and batch, the longest run of each."""
     longest: dict[tuple[str, str, int], dict[str, Any]] = {}
-    for cell in (result("pair-h200.json") or {"cells": []})["cells"]:
+    for cell in result("pair-h200.json")["cells"]:
         place = cell["model"], cell["precision"], cell["batch"]
         if place not in longest or cell["rounds"] > longest[place]["rounds"]:
             longest[place] = cell
@@ -153,11 +148,9 @@ SHARP = 0.01  # an interval of a ratio of times this wide, or narrower, says som
 
 
 def runtime_summary() -> str:
-    """What λCGD's step and a noise buffer cost, with intervals, or that they are not there yet."""
+    """What λCGD's step costs, with intervals."""
     cells = _pairs()
     sharp = {place: cell for place, cell in cells.items() if cell["high"] - cell["low"] <= SHARP}
-    if not sharp:
-        return "not measured yet"
     said = [
         f"{cell['ratio']:.3f} ({cell['low']:.3f} to {cell['high']:.3f}) for {TITLES[model]} in batches of {batch}"
         for (model, _, batch), cell in sharp.items()
@@ -174,23 +167,19 @@ def runtime_summary() -> str:
 
 def buffer_summary() -> str:
     """What noise kept on the CPU costs an epoch, and memory."""
-    models = _runtime()
-    if not models:
-        return "not measured yet"
-    known = [v[f"CPU buffer, {p} bands"].get("over_dp_sgd") for v in models.values() for p in (2, 4, 16)]
+    known = [v[f"CPU buffer, {p} bands"].get("over_dp_sgd") for v in _runtime().values() for p in (2, 4, 16)]
     extra = [peaks[LAMBDA_CGD] - peaks["DP-SGD"] for peaks in _runtime("peaks_mib").values()]
     text = f"{value_range([value for value in known if value is not None], '.2f')} of DP-SGD's time an epoch"
-    more = max(0.0, *extra) if extra else 0.0
+    more = max(0.0, *extra)
     memory = f"at most {more:.1f} MiB more" if more >= 0.05 else "no more"
-    return text + (f"; regenerated noise takes {memory} memory than DP-SGD" if extra else "")
+    return f"{text}; regenerated noise takes {memory} memory than DP-SGD"
 
 
 Rows = dict[tuple[str, float, int], dict[str, Any]]
 
 
 def _frontier() -> Rows:
-    rows = (experiment("frontier") or {"rows": []})["rows"]
-    return {(row["method"], row["epsilon"], row["epochs"]): row for row in rows}
+    return {(row["method"], row["epsilon"], row["epochs"]): row for row in rows_of("frontier")}
 
 
 def _percent(row: dict[str, Any]) -> str:
@@ -211,10 +200,7 @@ def _beside() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def frontier_claim() -> str:
     """The first sentence: ours beside DP-SGD at ε = 8, with B, k, model, seeds and intervals."""
-    pairs = [pair for pair in _beside() if pair[0]["epsilon"] == 8]
-    if len(pairs) < 3:
-        return _block("Nothing computed yet.")
-    (mine, short), (_, long), (late, _) = pairs
+    (mine, short), (_, long), (late, _) = (pair for pair in _beside() if pair[0]["epsilon"] == 8)
     return _block(
         f"At ε = 8, δ = 10⁻⁵, a CNN of 0.3M parameters trained from scratch on CIFAR-10 reaches {_percent(mine)} after "
         f"10 epochs with normalised λCGD and fresh bins (B = {mine['batch_size']}), where DP-SGD (Poisson, "
@@ -233,34 +219,26 @@ def frontier_table() -> str:
         for a, b in _beside()
     ]  # fmt: skip
     head = ["ε", "normalised λCGD, fresh bins", "DP-SGD", "points, 95% interval"]
-    return _table(head, lines) if lines else _block("Nothing computed yet.")
+    return _table(head, lines)
 
 
 def against_us() -> str:
     """What the frontier has against us, and IMDb, where fresh bins do not clearly help."""
-    rows = list(_frontier().values())
-    lines = [frontier.against_us(rows).partition("\n\n")[2]] if rows else []
-    imdb = _tested((experiment("methods-imdb") or {"rows": []})["rows"])
+    theirs = frontier.against_us(list(_frontier().values())).partition("\n\n")[2]
+    imdb = _tested(rows_of("methods-imdb"))
     names = ("lambda-cgd-fresh-normalized", "lambda-cgd", "dp-sgd")
-    said = [
-        f"{', '.join(imdb[name, e] for name in names)} at ε = {e:g}"
-        for e in (8.0, 2.0, 0.5)
-        if all((name, e) in imdb for name in names)
-    ]
-    if said:
-        lines.append(
-            "- **On IMDb fresh bins do not clearly help** (a bag of words from scratch, B = 512, k = 10, percent, "
-            f"three seeds; normalised λCGD with fresh bins, λCGD with fixed bins, DP-SGD): {'; '.join(said)}."
-        )
-    return _block("\n".join(lines) if lines else "Nothing computed yet.")
+    said = [f"{', '.join(imdb[name, e] for name in names)} at ε = {e:g}" for e in (8.0, 2.0, 0.5)]
+    return _block(
+        f"{theirs}\n"
+        "- **On IMDb fresh bins do not clearly help** (a bag of words from scratch, B = 512, k = 10, percent, "
+        f"three seeds; normalised λCGD with fresh bins, λCGD with fixed bins, DP-SGD): {'; '.join(said)}."
+    )
 
 
 def not_reproduced() -> str:
     """What the paper observes and we do not, each with our numbers."""
-    cifar = {(r["method"], r["epsilon"]): r for r in (experiment("methods-cifar") or {"rows": []})["rows"]}
-    imdb = {(r["method"], r["epsilon"]): r for r in (experiment("methods-imdb") or {"rows": []})["rows"]}
+    cifar, imdb = ({(r["method"], r["epsilon"]): r for r in rows_of(f"methods-{name}")} for name in ("cifar", "imdb"))
     rows = _frontier()
-    lines = []
 
     def over(other: str, epsilons: tuple[float, ...]) -> str:
         tabled = [
@@ -274,34 +252,26 @@ def not_reproduced() -> str:
         beside = f"; `frontier`, at each one's best B, {', '.join(ours)}" if ours else ""
         return f"`methods-cifar` {', '.join(tabled)} points (standard errors about 1){beside}"
 
-    if cifar:
-        low = over("dp-sgd", (1.0, 0.5, 0.25))
-        lines.append(f"**Gains at ε ≤ 1 with fixed bins** (“even at ε = 1/4”): {low}.")
-        lines.append(f"**Parity with BISR (p = 16) on CIFAR-10**: {over('bisr-16', (8.0, 4.0, 2.0, 1.0))}.")
-    if finding := _finding("amplified-sweep", "Over ε"):
-        lines.append(f"**One λ for all ε**: {finding.partition(') ')[2]} `amplified-sweep` has the λ.")
-    if finding := _finding("amplified-sweep", "Without a search"):
-        lines.append(f"**The guideline on IMDb** (λ below the amplified RMSE's): {finding.partition(': ')[2]}")
-    if imdb:
-        at = {name: row["test"] for (name, e), row in imdb.items() if e == 0.25}
-        top = max(at, key=lambda name: at[name])
-        lines.append(
-            f"**λCGD the best of all at ε = ¼ on IMDb**: it has {100 * at['lambda-cgd']:.1f}%, DP-SGD "
-            f"{100 * at['dp-sgd']:.1f}% and {method(top).title} {100 * at[top]:.1f}%. Ours is a bag of words, the "
-            "paper's a BERT-base."
-        )
-    if _runtime():
-        said = []
-        for name, paper_says in (("runtime-cifar", "nearly 10%"), ("runtime-imdb", "70%")):
-            variants = [row["variants"] for row in (experiment(name) or {"rows": []})["rows"] if "variants" in row]
-            cost = [100 * (v["CPU buffer, 2 bands"]["over_dp_sgd"] - 1) for v in variants]
-            if cost:
-                said.append(f"{value_range(cost, '.0f')}% on {name.split('-')[1]} models (the paper: {paper_says})")
-        lines.append(
-            f"**The cost of a noise buffer on the CPU**, two bands: {', '.join(said)}; ours is pinned host memory on "
-            "another machine."
-        )
-    return _block("\n".join(f"- {line}" for line in lines) if lines else "Nothing computed yet.")
+    at = {name: row["test"] for (name, e), row in imdb.items() if e == 0.25}
+    top = max(at, key=lambda name: at[name])
+    costs = []
+    for name, paper_says in (("cifar", "nearly 10%"), ("imdb", "70%")):
+        variants = [row["variants"] for row in rows_of(f"runtime-{name}") if "variants" in row]
+        cost = [100 * (v["CPU buffer, 2 bands"]["over_dp_sgd"] - 1) for v in variants]
+        costs.append(f"{value_range(cost, '.0f')}% on {name} models (the paper: {paper_says})")
+    lines = (
+        f"**Gains at ε ≤ 1 with fixed bins** (“even at ε = 1/4”): {over('dp-sgd', (1.0, 0.5, 0.25))}.",
+        f"**Parity with BISR (p = 16) on CIFAR-10**: {over('bisr-16', (8.0, 4.0, 2.0, 1.0))}.",
+        f"**One λ for all ε**: {_finding('amplified-sweep', 'Over ε').partition(') ')[2]} `amplified-sweep` has the λ.",
+        "**The guideline on IMDb** (λ below the amplified RMSE's): "
+        + _finding("amplified-sweep", "Without a search").partition(": ")[2],
+        f"**λCGD the best of all at ε = ¼ on IMDb**: it has {100 * at['lambda-cgd']:.1f}%, DP-SGD "
+        f"{100 * at['dp-sgd']:.1f}% and {method(top).title} {100 * at[top]:.1f}%. Ours is a bag of words, the paper's "
+        "a BERT-base.",
+        f"**The cost of a noise buffer on the CPU**, two bands: {', '.join(costs)}; ours is pinned host memory on "
+        "another machine.",
+    )
+    return _block("\n".join(f"- {line}" for line in lines))
 
 
 def contradictions() -> str:
@@ -328,7 +298,8 @@ def stale_results() -> str:
         if text.startswith("stale"):
             by_reason.setdefault(text[7:], []).append(f"`results/{name}`")
     said = [f"- {reason}: {', '.join(names)}." for reason, names in by_reason.items()]
-    return _block("\n".join(said) if said else "None.")
+    unknown = [f"`results/{name}`" for name, text in verdicts().items() if text.startswith("unknown")]
+    return _block("\n".join(said or ["None."]) + f"\n\nWritten before results kept this: {', '.join(unknown)}.")
 
 
 LITERATURE = (
@@ -340,20 +311,15 @@ LITERATURE = (
 
 
 def readme_results() -> str:
-    """The short list in README: only what has been computed."""
-    lines = []
-    pairs = [(e, _rmse("DP-SGD", e), _rmse("DP-λCGD (λ=0.95)", e)) for e in (8.0, 2.0)]
-    if all(a and b for _, a, b in pairs):
-        said = ", ".join(f"ε = {e:g}: {b:.1f}, DP-SGD {a:.1f}" for e, a, b in pairs)
-        lines.append(
-            "- **Error** (RMSE in the paper's setting: 50 000 examples, batches of 128, 10 epochs, δ = 1e-5, fixed "
-            f"bins, λ = .95): {said}."
-        )
-    if _pairs():
-        lines.append(f"- **Time** (an H200, format 1 of the noise): λCGD takes {runtime_summary()}.")
-    if _runtime():
-        lines.append(f"- **Beside noise kept on the CPU** (2 to 16 bands): that takes {buffer_summary()}.")
-    return _block("\n".join(lines) if lines else "Nothing computed yet.")
+    """The short list in README."""
+    pairs = ((e, _rmse("DP-SGD", e), _rmse("DP-λCGD (λ=0.95)", e)) for e in (8.0, 2.0))
+    said = ", ".join(f"ε = {e:g}: {b:.1f}, DP-SGD {a:.1f}" for e, a, b in pairs)
+    return _block(
+        "- **Error** (RMSE in the paper's setting: 50 000 examples, batches of 128, 10 epochs, δ = 1e-5, fixed bins, "
+        f"λ = .95): {said}.\n"
+        f"- **Time** (an H200, format 1 of the noise): λCGD takes {runtime_summary()}.\n"
+        f"- **Beside noise kept on the CPU** (2 to 16 bands): that takes {buffer_summary()}."
+    )
 
 
 def _tested(rows: list[dict[str, Any]]) -> dict[tuple[str, float], str]:
@@ -366,21 +332,21 @@ def _tested(rows: list[dict[str, Any]]) -> dict[tuple[str, float], str]:
     return texts
 
 
-def _finding(name: str, begins: str) -> str | None:
+def _finding(name: str, begins: str) -> str:
     """A line of "What comes out" on a sweep's page: theory's λ take minutes to compute, the pages have them."""
-    page = RESULTS / name / f"{name}.md"
-    line = re.search(rf"^- \*\*({begins}.*)$", page.read_text() if page.exists() else "", re.M)
-    return line[1].replace("**", "") if line else None
+    line = re.search(rf"^- \*\*({begins}.*)$", (RESULTS / name / f"{name}.md").read_text(), re.M)
+    assert line is not None, (name, begins)
+    return line[1].replace("**", "")
 
 
 def without_a_search() -> str:
     """What theory's λ and the guideline's lose to the best."""
-    return _block(f"> {_finding('amplified-sweep', 'Without a search') or 'Not computed yet.'}")
+    return _block(f"> {_finding('amplified-sweep', 'Without a search')}")
 
 
 def fresh_accuracy() -> str:
     """Fresh beside fixed bins on CIFAR-10, with and without correlation."""
-    texts = _tested(_measured("methods-cifar/methods-cifar.json")["rows"])
+    texts = _tested(rows_of("methods-cifar"))
     names = {
         "lambda-cgd-fresh-normalized": "normalised λCGD, fresh bins", "lambda-cgd-fresh": "λCGD, fresh bins",
         "lambda-cgd": "λCGD, fixed bins", "dp-sgd-fresh": "DP-SGD, fresh bins", "dp-sgd": "DP-SGD, Poisson",
@@ -394,7 +360,7 @@ def step_table() -> str:
     """One step of every model on the H200: non-private, ours, Opacus, all from the model's last run."""
     modes: dict[tuple[str, str, int], dict[str, Any]] = {}
     for run in ("step-h200-all-modes.json", "step-h200-all-modes-2.json"):
-        for cell in _measured(run)["cells"]:
+        for cell in result(run)["cells"]:
             modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
     lines = []
     for (model, precision, batch), by_mode in sorted(modes.items(), key=lambda item: _place(*item[0])):
@@ -427,11 +393,9 @@ def pair_table() -> str:
 
 def zoo_support() -> str:
     """How many architectures of the zoo are supported, by us and by Opacus."""
-    written = experiment("zoo")
-    if written is None:
-        raise SystemExit("results/zoo is missing")
-    ours, theirs = (sum(row[who] == "yes" for row in written["rows"]) for who in ("ours", "opacus"))
-    return f"{ours} (Opacus {theirs}) of {len(written['rows'])}"
+    rows = rows_of("zoo")
+    ours, theirs = (sum(row[who] == "yes" for row in rows) for who in ("ours", "opacus"))
+    return f"{ours} (Opacus {theirs}) of {len(rows)}"
 
 
 def _table(head: list[str], lines: list[list[str]]) -> str:

@@ -15,7 +15,6 @@ lost, and a run that two searches ask for is trained once.
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import multiprocessing
@@ -235,9 +234,7 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
         except Exception as error:  # the parent is told, ends that search, and goes on with the others
             result = {"failed": f"{type(error).__name__}: {error}"}
         done.put((run.digest, result, machine()))
-        if worker.device.startswith("cuda"):  # a run of large batches must not keep its memory from other workers
-            gc.collect()
-            torch.cuda.empty_cache()
+        framework.free(torch.device(worker.device))  # a run of large batches must not keep its memory from others
 
 
 bulk = typer.Typer(no_args_is_help=True, help="Training experiments in bulk: many runs at once on one GPU.")

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import group_norm
 
 from lambdacgd import digits
 from lambdacgd.clipping import convert
@@ -269,15 +270,15 @@ def _cifar10(folder: Path | None) -> Splits:
 
 
 def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, module: nn.Module) -> Splits:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, at_a_time = (torch.device("cuda"), 500) if torch.cuda.is_available() else (torch.device("cpu"), 8)
     module.to(device)
     splits = _cifar10(folder)
 
     @torch.no_grad()
     def numbers(examples: Examples) -> Examples:
         parts = [
-            make(examples.numbers(examples.inputs[i : i + 500].to(device))).half().cpu()
-            for i in range(0, len(examples), 500)
+            make(examples.numbers(examples.inputs[i : i + at_a_time].to(device))).half().cpu()
+            for i in range(0, len(examples), at_a_time)
         ]
         return Examples(torch.cat(parts), examples.labels)
 
@@ -285,9 +286,9 @@ def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, module: nn.Mod
 
 
 def load_scattering(folder: Path | None = None) -> Splits:
-    """CIFAR-10 as scattering coefficients, [243, 8, 8] an image."""
+    """CIFAR-10 as scattering coefficients, [243, 8, 8] an image, normalised within the image in groups of nine maps."""
     module = Scattering()
-    return _fixed(module, folder, module)
+    return _fixed(lambda images: group_norm(module(images), 27), folder, module)
 
 
 def load_prior(name: str, folder: Path | None = None) -> Splits:

@@ -8,26 +8,20 @@ features that the recipes called "prior" need.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 from reproduce.framework import MORE, Cell, Experiment, Row, Settings, table
 from reproduce.frontier import DP_SGD, OURS
 from reproduce.prior import FILE, name_of
-from reproduce.problems import TRAINING_EXAMPLES, sizes, views_of
-from reproduce.runs import PlanBook, Result, TrainingRun, method
-from reproduce.search import Search, best, everything_tried, standard_error
+from reproduce.problems import views_of
+from reproduce.runs import PlanBook, TrainingRun, method
+from reproduce.search import CLIP, NEAR, Point, Search, centre, climb, climbed, run_at
 from reproduce.trainer import compute_with
 
 PLANS = Path(__file__).resolve().parents[1] / "results" / "training" / "record-plans.jsonl"
-REACH = 0.15  # rate · RMSE / B that searches begin with, at ζ = CLIP, as in ``frontier``
-HIGHEST = 6.0
-CLIP = 0.3
-NEAR = (0.5, 2.0)
 PRIOR = "PRIOR"  # stands in a recipe for the name of the prior that is there
 
 Points = tuple[tuple[int, int], ...]
@@ -49,7 +43,6 @@ class Recipe:
     epsilons: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
     moves: tuple[str, ...] = ("edge", "points", "clip")
     rates: tuple[float, ...] = (1.0, *NEAR)
-    reach: float = 1.0  # times ``REACH``
 
     @property
     def needs_prior(self) -> bool:
@@ -148,18 +141,9 @@ def _cell(
         "splits": ["validation", "test"],
     }
     cell |= {} if examples is None else {"examples": examples}
-    cell["centres"] = [_centre(cell, Point(*point), recipe.reach) for point in points]
+    plans = _plans(examples is not None)
+    cell["centres"] = [centre(cell, Point(*point), plans) for point in points]
     return cell
-
-
-@dataclass(frozen=True)
-class Point:
-    """A place in the search. ``factor`` is the learning rate, as a multiple of the one that its (B, k) begins with."""
-
-    batch_size: int
-    epochs: int
-    factor: float = 1.0
-    clip: float = CLIP
 
 
 @cache
@@ -167,55 +151,10 @@ def _plans(quick: bool) -> PlanBook:
     return PlanBook(None if quick else PLANS, make=True)
 
 
-def _centre(cell: Cell, point: Point, reach: float) -> float:
-    run = _run(cell | {"centres": [1.0] * len(cell["points"])}, point)
-    plan = _plans("examples" in cell).for_run(run, sizes(TRAINING_EXAMPLES[run.task], run)[0])
-    return float(f"{min(REACH * reach * point.batch_size / plan.rmse, HIGHEST):.3g}")
-
-
-def _run(cell: Cell, point: Point) -> TrainingRun:
-    """Train at a point. The rate keeps rate · ζ where ζ changes."""
-    centre = cell["centres"][cell["points"].index([point.batch_size, point.epochs])]
-    return TrainingRun(
-        task=cell["task"],
-        model=cell["model"],
-        method=cell["method"],
-        epsilon=cell["epsilon"],
-        batch_size=point.batch_size,
-        epochs=point.epochs,
-        learning_rate=float(f"{centre * point.factor * CLIP / point.clip:.3g}"),
-        max_grad_norm=point.clip,
-        lam=cell["lam"],
-        schedule="linear",
-        examples=cell.get("examples"),
-    )
-
-
-def climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
-    """Search on the validation split."""
-    first = Point(*cell["points"][0])
-    points = [replace(first, factor=factor) for factor in cell["near"]]
-    runs: list[TrainingRun] = []
-    results: list[Result] = []
-    for move in ("begin", *cell["moves"]):
-        if move == "begin":
-            more = points
-        else:
-            top = points[runs.index(best(runs, results)[0])]
-            more = [point for point in _moved(move, top, points, cell) if point not in points]
-            points = points + more
-        if more:
-            asked = [_run(cell, point) for point in more]
-            runs, results = runs + asked, results + (yield asked)
-    chosen, which, score = best(runs, results)
-    tried = everything_tried(runs, results, "batch_size", "epochs", "learning_rate", "max_grad_norm")
-    return {"run": chosen, "which": which, "validation": score, "tried": tried}
-
-
-def _moved(move: str, top: Point, points: Sequence[Point], cell: Cell) -> list[Point]:
+def _moved(cell: Cell, move: str, top: Point, tried: Sequence[Point]) -> list[Point]:
     """Where a move leads from the best point so far."""
     if move == "edge":
-        factors = [point.factor for point in points]
+        factors = [point.factor for point in tried]
         if top.factor == max(factors):
             return [replace(top, factor=top.factor * 2), replace(top, factor=top.factor * 4)]
         return [replace(top, factor=top.factor / 2)] if top.factor == min(factors) else []
@@ -226,27 +165,16 @@ def _moved(move: str, top: Point, points: Sequence[Point], cell: Cell) -> list[P
 
 def record_search(cell: Cell) -> Search:
     """Climb on the validation split, then train on everything with ``cell["seeds"]`` seeds, and test."""
-    tuned = yield from climb(cell)
+
+    def run_of(point: Point) -> TrainingRun:
+        return run_at(cell, point, cell["centres"][cell["points"].index([point.batch_size, point.epochs])])
+
+    first = [Point(*cell["points"][0], factor=factor) for factor in cell["near"]]
+    tuned = yield from climb(first, cell["moves"], partial(_moved, cell), run_of)
+    row, results = yield from climbed(cell, tuned)
     chosen: TrainingRun = tuned["run"]
-    results = yield [replace(chosen, split="test", seed=1 + i) for i in range(cell["seeds"])]
-    scores = [result["accuracy"][tuned["which"]] for result in results]
-    shared = [result["seconds"] / result["sharing"] for result in results if "sharing" in result]
-    return {
-        "batch_size": chosen.batch_size,
-        "epochs_chosen": chosen.epochs,
-        "learning_rate": chosen.learning_rate,
-        "max_grad_norm": chosen.max_grad_norm,
-        "weights": tuned["which"],
-        "validation": tuned["validation"],
-        "tried": tuned["tried"],
-        "scores": scores,
-        "test": statistics.mean(scores),
-        "standard_error": standard_error(scores),
-        "views": chosen.epochs * results[0]["training_examples"] * views_of(chosen.model),
-        "parameters": results[0].get("parameters"),
-        "training_seconds": round(sum(result["seconds"] for result in results), 2),
-        "gpu_seconds": round(statistics.mean(shared), 2) if shared else None,
-    } | {name: results[0].get(name) for name in ("sigma", "rmse", "lambda", "certificate")}
+    seen = chosen.epochs * results[0]["training_examples"] * views_of(chosen.model)
+    return row | {"epochs_chosen": chosen.epochs, "views": seen, "parameters": results[0].get("parameters")}
 
 
 def _share(value: float, error: float | None) -> str:

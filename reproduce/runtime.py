@@ -12,7 +12,6 @@ its times are pooled over our variants; what a variant's own times give is repor
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
@@ -29,12 +28,13 @@ from torch.utils.data import Dataset
 from lambdacgd.clipping.convert import convert
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import BISR, Identity, LambdaCGD, Mechanism
-from lambdacgd.noise import BufferedNoise, NoiseField
+from lambdacgd.noise import BufferedNoise, Layout, NoiseField
 from lambdacgd.planning import Plan, plan
 from lambdacgd.sampling import Cyclic
 from lambdacgd.training import privatize
 from reproduce.bench_models import CASES, Case, LSTMClassifier
-from reproduce.framework import MORE, Cell, Experiment, Row, Settings, panels, table, value_range
+from reproduce.bench_step import set_precision
+from reproduce.framework import MORE, Cell, Experiment, Row, Settings, free, panels, table, value_range, wait
 from reproduce.paper import BANDS, DP_SGD, TABLES, VARIANTS, Model, Table
 
 _STEPS_PER_EPOCH, _EPOCHS = 100, 10
@@ -183,15 +183,15 @@ def measure_model(
             ours, parameters = _ours(case, place, size, bands, rounds=rounds, steps=steps, seconds=seconds)
             break
         except torch.OutOfMemoryError:
-            _free(place)
+            free(place)
             if size == 1:
                 return {"error": "out of memory with a physical batch of one example"}
             size //= 2
-    _free(place)
+    free(place)
     measured: dict[str, Any] = {"parameters": parameters, "physical_used": size, "steps_per_epoch": steps_per_epoch}
     measured["variants"] = summary(ours, batch // size, steps_per_epoch, parameters)
     measured["variants"]["Opacus"] = _opacus_row(case, place, size, batch, steps_per_epoch, steps)
-    _free(place)
+    free(place)
     return measured
 
 
@@ -201,7 +201,7 @@ def measure_memory(name: str, *, physical: int, device: str) -> dict[str, Any]:
     peaks: dict[str, float] = {}
     first = variants([], physical)[0]  # DP-SGD twice: libraries take their workspaces once a process
     for variant in (first, *variants([2], physical)[:2]):
-        _free(place)
+        free(place)
         torch.cuda.reset_peak_memory_stats(place)
         before = torch.cuda.memory_allocated(place)
         model = convert(build(MODELS[name], place))
@@ -211,7 +211,7 @@ def measure_memory(name: str, *, physical: int, device: str) -> dict[str, Any]:
             return {"error": variant.times.error}
         peaks[variant.title] = (torch.cuda.max_memory_allocated(place) - before) / 2**20
         del model, optimizer
-    _free(place)
+    free(place)
     return {"peaks_mib": peaks}
 
 
@@ -250,7 +250,8 @@ def _round(
     try:
         if variant.on_cpu:  # the peer: what privatize would never choose for a banded C⁻¹
             if variant.buffered is None:
-                noise = NoiseField(variant.key, private.layout, run_id="runtime")
+                layout = Layout.of_parameters(model.named_parameters())
+                noise = NoiseField(variant.key, layout, run_id="runtime")
                 variant.buffered = BufferedNoise.of(
                     noise, variant.plan.mechanism, sigma=variant.plan.sigma, clip=_CLIP, horizon=variant.plan.steps,
                     buffers="cpu",
@@ -289,16 +290,11 @@ def _step(loader: Iterator[Any], model: nn.Module, optimizer: Any, device: torch
 
 
 def _clock(work: Callable[[], None], device: torch.device) -> float:
-    _wait(device)
+    wait(device)
     began = time.perf_counter()
     work()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - began
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _opacus_row(
@@ -310,7 +306,7 @@ def _opacus_row(
         try:
             return _opacus(case, device, size, batch // size, steps_per_epoch, max(3, steps))
         except torch.OutOfMemoryError:
-            _free(device)
+            free(device)
             if size == 1:
                 return {"error": "out of memory with a physical batch of one example"}
             size //= 2
@@ -355,13 +351,6 @@ def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip()[:300]
 
 
-def _free(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        getattr(torch.accelerator, "empty_host_cache", lambda: None)()  # pinned buffers of the model before
-
-
 OPACUS = "Opacus"
 _QUICK = ("cnn", "bert-tiny")
 
@@ -381,24 +370,17 @@ def cells(paper: Table, settings: Settings) -> list[Cell]:
 
 def compute(paper: Table, cell: Cell, settings: Settings) -> Row:
     """Measure one model; whatever fails is an error of that model alone."""
-    import torch
-
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.allow_tf32 = True
     try:
-        if "what" in cell:
-            return measure_memory(cell["model"], physical=cell["physical"], device=settings.torch_device)
-        return measure_model(
-            cell["model"], batch=cell["batch"], physical=cell["physical"], bands=cell["bands"],
-            steps_per_epoch=paper.examples // cell["batch"], device=settings.torch_device, rounds=cell["rounds"],
-            steps=cell["steps"], seconds=cell["seconds"],
-        )  # fmt: skip
+        with set_precision("tf32"):
+            if "what" in cell:
+                return measure_memory(cell["model"], physical=cell["physical"], device=settings.torch_device)
+            return measure_model(
+                cell["model"], batch=cell["batch"], physical=cell["physical"], bands=cell["bands"],
+                steps_per_epoch=paper.examples // cell["batch"], device=settings.torch_device, rounds=cell["rounds"],
+                steps=cell["steps"], seconds=cell["seconds"],
+            )  # fmt: skip
     except Exception as error:  # an error of this model alone: it is shown, and measured again next time
-        return {"error": f"{type(error).__name__}: {error}"[:300]}
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        return {"error": _said(error)}
 
 
 def flat(paper: Table, rows: list[Row]) -> list[Row]:

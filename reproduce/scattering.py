@@ -1,9 +1,10 @@
 """Wavelet scattering of images (Bruna and Mallat, 2013): fixed features, no parameter of which ever saw an image.
 
-An image is convolved with Morlet wavelets of 2^j pixels and L orientations, the modulus is taken, twice at most, and
-everything is smoothed and subsampled by 2^J. A 32×32 channel becomes 81 maps of 8×8 (J = 2, L = 8), as Oyallon and
-Mallat (2015) use it for CIFAR and Tramèr and Boneh (2021) for private learning. Convolutions are circular, on the
-image padded by reflection, as products of Fourier transforms.
+An image is convolved with Morlet wavelets of one and two pixels and eight orientations, the modulus is taken, twice
+at most, and everything is smoothed and sampled at every fourth pixel. A 32×32 channel becomes 81 maps of 8×8, as
+Oyallon and Mallat (2015) use it for CIFAR and Tramèr and Boneh (2021) for private learning; as in kymatio, which they
+use, the modulus behind a wavelet of two pixels is taken at every second pixel. Convolutions are circular, on the image
+padded by reflection, as products of Fourier transforms.
 """
 
 from __future__ import annotations
@@ -14,82 +15,78 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+ANGLES, STEP = 8, 4  # orientations; the maps have every fourth pixel
 
-def _gabor(size: int, sigma: float, angle: float, frequency: float, slant: float) -> Tensor:
-    """A Gaussian of width σ (σ / slant across) times a plane wave, in space, circular: wrapped five times around."""
-    rotation = torch.tensor(
-        [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
-    )
-    curvature = rotation @ torch.diag(torch.tensor([1.0, slant**2], dtype=torch.float64)) @ rotation.T / (2 * sigma**2)
+
+def _gabor(size: int, sigma: float, angle: float, frequency: float) -> Tensor:
+    """A Gaussian of width σ, twice as wide across, times a plane wave; circular, wrapped five times around."""
+    slant = 4 / ANGLES
     out = torch.zeros(size, size, dtype=torch.complex128)
-    for i in range(-2, 3):
-        for j in range(-2, 3):
-            x, y = torch.meshgrid(
-                torch.arange(size, dtype=torch.float64) + i * size,
-                torch.arange(size, dtype=torch.float64) + j * size,
-                indexing="ij",
-            )
-            decay = curvature[0, 0] * x * x + 2 * curvature[0, 1] * x * y + curvature[1, 1] * y * y
-            wave = frequency * (x * math.cos(angle) + y * math.sin(angle))
-            out += torch.polar(torch.exp(-decay), wave)
+    place = torch.arange(-2 * size, 3 * size, dtype=torch.float64)
+    x, y = torch.meshgrid(place, place, indexing="ij")
+    along, across = x * math.cos(angle) + y * math.sin(angle), y * math.cos(angle) - x * math.sin(angle)
+    wave = torch.polar(torch.exp(-(along**2 + (slant * across) ** 2) / (2 * sigma**2)), frequency * along)
+    for rows in wave.split(size):
+        for part in rows.split(size, 1):
+            out += part
     return out / (2 * math.pi * sigma**2 / slant)
 
 
-def _morlet(size: int, sigma: float, angle: float, frequency: float, slant: float) -> Tensor:
-    """A wave under a Gaussian, less as much of the Gaussian as makes its mean zero."""
-    wave, envelope = _gabor(size, sigma, angle, frequency, slant), _gabor(size, sigma, angle, 0.0, slant)
-    return wave - wave.sum() / envelope.sum() * envelope
+def _morlets(size: int, scale: int) -> Tensor:
+    """The spectra of the wavelets of 2^scale pixels: a wave, less as much of its Gaussian as makes its mean zero."""
+    made = []
+    for turn in range(ANGLES):
+        angle = math.pi * turn / ANGLES
+        wave, envelope = (
+            _gabor(size, 0.8 * 2**scale, angle, frequency) for frequency in (0.75 * math.pi / 2**scale, 0.0)
+        )
+        made.append(wave - wave.sum() / envelope.sum() * envelope)
+    return torch.fft.fft2(torch.stack(made)).real.float()
+
+
+def _smoothing(size: int) -> Tensor:
+    """A Gaussian of 1.6 pixels around every fourth pixel inside the border: [size / 4 − 2, size]."""
+    place = torch.arange(size, dtype=torch.float64)
+    apart = place - torch.arange(STEP, size - STEP, STEP).unsqueeze(1)
+    return sum(torch.exp(-((apart + size * i) ** 2) / (2 * 1.6**2)) for i in range(-2, 3)) / (1.6 * math.tau**0.5)
 
 
 class Scattering(nn.Module):
-    """Images [n, c, size, size] to [n, c · (1 + LJ + L²J(J−1)/2), size / 2^J, size / 2^J]. It has no parameters.
+    """Images [n, c, size, size] to [n, 81 c, size / 4, size / 4]. It has no parameters.
 
     Args:
-        size: Height and width of images, a multiple of 2^J.
-        scales: J.
-        angles: L.
+        size: Height and width of images, a multiple of four.
     """
 
-    def __init__(self, size: int = 32, *, scales: int = 2, angles: int = 8) -> None:
+    def __init__(self, size: int = 32) -> None:
         super().__init__()
-        self.size, self.scales, self.angles = size, scales, angles
-        self.border = 2**scales  # on every side; what the smoothing kernel reaches
-        whole = size + 2 * self.border
-        waves = [
-            _morlet(whole, 0.8 * 2**j, math.pi * l / angles, 0.75 * math.pi / 2**j, 4 / angles)
-            for j in range(scales)
-            for l in range(angles)
-        ]
-        smooth = _gabor(whole, 0.8 * 2 ** (scales - 1), 0.0, 0.0, 1.0)
-        self.register_buffer("waves", torch.fft.fft2(torch.stack(waves)).real.float(), persistent=False)
-        self.register_buffer("smooth", torch.fft.fft2(smooth).real.float(), persistent=False)
-        self.waves: Tensor
+        whole = size + 2 * STEP
+        smooth = _smoothing(whole)
+        for name, values in (
+            ("fine", _morlets(whole, 0)),
+            ("coarse", _morlets(whole, 1)),
+            ("smooth", smooth.float()),
+            ("smooth_halves", 2 * smooth[:, ::2].float()),
+        ):
+            self.register_buffer(name, values, persistent=False)
+        self.fine: Tensor
+        self.coarse: Tensor
         self.smooth: Tensor
-
-    @property
-    def maps(self) -> int:
-        """How many maps one channel becomes."""
-        return 1 + self.angles * self.scales + self.angles**2 * self.scales * (self.scales - 1) // 2
+        self.smooth_halves: Tensor
 
     def forward(self, images: Tensor) -> Tensor:
-        n, channels = images.shape[:2]
-        padded = F.pad(images.float(), (self.border,) * 4, mode="reflect").flatten(0, 1)
-        spectrum = torch.fft.fft2(padded)
-        out = [self._smoothed(spectrum.unsqueeze(1))]
-        first = torch.fft.fft2(torch.fft.ifft2(spectrum.unsqueeze(1) * self.waves).abs())
-        out.append(self._smoothed(first))
-        for j in range(self.scales - 1):
-            for l in range(self.angles):
-                waves = self.waves[(j + 1) * self.angles :]
-                second = torch.fft.ifft2(first[:, j * self.angles + l].unsqueeze(1) * waves).abs()
-                out.append(self._smoothed(torch.fft.fft2(second)))
-        return torch.cat(out, 1).unflatten(0, (n, channels)).flatten(1, 2)
+        padded = F.pad(images.float(), (STEP,) * 4, mode="reflect")
+        spectrum = torch.fft.fft2(padded).unsqueeze(2)
+        fine = torch.fft.ifft2(spectrum * self.fine).abs()
+        coarse = _at_every_second(spectrum * self.coarse).abs()
+        both = _at_every_second(torch.fft.fft2(fine).unsqueeze(3) * self.coarse).abs().flatten(2, 3)
+        maps = [self.smooth @ x @ self.smooth.T for x in (padded.unsqueeze(2), fine)]
+        maps += [self.smooth_halves @ x @ self.smooth_halves.T for x in (coarse, both)]
+        return torch.cat(maps, 2).flatten(1, 2)
 
-    def _smoothed(self, spectrum: Tensor) -> Tensor:
-        """Smooth, take every 2^J-th pixel (in the spectrum: add what falls on the same frequency), cut the border."""
-        step = 2**self.scales
-        side = spectrum.shape[-1] // step
-        folded = (spectrum * self.smooth).unflatten(-1, (step, side)).unflatten(-3, (step, side)).mean((-4, -2))
-        inner = torch.fft.ifft2(folded).real
-        cut = self.border // step
-        return inner[..., cut : side - cut, cut : side - cut]
+
+def _at_every_second(spectrum: Tensor) -> Tensor:
+    """Every second pixel of what has that spectrum: frequencies that look alike there are added up."""
+    half = spectrum.shape[-1] // 2
+    rows = spectrum[..., :half, :] + spectrum[..., half:, :]
+    return torch.fft.ifft2((rows[..., :half] + rows[..., half:]) / 4)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from reproduce.runs import Result, RunStore, TrainingRun, method
+from reproduce.problems import TRAINING_EXAMPLES, sizes
+from reproduce.runs import PlanBook, Result, RunStore, Schedule, TrainingRun, method
 
 Cell = dict[str, Any]
 Row = dict[str, Any]
@@ -145,40 +146,30 @@ def possibly_short(searches: Sequence[str]) -> str:
     return f"Ended at the edge of what was tried: {'; '.join(searches)}." if searches else ""
 
 
+def tested(
+    run: TrainingRun, which: str, seeds: int
+) -> Generator[list[TrainingRun], list[Result], tuple[Row, list[Result]]]:
+    """Train on everything with new seeds and test: what came out, and the results. ``which`` weights count."""
+    results = yield [replace(run, split="test", seed=1 + i) for i in range(seeds)]
+    scores = [result["accuracy"][which] for result in results]
+    row: Row = {name: results[0].get(name) for name in ("sigma", "rmse", "certificate")}
+    row |= {"scores": scores, "test": statistics.mean(scores), "standard_error": standard_error(scores)}
+    return row | {"training_seconds": round(sum(float(result["seconds"]) for result in results), 2)}, results
+
+
 def method_search(cell: Cell) -> Search:
     """Tune a method on the validation split, then train it on everything with ``cell["seeds"]`` seeds, and test."""
     tuned = yield from (tune_between(cell) if cell.get("between") else tune(cell))
-    chosen: TrainingRun = tuned["run"]
-    runs = [replace(chosen, split="test", seed=1 + i) for i in range(cell["seeds"])]
-    results = yield runs
-    scores = [result["accuracy"][tuned["which"]] for result in results]
-    return _chosen(tuned) | {
-        "sigma": results[0]["sigma"],
-        "certificate": results[0]["certificate"],
-        "scores": scores,
-        "test": statistics.mean(scores),
-        "standard_error": standard_error(scores),
-        "last": statistics.mean(result["accuracy"]["last"] for result in results),
-        "training_seconds": _seconds(tuned, results),
-    }
+    row, results = yield from tested(tuned["run"], tuned["which"], cell["seeds"])
+    last = statistics.mean(result["accuracy"]["last"] for result in results)
+    return row | _chosen(tuned) | {"last": last, "training_seconds": _seconds(tuned, results)}
 
 
 def given_search(cell: Cell) -> Search:
     """No search: train with the cell's own settings and ``cell["seeds"]`` seeds on everything, and test."""
-    run = start(cell)
-    results = yield [replace(run, split="test", seed=1 + i) for i in range(cell["seeds"])]
-    scores = [result["accuracy"]["last"] for result in results]
-    return {
-        "sigma": results[0]["sigma"],
-        "rmse": results[0].get("rmse"),
-        "certificate": results[0]["certificate"],
-        "scores": scores,
-        "test": statistics.mean(scores),
-        "standard_error": standard_error(scores),
-        "averaged": {name: statistics.mean(r["accuracy"][name] for r in results) for name in results[0]["accuracy"]},
-        "diverged": sum("diverged" in result for result in results),
-        "training_seconds": round(sum(float(result["seconds"]) for result in results), 2),
-    }
+    row, results = yield from tested(start(cell), "last", cell["seeds"])
+    averaged = {name: statistics.mean(r["accuracy"][name] for r in results) for name in results[0]["accuracy"]}
+    return row | {"averaged": averaged, "diverged": sum("diverged" in result for result in results)}
 
 
 def sweep_search(cell: Cell) -> Search:
@@ -208,6 +199,95 @@ def _chosen(tuned: dict[str, Any]) -> Row:
 
 def _seconds(tuned: dict[str, Any], more: Sequence[Result]) -> float:
     return round(tuned["seconds"] + sum(float(result["seconds"]) for result in more), 2)
+
+
+# Climbing: a search over batch sizes and epochs too. Rates are comparable between these, and between methods, as
+# rate · RMSE / B, the size of the noise in the weights, so they are kept as multiples of the one where that is REACH.
+REACH = 0.15  # rate · RMSE / B that searches begin with; the best of methods-cifar had .10 to .13 at a constant rate
+HIGHEST = 6.0  # that searches begin with: where noise is small, rates above 8 diverged in the sweeps
+CONSTANT = 1 / 1.5  # a constant rate, as a share of where a falling one begins
+CLIP = 0.3  # ζ that searches begin with
+NEAR = (0.5, 2.0)  # rates tried beside the best
+
+
+@dataclass(frozen=True)
+class Point:
+    """A place to climb to. ``factor`` is the learning rate, as a multiple of the one that its (B, k) begins with."""
+
+    batch_size: int
+    epochs: int
+    factor: float = 1.0
+    schedule: Schedule = "linear"
+    clip: float = CLIP
+
+
+def run_at(cell: Cell, point: Point, centre: float = 1.0) -> TrainingRun:
+    """Train at a point, where ``centre`` is the rate that its (B, k) begins with. Rate · ζ is kept where ζ changes."""
+    rate = centre * point.factor * (1.0 if point.schedule == "linear" else CONSTANT) * CLIP / point.clip
+    return TrainingRun(
+        task=cell["task"],
+        model=cell["model"],
+        method=cell["method"],
+        epsilon=cell["epsilon"],
+        batch_size=point.batch_size,
+        epochs=point.epochs,
+        learning_rate=float(f"{rate:.3g}"),
+        max_grad_norm=point.clip,
+        lam=cell["lam"],
+        schedule=point.schedule,
+        examples=cell.get("examples"),
+    )
+
+
+def centre(cell: Cell, point: Point, plans: PlanBook) -> float:
+    """The learning rate where rate · RMSE / B is ``REACH``, under the plan of the validation split."""
+    run = run_at(cell, point)
+    plan = plans.for_run(run, sizes(TRAINING_EXAMPLES[run.task], run)[0])
+    return float(f"{min(REACH * point.batch_size / plan.rmse, HIGHEST):.3g}")
+
+
+def climb(
+    points: Sequence[Point],
+    moves: Sequence[str],
+    moved: Callable[[str, Point, Sequence[Point]], list[Point]],
+    run_of: Callable[[Point], TrainingRun],
+) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+    """Search on the validation split.
+
+    Args:
+        points: Where to begin.
+        moves: What is tried after that, one move after another.
+        moved: Where a move leads from the best point, given all that were tried.
+        run_of: The run at a point.
+
+    Returns:
+        The best point and its run, whose weights, its accuracy, and all that was tried.
+    """
+    tried: list[Point] = []
+    runs: list[TrainingRun] = []
+    results: list[Result] = []
+    top = points[0]
+    for move in (None, *moves):
+        more = points if move is None else [p for p in moved(move, top, tried) if p not in tried]
+        if more:
+            tried, asked = [*tried, *more], [run_of(point) for point in more]
+            runs, results = runs + asked, results + (yield asked)
+            top = tried[runs.index(best(runs, results)[0])]
+    chosen, which, score = best(runs, results)
+    kept = everything_tried(runs, results, "batch_size", "epochs", "learning_rate", "max_grad_norm", "schedule")
+    return {"point": top, "run": chosen, "which": which, "validation": score, "tried": kept}
+
+
+def climbed(cell: Cell, tuned: dict[str, Any]) -> Generator[list[TrainingRun], list[Result], tuple[Row, list[Result]]]:
+    """Test what a climb ended with; the row that is kept of it, and the results of the test runs."""
+    run: TrainingRun = tuned["run"]
+    row, results = yield from tested(run, tuned["which"], cell["seeds"])
+    for name in ("batch_size", "learning_rate", "max_grad_norm", "schedule"):
+        row[name] = getattr(run, name)
+    row |= {"weights": tuned["which"], "validation": tuned["validation"], "tried": tuned["tried"]}
+    alone = [result["seconds"] / result["sharing"] for result in results if "sharing" in result]
+    row["gpu_seconds"] = round(statistics.mean(alone), 2) if len(alone) == len(results) else None
+    return row | {"lambda": results[0].get("lambda")}, results
 
 
 def standard_error(scores: Sequence[float]) -> float | None:

@@ -1,6 +1,6 @@
 """One training run in a folder: its settings, plan, key, checkpoints and release.
 
-Settings are the defaults of the task, then a TOML file, then the command line; they are written out as resolved.
+Settings are the defaults of the task, then the command line; they are written out as resolved.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import os
 import shutil
 import signal
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -107,14 +106,11 @@ def _float(value: Any) -> Any:
         return value  # which is refused as it stands
 
 
-def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Config:
-    """The settings of a run: the task's defaults, overridden by ``file``, overridden by what was ``given``."""
-    written = read_config(file) if file else {}
-    settings = written | {name: value for name, value in given.items() if value is not None}
-    task = task or settings.get("task") or "digits"
-    if not isinstance(task, str) or task not in TASKS:
+def resolve(task: str, given: dict[str, Any]) -> Config:
+    """The settings of a run: the task's defaults, overridden by what was ``given``."""
+    if task not in TASKS:
         raise InvalidInput("task", task, f"it must be one of {', '.join(TASKS)}")
-    if "epsilon" not in settings:
+    if "epsilon" not in given:
         raise InvalidInput("epsilon", None, "give the privacy budget: --epsilon 8, say")
     known = TASKS[task]
     defaults = {
@@ -124,47 +120,23 @@ def resolve(task: str | None, file: Path | None, given: dict[str, Any]) -> Confi
         "lr": known.learning_rate,
         "clip": known.max_grad_norm,
     }
-    return Config(**(defaults | settings | {"task": task}))
+    return Config(**(defaults | given | {"task": task}))
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file; unknown ones are an error."""
+def read_config(path: Path) -> Config:
+    """The settings that ``write_config`` wrote."""
     try:
-        content = tomllib.loads(read_bytes(path).decode("utf-8-sig"))  # as Windows editors save it
-    except FileNotFoundError:
-        raise InvalidInput("config", str(path), "there is no such file") from None
-    except OSError as error:
-        raise InvalidInput("config", str(path), f"it must be a file that can be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            "config",
-            str(path),
-            f"a TOML file is UTF-8 text, and byte {error.start} of this one is not: save it as UTF-8",
-        ) from None
-    except (ValueError, RecursionError) as error:  # no TOML, too long, or nested too deeply
-        raise InvalidInput("config", str(path), f"it must be a TOML file ({brief(error)})") from None
-    allowed = [field.name for field in fields(Config)]
-    if unknown := sorted(set(content) - set(allowed)):
-        raise InvalidInput("config", f"{path} with {brief(', '.join(unknown))}", f"it may set {', '.join(allowed)}")
-    return content
+        return Config(**json.loads(read_bytes(path)))
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+        raise InvalidInput("resume", str(path), f"it does not hold the settings of a run ({brief(error)})") from None
 
 
 def write_config(config: Config, path: Path) -> None:
-    """Write the resolved settings, as ``read_config`` reads them."""
-    lines = ["# The resolved settings of this run, as python -m reproduce train --config reads them."]
-    for name, value in asdict(config).items():
-        if value is not None:
-            lines.append(f"{name} = {_toml(value)}")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    """Write the resolved settings."""
+    path.write_text(json.dumps(asdict(config), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _toml(value: Any) -> str:
-    if isinstance(value, float) and math.isinf(value):
-        return "inf"
-    return json.dumps(value, ensure_ascii=False)  # TOML's strings, integers and floats are written as JSON's
-
-
-CONFIG, PLAN, CHECKPOINT = "config.toml", "plan.json", "checkpoint"
+CONFIG, PLAN, CHECKPOINT = "config.json", "plan.json", "checkpoint"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -268,7 +240,7 @@ class Session:
         for path in (folder / CONFIG, folder / PLAN, key_file):
             if not path.exists():
                 raise InvalidInput("resume", str(folder), f"it holds no run that can be resumed ({path} is missing)")
-        config = replace(resolve(None, folder / CONFIG, {}), **changes)
+        config = replace(read_config(folder / CONFIG), **changes)
         splits = config.described.load(Path(config.data) if config.data else None)
         key = SecretKey.load(key_file)
         session = cls(folder, config, Plan.load(folder / PLAN), splits, key)

@@ -414,7 +414,7 @@ def _scale(lam: float) -> float:
     return math.log(1 - lam)
 
 
-def _experiment(name: str, what: str, cells: Any) -> Experiment:
+def _experiment(name: str, what: str, cells: Any, theory: str = "choice of λ") -> Experiment:
     return Experiment(
         name,
         what,
@@ -423,7 +423,7 @@ def _experiment(name: str, what: str, cells: Any) -> Experiment:
         COLUMNS,
         _page,
         _plot,
-        depends=("training", "choice of λ"),
+        depends=("training", theory),
         title=lambda cell: (
             f"{cell['task']} B={cell['batch_size']} k={cell['epochs']} ε={cell['epsilon']:g} λ={cell['lam']:g}"
         ),
@@ -431,5 +431,7 @@ def _experiment(name: str, what: str, cells: Any) -> Experiment:
 
 
 LAMBDA_SWEEP = _experiment("lambda-sweep", "validation accuracy over λ without amplification", lambda_cells)
-AMPLIFIED_SWEEP = _experiment("amplified-sweep", "validation accuracy over λ under Balls-in-Bins", amplified_cells)
+AMPLIFIED_SWEEP = _experiment(
+    "amplified-sweep", "validation accuracy over λ under Balls-in-Bins", amplified_cells, "choice of λ, fixed bins"
+)
 EPOCHS_SWEEP = _experiment("epochs-sweep", "validation accuracy over λ for 20, 40 and 80 epochs", epochs_cells)

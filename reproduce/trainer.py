@@ -19,7 +19,7 @@ from lambdacgd.noise import NonFiniteSum
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 from reproduce.augment import Views
-from reproduce.framework import Cell, Experiment, Row, Settings
+from reproduce.framework import Cell, Experiment, Row, Settings, wait
 from reproduce.problems import (
     TRAINING_EXAMPLES,
     Data,
@@ -105,7 +105,7 @@ def train(run: TrainingRun, data: Data, plans: PlanBook, *, until: float | None 
     for _ in _captured(private, loss, rows.tensors) if captured else _loop(private, loss):
         if until is not None and time.monotonic() > until:
             raise TooLate(str(run))
-    _wait(data.device)
+    wait(data.device)
     seconds = time.monotonic() - began
     scores = {"last": accuracy(model, *held_out)}
     for name, average in averages.items():
@@ -184,11 +184,6 @@ def _loop(private: Private, loss: Loss) -> Iterable[int]:
 def _anneal(rate: Tensor, begin: float, private: Private) -> None:
     left = 1 - private.steps_taken / private.plan.steps
     rate.fill_(begin * (_LEAST + (1 - _LEAST) * left))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

@@ -10,9 +10,12 @@ where another one was exchanged (`lambdacgd.clipping.probe`): what passes for ro
 from __future__ import annotations
 
 import copy
+import json
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,451 +25,21 @@ from lambdacgd.clipping import attach, convert, probe
 from lambdacgd.clipping.check import clipped_sum, per_example_gradients
 from lambdacgd.clipping.probe import tensors_in
 from lambdacgd.errors import ClippingError
-from reproduce.framework import Cell, Experiment, Row, Settings
+from reproduce.framework import Cell, Experiment, Row, Settings, table
 
 EXAMPLES, TOKENS, WORDS = 6, 10, 50
-_TEXT = {
-    "vocab_size": WORDS,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-_CAUSAL = _TEXT | {"num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
-_GPT = {"vocab_size": WORDS, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32, "use_cache": False}
-_SEQ = {
-    "vocab_size": WORDS,
-    "d_model": 16,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "use_cache": False,
-}
-_IMAGE = {
-    "image_size": 16,
-    "patch_size": 4,
-    "num_channels": 3,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 24,
-}
-_SPEECH = _TEXT | {
-    "conv_dim": (8, 8),
-    "conv_stride": (3, 2),
-    "conv_kernel": (5, 3),
-    "num_feat_extract_layers": 2,
-    "num_conv_pos_embeddings": 4,
-    "num_conv_pos_embedding_groups": 2,
-    "mask_time_prob": 0.0,
-    "mask_feature_prob": 0.0,
-    "feat_extract_norm": "layer",
-    "layerdrop": 0.0,
-}
 
-#: name -> (configuration, model, kind of input, options of the configuration)
-MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
-    "BERT": ("BertConfig", "BertForSequenceClassification", "text", _TEXT),
-    "BERT (masked words)": ("BertConfig", "BertForMaskedLM", "text", _TEXT),
-    "RoBERTa": ("RobertaConfig", "RobertaForSequenceClassification", "text", _TEXT),
-    "XLM-RoBERTa-XL": ("XLMRobertaXLConfig", "XLMRobertaXLForSequenceClassification", "text", _TEXT),
-    "CamemBERT": ("CamembertConfig", "CamembertForSequenceClassification", "text", _TEXT),
-    "ELECTRA": ("ElectraConfig", "ElectraForSequenceClassification", "text", _TEXT | {"embedding_size": 8}),
-    "ALBERT": ("AlbertConfig", "AlbertForSequenceClassification", "text", _TEXT | {"embedding_size": 8}),
-    "DistilBERT": (
-        "DistilBertConfig",
-        "DistilBertForSequenceClassification",
-        "text",
-        {"vocab_size": WORDS, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 24, "max_position_embeddings": 32},
-    ),
-    "DeBERTa": (
-        "DebertaConfig",
-        "DebertaForSequenceClassification",
-        "text",
-        _TEXT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "pooler_hidden_size": 16},
-    ),
-    "DeBERTa-v2": (
-        "DebertaV2Config",
-        "DebertaV2ForSequenceClassification",
-        "text",
-        _TEXT
-        | {
-            "relative_attention": True,
-            "pos_att_type": ["c2p", "p2c"],
-            "norm_rel_ebd": "layer_norm",
-            "share_att_key": True,
-        }
-        | {"pooler_hidden_size": 16, "position_buckets": 8},
-    ),
-    "MobileBERT": (
-        "MobileBertConfig",
-        "MobileBertForSequenceClassification",
-        "text",
-        _TEXT | {"embedding_size": 16, "intra_bottleneck_size": 16, "num_feedforward_networks": 1},
-    ),
-    "SqueezeBERT": (
-        "SqueezeBertConfig",
-        "SqueezeBertForSequenceClassification",
-        "text",
-        _TEXT | {"embedding_size": 16},
-    ),
-    "MPNet": ("MPNetConfig", "MPNetForSequenceClassification", "text", _TEXT),
-    "ModernBERT": (
-        "ModernBertConfig",
-        "ModernBertForSequenceClassification",
-        "text",
-        _TEXT | {"cls_token_id": 1, "sep_token_id": 2},
-    ),
-    "FNet": ("FNetConfig", "FNetForSequenceClassification", "words", _TEXT | {"tpu_short_seq_length": TOKENS}),
-    "ConvBERT": (
-        "ConvBertConfig",
-        "ConvBertForSequenceClassification",
-        "text",
-        _TEXT | {"embedding_size": 16, "head_ratio": 1},
-    ),
-    "Funnel": (
-        "FunnelConfig",
-        "FunnelForSequenceClassification",
-        "text",
-        {"vocab_size": WORDS, "d_model": 16, "n_head": 2, "d_head": 8, "d_inner": 24, "block_sizes": [1, 1]},
-    ),
-    "Longformer": ("LongformerConfig", "LongformerForSequenceClassification", "text", _TEXT | {"attention_window": 4}),
-    "BigBird": (
-        "BigBirdConfig",
-        "BigBirdForSequenceClassification",
-        "text",
-        _TEXT | {"attention_type": "original_full"},
-    ),
-    "RemBERT": ("RemBertConfig", "RemBertForSequenceClassification", "text", _TEXT | {"input_embedding_size": 8}),
-    "RoFormer": ("RoFormerConfig", "RoFormerForSequenceClassification", "text", _TEXT | {"embedding_size": 16}),
-    "I-BERT": ("IBertConfig", "IBertForSequenceClassification", "text", _TEXT),
-    "Data2Vec text": ("Data2VecTextConfig", "Data2VecTextForSequenceClassification", "text", _TEXT),
-    "XLNet": (
-        "XLNetConfig",
-        "XLNetForSequenceClassification",
-        "words",
-        {"vocab_size": WORDS, "d_model": 16, "n_layer": 2, "n_head": 2, "d_inner": 24},
-    ),
-    "GPT-2": ("GPT2Config", "GPT2LMHeadModel", "words", _GPT),
-    "GPT-2 (classification)": ("GPT2Config", "GPT2ForSequenceClassification", "words", _GPT | {"pad_token_id": 0}),
-    "GPT-Neo": (
-        "GPTNeoConfig",
-        "GPTNeoForCausalLM",
-        "words",
-        _TEXT
-        | {"num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]], "window_size": 4}
-        | {"use_cache": False},
-    ),
-    "GPT-NeoX": ("GPTNeoXConfig", "GPTNeoXForCausalLM", "words", _CAUSAL),
-    "GPT-J": ("GPTJConfig", "GPTJForCausalLM", "words", _GPT | {"rotary_dim": 4}),
-    "CodeGen": ("CodeGenConfig", "CodeGenForCausalLM", "words", _GPT | {"n_head": 4, "rotary_dim": 2}),
-    "BLOOM": (
-        "BloomConfig",
-        "BloomForCausalLM",
-        "words",
-        {"vocab_size": WORDS, "hidden_size": 16, "n_layer": 2, "n_head": 2, "use_cache": False},
-    ),
-    "OPT": (
-        "OPTConfig",
-        "OPTForCausalLM",
-        "words",
-        _TEXT | {"ffn_dim": 24, "word_embed_proj_dim": 16, "use_cache": False},
-    ),
-    "Llama": ("LlamaConfig", "LlamaForCausalLM", "words", _CAUSAL),
-    "Mistral": ("MistralConfig", "MistralForCausalLM", "words", _CAUSAL),
-    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", "words", _CAUSAL),
-    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", "words", _CAUSAL),
-    "Gemma": ("GemmaConfig", "GemmaForCausalLM", "words", _CAUSAL),
-    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", "words", _CAUSAL),
-    "Phi": ("PhiConfig", "PhiForCausalLM", "words", _CAUSAL),
-    "Phi-3": (
-        "Phi3Config",
-        "Phi3ForCausalLM",
-        "words",
-        _CAUSAL | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    ),
-    "StableLM": ("StableLmConfig", "StableLmForCausalLM", "words", _CAUSAL),
-    "Falcon": ("FalconConfig", "FalconForCausalLM", "words", _TEXT | {"use_cache": False}),
-    "MPT": (
-        "MptConfig",
-        "MptForCausalLM",
-        "words",
-        {"vocab_size": WORDS, "d_model": 16, "n_layers": 2, "n_heads": 2, "max_seq_len": 32, "use_cache": False},
-    ),
-    "OLMo": ("OlmoConfig", "OlmoForCausalLM", "words", _CAUSAL),
-    "Cohere": ("CohereConfig", "CohereForCausalLM", "words", _CAUSAL),
-    "Granite": ("GraniteConfig", "GraniteForCausalLM", "words", _CAUSAL),
-    "Starcoder2": ("Starcoder2Config", "Starcoder2ForCausalLM", "words", _CAUSAL),
-    "Mixtral": (
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        "words",
-        _CAUSAL | {"num_local_experts": 2, "num_experts_per_tok": 1, "experts_implementation": "eager"},
-    ),
-    "Mamba": (
-        "MambaConfig",
-        "MambaForCausalLM",
-        "words",
-        {"vocab_size": WORDS, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "use_cache": False},
-    ),
-    "RWKV": (
-        "RwkvConfig",
-        "RwkvForCausalLM",
-        "words",
-        {
-            "vocab_size": WORDS,
-            "hidden_size": 16,
-            "attention_hidden_size": 16,
-            "num_hidden_layers": 2,
-            "context_length": 32,
-            "use_cache": False,
-        },
-    ),
-    "BART": ("BartConfig", "BartForConditionalGeneration", "pair", _SEQ),
-    "BART (classification)": ("BartConfig", "BartForSequenceClassification", "sentence", _SEQ),
-    "mBART": ("MBartConfig", "MBartForConditionalGeneration", "pair", _SEQ),
-    "Pegasus": ("PegasusConfig", "PegasusForConditionalGeneration", "pair", _SEQ),
-    "Marian": ("MarianConfig", "MarianMTModel", "pair", _SEQ),
-    "Blenderbot": ("BlenderbotConfig", "BlenderbotForConditionalGeneration", "pair", _SEQ),
-    "T5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        "pair",
-        {"vocab_size": WORDS, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "use_cache": False}
-        | {"decoder_start_token_id": 0},
-    ),
-    "ProphetNet": (
-        "ProphetNetConfig",
-        "ProphetNetForConditionalGeneration",
-        "pair",
-        {"vocab_size": WORDS, "hidden_size": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "num_encoder_layers": 2}
-        | {"num_decoder_layers": 2, "num_encoder_attention_heads": 2, "num_decoder_attention_heads": 2, "ngram": 2}
-        | {"max_position_embeddings": 32, "use_cache": False, "pad_token_id": 0, "num_buckets": 8},
-    ),
-    "Whisper": (
-        "WhisperConfig",
-        "WhisperForConditionalGeneration",
-        "spectrum",
-        _SEQ
-        | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32, "suppress_tokens": None}
-        | {"begin_suppress_tokens": None},
-    ),
-    "wav2vec 2.0": (
-        "Wav2Vec2Config",
-        "Wav2Vec2ForSequenceClassification",
-        "sound",
-        _SPEECH | {"classifier_proj_size": 8},
-    ),
-    "HuBERT": ("HubertConfig", "HubertForSequenceClassification", "sound", _SPEECH | {"classifier_proj_size": 8}),
-    "WavLM": ("WavLMConfig", "WavLMForSequenceClassification", "sound", _SPEECH | {"classifier_proj_size": 8}),
-    "AST": (
-        "ASTConfig",
-        "ASTForAudioClassification",
-        "patches",
-        {k: v for k, v in _IMAGE.items() if k not in ("image_size", "num_channels")}
-        | {"max_length": 16, "num_mel_bins": 8, "frequency_stride": 4, "time_stride": 4},
-    ),
-    "ViT": ("ViTConfig", "ViTForImageClassification", "image", _IMAGE),
-    "DeiT": ("DeiTConfig", "DeiTForImageClassification", "image", _IMAGE),
-    "BEiT": ("BeitConfig", "BeitForImageClassification", "image", _IMAGE | {"use_relative_position_bias": True}),
-    "DINOv2": ("Dinov2Config", "Dinov2ForImageClassification", "image", _IMAGE),
-    "Data2Vec vision": ("Data2VecVisionConfig", "Data2VecVisionForImageClassification", "image", _IMAGE),
-    "ViT-MSN": ("ViTMSNConfig", "ViTMSNForImageClassification", "image", _IMAGE),
-    "SigLIP": ("SiglipVisionConfig", "SiglipVisionModel", "image", _IMAGE),
-    "CLIP (vision)": ("CLIPVisionConfig", "CLIPVisionModel", "image", _IMAGE),
-    "CLIP (text)": ("CLIPTextConfig", "CLIPTextModel", "words", _TEXT),
-    "Swin": (
-        "SwinConfig",
-        "SwinForImageClassification",
-        "image",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
-    ),
-    "Swin V2": (
-        "Swinv2Config",
-        "Swinv2ForImageClassification",
-        "image",
-        {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [1, 2], "num_heads": [2, 2], "window_size": 2},
-    ),
-    "ConvNeXt": (
-        "ConvNextConfig",
-        "ConvNextForImageClassification",
-        "image",
-        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-    ),
-    "ConvNeXt V2": (
-        "ConvNextV2Config",
-        "ConvNextV2ForImageClassification",
-        "image",
-        {"image_size": 16, "patch_size": 2, "hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-    ),
-    "PoolFormer": (
-        "PoolFormerConfig",
-        "PoolFormerForImageClassification",
-        "image",
-        {
-            "hidden_sizes": [8, 16],
-            "depths": [1, 1],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "padding": [1, 1],
-            "num_encoder_blocks": 2,
-        },
-    ),
-    "SegFormer": (
-        "SegformerConfig",
-        "SegformerForImageClassification",
-        "image",
-        {
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sr_ratios": [2, 1],
-            "hidden_sizes": [8, 16],
-            "patch_sizes": [3, 3],
-            "strides": [2, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-        },
-    ),
-    "PVT": (
-        "PvtConfig",
-        "PvtForImageClassification",
-        "image",
-        {
-            "image_size": 16,
-            "num_encoder_blocks": 2,
-            "depths": [1, 1],
-            "sequence_reduction_ratios": [2, 1],
-            "hidden_sizes": [8, 16],
-            "patch_sizes": [4, 2],
-            "strides": [4, 2],
-            "num_attention_heads": [1, 2],
-            "mlp_ratios": [2, 2],
-        },
-    ),
-    "ResNet": (
-        "ResNetConfig",
-        "ResNetForImageClassification",
-        "image",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
-    ),
-    "RegNet": (
-        "RegNetConfig",
-        "RegNetForImageClassification",
-        "image",
-        {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 4},
-    ),
-    "MobileNet V2": (
-        "MobileNetV2Config",
-        "MobileNetV2ForImageClassification",
-        "image",
-        {"image_size": 32, "depth_multiplier": 0.2},
-    ),
-    "EfficientNet": (
-        "EfficientNetConfig",
-        "EfficientNetForImageClassification",
-        "image",
-        {"image_size": 32, "width_coefficient": 0.2, "depth_coefficient": 0.2, "hidden_dim": 256},
-    ),
-    "TimeSformer": ("TimesformerConfig", "TimesformerForVideoClassification", "video", _IMAGE | {"num_frames": 3}),
-    "VideoMAE": (
-        "VideoMAEConfig",
-        "VideoMAEForVideoClassification",
-        "video",
-        _IMAGE | {"num_frames": 4, "tubelet_size": 2},
-    ),
-    "ViViT": (
-        "VivitConfig",
-        "VivitForVideoClassification",
-        "video",
-        _IMAGE | {"num_frames": 4, "tubelet_size": [2, 4, 4]},
-    ),
-    "PatchTST": (
-        "PatchTSTConfig",
-        "PatchTSTForPrediction",
-        "series",
-        {
-            "num_input_channels": 3,
-            "context_length": 12,
-            "patch_length": 4,
-            "patch_stride": 4,
-            "d_model": 16,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "ffn_dim": 24,
-            "prediction_length": 4,
-            "norm_type": "layernorm",
-        },
-    ),
-    "PatchTSMixer": (
-        "PatchTSMixerConfig",
-        "PatchTSMixerForPrediction",
-        "series",
-        {
-            "num_input_channels": 3,
-            "context_length": 12,
-            "patch_length": 4,
-            "patch_stride": 4,
-            "d_model": 16,
-            "num_layers": 2,
-            "prediction_length": 4,
-            "norm_mlp": "LayerNorm",
-        },
-    ),
-    "DETR": (
-        "DetrConfig",
-        "DetrForObjectDetection",
-        "image",
-        _SEQ
-        | {
-            "num_queries": 5,
-            "use_timm_backbone": False,
-            "use_pretrained_backbone": False,
-            "backbone": None,
-            "backbone_config": {
-                "model_type": "resnet",
-                "embedding_size": 8,
-                "hidden_sizes": [8, 16],
-                "depths": [1, 1],
-                "out_features": ["stage2"],
-            },
-        },
-    ),
-    "SAM": (
-        "SamVisionConfig",
-        "SamVisionModel",
-        "image",
-        {k: v for k, v in _IMAGE.items() if k != "intermediate_size"}
-        | {"mlp_dim": 24, "window_size": 2, "output_channels": 8, "global_attn_indexes": [1]},
-    ),
-    "Perceiver": (
-        "PerceiverConfig",
-        "PerceiverForSequenceClassification",
-        "text",
-        {
-            "vocab_size": WORDS,
-            "num_latents": 4,
-            "d_latents": 16,
-            "d_model": 16,
-            "num_blocks": 1,
-            "num_self_attends_per_block": 1,
-            "num_self_attention_heads": 2,
-            "num_cross_attention_heads": 2,
-            "max_position_embeddings": TOKENS,
-        },
-    ),
-}
+
+def _models() -> dict[str, tuple[str, str, str, dict[str, Any]]]:
+    data = json.loads(Path(__file__).with_name("zoo.json").read_text())
+    return {
+        name: (f"{stem}Config", f"{stem}{head}", kind, data["shared"].get(shared, {}) | options)
+        for name, (stem, head, kind, shared, options) in data["models"].items()
+    }
+
+
+#: name -> (configuration, model, kind of input, options of the configuration), small enough for a CPU
+MODELS = _models()
 
 
 def inputs(kind: str, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -515,13 +88,20 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return torch.tanh(flat @ direction / flat.shape[1] ** 0.5).mean() + flat.square().mean(1).mean()
 
 
+def _median_norm(gradients: Sequence[dict[str, Tensor]]) -> float:
+    return float(torch.stack([_length(each) for each in gradients]).median())
+
+
+def _length(tensors: dict[str, Tensor]) -> Tensor:
+    return torch.stack([x.square().sum() for x in tensors.values()]).sum().sqrt()
+
+
 def ours(name: str) -> str:
     """ "yes", or what was said."""
     model, batch = build(name)
     convert(model).eval()  # dropout differs between an example alone and together with others
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
-    norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
-    zeta = float(norms.median())
+    zeta = _median_norm(expected)
     clipper = attach(model, zeta)
     clipper.backward(loss(model, batch))
     return _same(clipper.take(), clipped_sum(expected, zeta))
@@ -538,8 +118,7 @@ def opacus(name: str) -> str:
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
     sampled = GradSampleModule(model)
     loss(sampled, batch).backward()
-    norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
-    zeta = float(norms.median())
+    zeta = _median_norm(expected)
     grads = {n.removeprefix("_module."): p.grad_sample for n, p in sampled.named_parameters() if p.requires_grad}
     if any(g is None for g in grads.values()):
         used = {n for n in expected[0] if any(e[n].any() for e in expected)}
@@ -567,56 +146,44 @@ def _without_dropout(model: nn.Module) -> None:
 
 
 def _same(sums: dict[str, Tensor], wanted: dict[str, Tensor]) -> str:
-    size = torch.stack([w.square().sum() for w in wanted.values()]).sum().sqrt()
+    size = _length(wanted)
     worst = max(float((sums[n] - wanted[n]).norm() / size) for n in wanted)
     return "yes" if worst < 1e-6 else f"wrong by {worst:.1e}"
 
 
+def _asked(ask: Callable[[], str]) -> str:
+    """What ``ask`` answers, or what it raises: the table says so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ask()
+        except ClippingError as error:
+            return f"refused: {error}"
+        except Exception as error:  # whatever others raise, or an operation that has no kernel for 16 bits
+            return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+
+
 def check(cell: Cell, settings: Settings) -> Row:
     """One model, by us and by Opacus."""
-    answers: Row = {}
-    for who, ask in (("ours", ours), ("opacus", opacus)):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                answers[who] = ask(cell["model"])
-            except ClippingError as error:
-                answers[who] = f"refused: {error}"
-            except Exception as error:  # whatever others raise: the table says so
-                answers[who] = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    return answers
+    return {"ours": _asked(lambda: ours(cell["model"])), "opacus": _asked(lambda: opacus(cell["model"]))}
 
 
 def page(rows: list[Row]) -> str:
     """The table of support."""
-    lines = ["| model | λCGD | Opacus |", "| --- | --- | --- |"]
-    lines += [f"| {r['model']} | {_short(r['ours'])} | {_short(r['opacus'])} |" for r in rows]
+    lines = [[row["model"], _short(row["ours"]), _short(row["opacus"])] for row in rows]
     counts = [sum(r[who] == "yes" for r in rows) for who in ("ours", "opacus")]
-    return "\n".join([*lines, "", f"Supported: {counts[0]} of {len(rows)} by λCGD, {counts[1]} by Opacus."])
+    said = f"Supported: {counts[0]} of {len(rows)} by λCGD, {counts[1]} by Opacus."
+    return f"{table(['model', 'λCGD', 'Opacus'], lines)}\n\n{said}"
 
 
 def _short(answer: str) -> str:
-    return (
-        "yes"
-        if answer == "yes"
-        else "refused"
-        if answer.startswith("refused")
-        else "wrong"
-        if "wrong" in answer
-        else "no"
-    )
+    return answer.partition(":")[0] if answer.startswith(("yes", "refused")) else "wrong" if "wrong" in answer else "no"
 
 
 def cells(settings: Settings) -> Sequence[Cell]:
     """All models; with --quick, every eighth."""
     names = list(MODELS)[::8] if settings.quick else list(MODELS)
-    return [{"model": name, "transformers": _version()} for name in names]
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("transformers")
+    return [{"model": name, "transformers": metadata.version("transformers")} for name in names]
 
 
 EXPERIMENT = Experiment(
@@ -661,34 +228,33 @@ def train(cell: Cell, settings: Settings) -> Row:
     """Two probed steps of one model."""
     device, low = torch.device(settings.torch_device), torch.bfloat16
     kind = low if cell["precision"] == "bfloat16" else torch.float32
-    with warnings.catch_warnings(), Distances() as distances:
-        warnings.simplefilter("ignore")
+
+    def two_steps() -> str:
         model, batch = build(cell["model"])
         convert(model).to(device, kind).train()
         batch = {k: v.to(device, kind) if v.is_floating_point() else v.to(device) for k, v in batch.items()}
-        try:
-            clipper = attach(model)
-            for _ in range(2):
-                with torch.autocast(device.type, low, enabled=cell["precision"] == "autocast"):
-                    value = loss(model, batch)
-                value.float().backward()
-                clipper.take()
-            said = "yes"
-        except ClippingError as error:
-            said = f"refused: {error}"
-        except Exception as error:  # an operation that has no kernel for 16 bits, say
-            said = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        clipper = attach(model)
+        for _ in range(2):
+            with torch.autocast(device.type, low, enabled=cell["precision"] == "autocast"):
+                value = loss(model, batch)
+            value.float().backward()
+            clipper.take()
+        return "yes"
+
+    with Distances() as distances:
+        said = _asked(two_steps)
     return {"distance": distances.largest, "trains": said, "device": device.type}
 
 
 def trained_page(rows: list[Row]) -> str:
     """Distances by precision, and what was refused."""
-    lines = ["| precision | trained | rows apart | largest distance |", "| --- | --- | --- | --- |"]
+    lines = []
     for precision in PRECISIONS:
         fine = [r["distance"] for r in rows if r["precision"] == precision and r["trains"] == "yes"]
-        lines.append(f"| {precision} | {len(fine)} | {sum(d > 0 for d in fine)} | {max(fine, default=0.0):.1e} |")
+        lines.append([precision, len(fine), sum(d > 0 for d in fine), f"{max(fine, default=0.0):.1e}"])
     refused = [f"- {r['model']}, {r['precision']}: {r['trains'][:160]}" for r in rows if r["trains"] != "yes"]
-    return "\n".join([*lines, "", "Refused:", "", *refused])
+    head = table(["precision", "trained", "rows apart", "largest distance"], lines)
+    return "\n".join([head, "", "Refused:", "", *refused])
 
 
 def training_cells(settings: Settings) -> Sequence[Cell]:

@@ -25,7 +25,7 @@ from tests.faults import fault
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> Ledger:
-    return Ledger.beside(tmp_path / "run.key")
+    return Ledger(tmp_path / "run.ledger")
 
 
 def test_a_run_and_its_releases(ledger: Ledger) -> None:

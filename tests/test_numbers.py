@@ -48,16 +48,17 @@ def test_unknown_names_and_missing_ends_are_refused(text: str) -> None:
 
 def test_what_is_missing_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbers, "RESULTS", tmp_path)
-    assert numbers.runtime_summary() == "not measured yet"
     assert "Not run here yet: `python -m reproduce rmse-table`" in numbers.experiments()
-    assert "Nothing computed yet" in numbers.readme_results()
+    with pytest.raises(SystemExit, match=r"results/pair-h200\.json is missing"):
+        numbers.runtime_summary()
 
 
 def test_quick_results_are_not_shown_as_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numbers, "RESULTS", tmp_path)
     (tmp_path / "rmse-table").mkdir()
     (tmp_path / "rmse-table" / "rmse-table.json").write_text('{"quick": true, "rows": []}')
-    assert "Not computed yet" in numbers.rmse_ratios()
+    with pytest.raises(SystemExit, match="results/rmse-table is a quick version"):
+        numbers.rmse_ratios()
 
 
 def _write(folder: Path, name: str, rows: list[dict[str, Any]]) -> None:
@@ -85,19 +86,18 @@ def test_times_come_with_intervals_and_no_more_digits_than_they_bear(
     peaks = {"DP-SGD": 100.0, "regenerated, 2 bands": 100.25}
     memory = {"what": "memory", "model": "lstm", "peaks_mib": peaks}
     _write(tmp_path, "runtime-imdb", [{"model": "lstm", "variants": variants}, memory])
-    said = numbers.readme_results()
+    _write(tmp_path, "runtime-cifar", [])
+    said = numbers.runtime_summary()
     assert "of DP-SGD's time a step (95% intervals) 1.004 (1.002 to 1.008) for ViT-B in batches of 64" in said
     assert "it cannot be told: 1 of 1 intervals hold 1, and they reach from 0.93 to 1.08" in said
-    assert (
-        "that takes 1.20 to 2.60 of DP-SGD's time an epoch; regenerated noise takes at most 0.2 MiB more memory" in said
-    )
+    said = numbers.buffer_summary()
+    assert "1.20 to 2.60 of DP-SGD's time an epoch; regenerated noise takes at most 0.2 MiB more memory" in said
 
 
 def test_the_claim_names_batch_sizes_epochs_seeds_and_intervals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numbers, "RESULTS", tmp_path)
-    assert "Nothing computed yet" in numbers.frontier_claim()
 
     def row(name: str, epochs: int, size: int, middle: float) -> dict[str, Any]:
         scores = [middle - 0.01, middle, middle + 0.01]

@@ -88,16 +88,20 @@ def write_new(path: Path, parts: Iterable[Any], *, mode: int = 0o600, sync: bool
     its owner alone may read it.
 
     Raises:
-        OSError: It exists or cannot be written; what was written of it stays.
+        OSError: It exists or cannot be written; then nothing of it stays.
     """
     running = hashlib.sha256()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
-    with open(descriptor, "wb", buffering=0) as file:
-        for part in parts:
-            running.update(part)
-            write_all(file, part)
-        if sync:
-            os.fsync(descriptor)
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
+            for part in parts:
+                running.update(part)
+                write_all(file, part)
+            if sync:
+                os.fsync(descriptor)
+    except BaseException:
+        os.unlink(path)
+        raise
     return running.hexdigest()
 
 

@@ -35,8 +35,6 @@ from typing import Any
 from lambdacgd.errors import LedgerError
 from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
 
-_PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
-
 
 @dataclass(frozen=True)
 class Release:
@@ -60,11 +58,6 @@ class Ledger:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-
-    @classmethod
-    def beside(cls, key_file: str | os.PathLike[str]) -> Ledger:
-        """The ledger of a key file: ``run.key`` -> ``run.ledger``."""
-        return cls(Path(key_file).with_suffix(".ledger"))
 
     def new_run(self, **public: str | int | float) -> str:
         """Enter a new run.
@@ -292,13 +285,9 @@ class _Contents:
 
     def read(self, file: Any) -> None:
         """Read an unbuffered file to its end."""
-        torn = b""
-        while part := file.read(_PART):
-            *lines, torn = (torn + part).split(b"\n")
-            for line in lines:
-                self._add(line)
-            if len(torn) > _PART:  # no record is as long: the file does not decide how much memory is taken
-                raise self._damaged(self.lines + 1)
+        *lines, torn = file.read().split(b"\n")
+        for line in lines:
+            self._add(line)
         if _is_more_than_an_object(torn):  # a crash cuts a line off; it does not put something else behind it
             raise self._damaged(self.lines + 1)
 

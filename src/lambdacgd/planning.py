@@ -23,7 +23,6 @@ from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     PREFIX_SUM,
     Horizon,
-    Identity,
     LambdaCGD,
     Mechanism,
     Workload,
@@ -47,9 +46,6 @@ PATIENCE = 2.0
 
 UNNAMED_KINDS = ("cyclic", "poisson", "balls-in-bins, fixed bins")
 """The samplings of earlier releases whose certificates do not name them."""
-
-FRESH_BY_DEFAULT: tuple[str, ...] = (LambdaCGD.name, Identity.name)
-"""Mechanisms whose fresh bins are certified tightly, and so the default; the others' are through a dominating chain."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -408,9 +404,7 @@ def plan(
             certified for it. An automatic λ or γ is chosen for an ε, so here it must be given as a number.
         mechanism: what correlates the noise; ``LambdaCGD("auto", normalized="auto")`` if it is not given: of what needs
             no memory and is certified, what has the smallest RMSE.
-        sampling: who takes part when. If it is not given, ``BallsInBins("fresh")`` for λCGD and DP-SGD, whose fresh
-            bins are certified tightly, and ``BallsInBins("fixed")`` for other mechanisms, whose certificate of fresh
-            bins takes more noise than needed.
+        sampling: who takes part when; ``BallsInBins("fresh")`` if it is not given.
         workload: what errors are measured on and automatic parameters are chosen for: plain SGD at a constant rate, or
             ``lc.Workload(schedule="linear")``, say. Optimised coefficients (BandMF, BandInvMF, BLT) remain plain SGD's.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
@@ -452,8 +446,7 @@ def plan(
         )
     if not isinstance(workload, Workload):
         raise InvalidInput("workload", workload, "it must be a Workload such as lc.Workload(schedule='linear')")
-    if sampling is None:
-        sampling = BallsInBins("fresh" if mechanism.name in FRESH_BY_DEFAULT else "fixed")
+    sampling = BallsInBins("fresh") if sampling is None else sampling
     bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
     if epsilon is not None:
         check_epsilon(bound, epsilon)

@@ -49,6 +49,8 @@ KNOWN: dict[str, str] = {
     "torch._dynamo.disable": _SEEN,
     # Modules
     "torch.nn.Module._buffers": _SEEN,
+    "torch.nn.Module._forward_hooks": _SEEN,
+    "torch.nn.Module._forward_pre_hooks": _SEEN,
     "torch.nn.Module._modules": _SEEN,
     "torch.nn.Module._non_persistent_buffers_set": _SEEN,
     "torch.nn.Module._parameters": _SEEN,
@@ -72,6 +74,7 @@ KNOWN: dict[str, str] = {
     "torch.nn.RNNBase._weights_have_changed": _SEEN,
     # What every operation goes through
     "torch.utils._python_dispatch.TorchDispatchMode": _SEEN,
+    "torch.ops.aten.add.Tensor._schema": _SEEN,
     # Nested inputs and outputs of models
     "torch.utils._pytree.tree_flatten": _SEEN,
     "torch.utils._pytree.tree_leaves": _SEEN,
@@ -107,6 +110,12 @@ tree_unflatten = _pytree.tree_unflatten
 #: A context whose ``__torch_dispatch__`` sees every operation, below autograd.
 DispatchMode = _python_dispatch.TorchDispatchMode
 
+
+def argument_names(operation: Any) -> list[str]:
+    """The names of an operation's arguments, as `DispatchMode` is given the operation."""
+    return [argument.name for argument in operation._schema.arguments]
+
+
 #: A context in which tensor subclasses are treated as plain tensors.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass
 
@@ -116,11 +125,6 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 
 #: The hooks that somebody registered on a tensor's gradient; empty or None where there is none.
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-
-
-def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """`version` of many, asked for in every step."""
-    return [t._version for t in tensors]
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -176,6 +180,11 @@ own_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 
 #: A module's direct children, under every name they have; not a copy.
 own_modules: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+def forward_hooks(module: nn.Module) -> bool:
+    """Whether somebody registered a hook that may change what a module is given or returns."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 #: Names of a module's own buffers that its state_dict leaves out.

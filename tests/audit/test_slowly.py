@@ -18,7 +18,7 @@ RESULTS = Path(__file__).parents[2] / "results" / "audit-cpu.json"
 
 
 def test_stored_bounds_reach_four_fifths_of_the_claim_and_do_not_exceed_it() -> None:
-    """What ``python benchmarks/audit.py`` measured with a million canaries."""
+    """What ``python -m benchmarks.audit`` measured with a million canaries."""
     rows = json.loads(RESULTS.read_text())["rows"]
     assert {(row["bins"], row["epsilon"]) for row in rows} == {(b, e) for b in ("fixed", "fresh") for e in (1, 2, 4)}
     for row in rows:

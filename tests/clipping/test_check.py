@@ -159,6 +159,19 @@ def test_padding_and_a_mean_over_tokens(within: bool) -> None:
                 check()
 
 
+def test_padding_that_every_batch_of_several_has() -> None:
+    """Two examples are the longest: only alone are the others without padding, which a maximum takes part in."""
+    items = [torch.randint(1, 9, (n,)) for n in (5, 2, 5, 3)]
+    model = Tagger()
+    nn.init.constant_(model.table.weight, 0.1)
+
+    def loss(model: nn.Module, ids: Tensor) -> Tensor:
+        return model(ids).amax(1).sum(1).mean()  # type: ignore[no-any-return]
+
+    with pytest.raises(ClippingError, match="depends on the other"):
+        attach(model).check_loss(loss, items, lambda items: nn.utils.rnn.pad_sequence(items, batch_first=True))
+
+
 def test_check_loss_with_dropout_and_random_collating() -> None:
     model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3))
     clipper, items = attach(model), [torch.randn(4) for _ in range(4)]

@@ -37,6 +37,37 @@ def test_a_batch_norm_with_a_forward_of_its_own_is_refused() -> None:
         convert(nn.Sequential(bent))
 
 
+class Called(nn.BatchNorm2d):
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.relu(super().__call__(x))
+
+
+def _hooked() -> nn.Module:
+    norm = nn.BatchNorm2d(8)
+    norm.register_forward_hook(lambda m, args, y: F.relu(y))
+    return norm
+
+
+def _parametrized() -> nn.Module:
+    return nn.utils.parametrize.register_parametrization(nn.BatchNorm2d(8), "weight", nn.Softplus())
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: Called(8), _hooked, _parametrized], ids=["__call__", "hook", "parametrization"]
+)
+def test_whatever_else_a_batch_norm_does_is_not_dropped(make: Any) -> None:
+    with pytest.raises(ClippingError, match="forward of its own"):
+        convert(nn.Sequential(nn.Conv2d(3, 8, 3), make()))
+
+
+def test_a_batch_norm_that_is_used_twice_has_one_replacement() -> None:
+    norm = nn.BatchNorm1d(8)
+    model = convert(nn.Sequential(norm, nn.Sequential(nn.Linear(8, 8), norm)))
+    assert isinstance(model[0], nn.GroupNorm)
+    assert model[1][1] is model[0]
+    assert model[0].weight is norm.weight
+
+
 def test_a_refused_conversion_changes_nothing() -> None:
     model = nn.Sequential(nn.LSTM(4, 4), nn.BatchNorm1d(4), BatchNormAct(8))
     kinds = [type(m) for m in model]

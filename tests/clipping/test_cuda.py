@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import attach, convert, gpu
 from lambdacgd.clipping.backward import outer
-from lambdacgd.clipping.layers.conv import pad_to_fit
+from lambdacgd.clipping.layers.linear import pad_to_fit
 from reproduce.bench_models import CNN, ViT
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -115,6 +116,7 @@ def test_outputs_of_any_shape_that_keep_examples_apart() -> None:
         lambda m, x: Answer(m.last(m.first(x))),
         lambda m, x: m.last(m.first(x)).flatten(0, 1),
         lambda m, x: m.last(m.first(x)).transpose(0, 1),
+        lambda m, x: m.last(m.first(x)).permute(2, 1, 0),
         lambda m, x: (m.last(m.first(x)), x.mean(), x.mean(0)),  # which the loss does not use
     ):
         model = Net(run)
@@ -154,13 +156,102 @@ def test_a_loss_alone() -> None:
         model(torch.randn(6, 4)).backward()
 
 
-def _train(model: nn.Module, steps: int) -> None:
+def _train(model: nn.Module, steps: int, batch: int = 6) -> None:
     for _ in range(steps):
-        step(model, torch.randn(6, 4))
+        step(model, torch.randn(batch, 4))
+
+
+class Slots:
+    __slots__ = ("scores",)
+
+    def __init__(self, scores: Tensor) -> None:
+        self.scores = scores
+
+
+HIDDEN: dict[str, tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]] = {
+    "closure": (lambda h: lambda: h, lambda out: out()),
+    "generator": (lambda h: iter([h]), next),
+    "slots": (Slots, lambda out: out.scores),
+}
+
+
+@pytest.mark.parametrize("name", HIDDEN)
+def test_outputs_that_cannot_be_seen_are_refused_where_a_gradient_comes_from_them(name: str) -> None:
+    hide, find = HIDDEN[name]
+    model = Net(lambda m, x: hide(_standardised(m.last(m.first(x).tanh()))))
+    clipper = attach(model)
+    out = model(torch.randn(6, 4))
+    with pytest.raises(ClippingError, match="could not be seen"):
+        find(out).tanh().sum(1).mean().backward()
+    assert clipper.norms.numel() == 0
+    model.run = lambda m, x: m.last(m.first(x)).argmax(1)  # no gradient comes from it
+    model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("where", ["attribute", "list of a child"])
+@pytest.mark.parametrize("mixes", [True, False])
+def test_losses_that_modules_keep(where: str, mixes: bool) -> None:
+    """The balancing loss of a mixture of experts, which the loop adds to its own."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        gates = m.first(x).softmax(1)
+        loss = gates.mean(0).square().sum() if mixes else gates.square().sum(1).mean()
+        if where == "attribute":
+            m.balance = loss
+        else:
+            m.first.losses = [loss]
+        return m.last(gates)  # type: ignore[no-any-return]
+
+    model: Any = Net(run)
+    clipper = attach(model)
+    for count in (6, 8):
+        loss = model(torch.randn(count, 4)).square().sum(1).mean()
+        balance = model.balance if where == "attribute" else model.first.losses[0]
+        if mixes:
+            loss.backward(retain_graph=True)  # what is not used does no harm
+            clipper.zero()
+            loss = model(torch.randn(count, 4)).square().sum(1).mean()
+            balance = model.balance if where == "attribute" else model.first.losses[0]
+            with pytest.raises(ClippingError, match="not the declared mean or sum"):
+                (loss + balance).backward()
+        else:
+            (loss + balance).backward()
+            assert clipper.take()["first.weight"].any()
+
+
+def test_what_a_probe_leaves_in_a_list_is_not_added() -> None:
+    """A list that only the loop clears: the losses of the probe's own passes are in it, too."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x)
+        m.losses.append(h.square().sum(1).mean())
+        return m.last(h)  # type: ignore[no-any-return]
+
+    model: Any = Net(run)
+    model.losses = []
+    clipper = attach(model, math.inf)
+    x = torch.randn(5, 4)
+    model(x)
+    kept = len(model.losses)
+    assert kept > 1
+    torch.stack(model.losses).sum().backward()
+    model.losses.clear()
+    together = clipper.take()["first.weight"].clone()
+    clipper.detach()
+    model(x)
+    model.losses[0].backward()
+    torch.testing.assert_close(together, 5 * model.first.weight.grad)
+
+
+def test_what_happens_every_third_time() -> None:
+    model = Net(lambda m, x: m.last(m.first(x - x.mean(0) if m.calls % 3 == 0 else x)))
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes"):
+        _train(model, 3)
 
 
 def test_what_begins_later() -> None:
-    """A probe is repeated at passes 1, 2, 4, 8, …"""
+    """A probe is repeated at passes 1, 2, 3, 5, 8, …"""
     model = Net(lambda m, x: m.last(m.first(x - x.mean(0) if m.calls > 5 else x)))
     attach(model)
     _train(model, 5)
@@ -237,6 +328,17 @@ def _into_frozen(m: Any, x: Tensor) -> Tensor:
     return m.last(m.first(x))  # type: ignore[no-any-return]
 
 
+def _into_data(m: Any, x: Tensor) -> Tensor:
+    """As the teachers of BYOL and MoCo are written: no version counts it."""
+    m.frozen.data.mul_(0.9).add_(0.1 * x.mean(0))
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
+def _new_data(m: Any, x: Tensor) -> Tensor:
+    m.frozen.data = 0.9 * m.frozen.data + 0.1 * x.mean(0)
+    return m.last(m.first(x))  # type: ignore[no-any-return]
+
+
 def _into_attribute(m: Any, x: Tensor) -> Tensor:
     m.memory = 0.9 * m.memory + 0.1 * x.detach().mean(0)
     return m.last(m.first(x))  # type: ignore[no-any-return]
@@ -263,11 +365,13 @@ def _count(m: Any, x: Tensor) -> Tensor:
     [
         (_count, "buffer 'seen'"),
         (_into_frozen, "parameter 'frozen'"),
+        (_into_data, "parameter 'frozen'"),
+        (_new_data, "parameter 'frozen'"),
         (_into_attribute, "attribute 'memory'"),
         (_into_number, "attribute 'peak'"),
         (_into_buffer, "buffer 'average'"),
     ],
-    ids=["count", "frozen parameter", "attribute", "number", "buffer"],
+    ids=["count", "frozen parameter", "its data", "new data", "attribute", "number", "buffer"],
 )
 def test_state_that_forward_writes(run: Any, what: str) -> None:
     model = Net(run)
@@ -277,9 +381,24 @@ def test_state_that_forward_writes(run: Any, what: str) -> None:
             step(model, torch.randn(6, 4))
     assert not model.memory.any()
     assert not model.peak
-    if "parameter" in what:
+    if run is _into_frozen:
         with pytest.raises(ClippingError, match=what), torch.no_grad():
             model(torch.randn(6, 4))
+
+
+@pytest.mark.parametrize("when", ["in large batches", "in other passes than those that are probed"])
+def test_a_buffer_that_no_probe_sees_written(when: str) -> None:
+    def run(m: Any, x: Tensor) -> Tensor:
+        if len(x) > 8 if when == "in large batches" else m.calls in range(14, 60, 2):
+            m.average.add_(x.detach().mean(0))
+        return m.last(m.first(x))  # type: ignore[no-any-return]
+
+    model = Net(run)
+    attach(model)
+    with pytest.raises(ClippingError, match=r"buffer 'average'"):
+        _train(model, 33, batch=16)
+    with pytest.raises(ClippingError, match=r"buffer 'average'"):
+        step(model, torch.randn(16, 4))
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -469,7 +588,7 @@ def test_long_rows_are_compared_in_part() -> None:
             h = self.last(pad_packed_sequence(self.net(x)[0], batch_first=True)[0])
             return (h - h.mean((0, 1)) if self.mixes else h).square().sum(1)  # type: ignore[no-any-return]
 
-    x = pack_sequence([torch.randn(n, 3) for n in (20, 300, 170, 2)], enforce_sorted=False)
+    x = pack_sequence([torch.randn(n, 3) for n in (20, 60, 35, 2)], enforce_sorted=False)
     step(attach(convert(Long(mixes=False))).model, x)  # type: ignore[arg-type]
     with pytest.raises(ClippingError, match="mixes"):
         step(attach(convert(Long(mixes=True))).model, x)  # type: ignore[arg-type]

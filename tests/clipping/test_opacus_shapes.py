@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,17 +22,19 @@ Oracle = Callable[..., None]
 DRAWS = 14
 
 
-def drawn(**lists: list[Any]) -> Iterator[Any]:
+def drawn(**lists: list[Any]) -> list[Any]:
     """Some combinations of the lists, the same every time, in which every value occurs."""
     every = list(itertools.product(*lists.values()))
     source = random.Random(11)
     source.shuffle(every)
     missing = {(place, repr(value)) for place, values in enumerate(lists.values()) for value in values}
+    cases = []
     for count, choice in enumerate(every):
         new = {(place, repr(value)) for place, value in enumerate(choice)} & missing
         if new or count < DRAWS:
             missing -= new
-            yield pytest.param(dict(zip(lists, choice, strict=True)), id="-".join(str(v) for v in choice))
+            cases.append(pytest.param(dict(zip(lists, choice, strict=True)), id="-".join(str(v) for v in choice)))
+    return cases
 
 
 class Taken(nn.Module):

@@ -69,9 +69,16 @@ def test_a_right_rule_is_kept(oracle: Callable[..., None]) -> None:
         RULES.pop(Scale, None)
 
 
-@pytest.mark.parametrize("rule", [forgets_the_bias, doubles])
+def misnames(layer: Layer, x: Tensor) -> Tensor:
+    def recorder(gradient: Tensor, x: Tensor) -> Iterator[Record]:
+        yield Stored("weight", (gradient * x).flatten(1, -2).sum(1))
+
+    return tap(layer, layer.hidden(x), recorder, x)
+
+
+@pytest.mark.parametrize("rule", [forgets_the_bias, doubles, misnames])
 def test_a_wrong_rule_is_refused(rule: Any) -> None:
-    with pytest.raises(ClippingError, match="differ from one-example-at-a-time"):
+    with pytest.raises(ClippingError, match=r"differ from one-example-at-a-time|no name in layer\.names"):
         register(Scale, example=example)(rule)
     assert Scale not in RULES
     model = nn.Sequential(Scale(3))

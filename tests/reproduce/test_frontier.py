@@ -61,7 +61,7 @@ def test_a_search_finds_its_best_batch_size_rate_schedule_and_clip(batch_size: i
 
 def test_every_method_is_searched_by_the_same_number_of_runs() -> None:
     counts = set()
-    for name in (DP_SGD, OURS, frontier.PAPER, frontier.BISR, frontier.PLAIN):
+    for name in (DP_SGD, OURS, frontier.PAPER, frontier.BISR, frontier.PLAIN, frontier.BANDMF):
         asked = cell(name, 8.0, 10)
         row = stored(frontier_search(asked), Landscape(asked["batch_size"], asked["rates"][str(asked["batch_size"])]))
         assert row is not None

@@ -21,8 +21,6 @@ from reproduce.runs import PlanBook, RunStore, TrainingRun
 from reproduce.search import method_search
 from reproduce.trainer import compute_with, plan_requests
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "training.py"
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -168,17 +166,18 @@ def test_a_slow_method_does_not_stop_the_quick_ones() -> None:
 
 
 @pytest.mark.slow
-def test_the_script_plans_trains_and_collects(folder: Path, tmp_path: Path) -> None:
+def test_commands_plan_train_and_collect_in_bulk(folder: Path, tmp_path: Path) -> None:
     plans = tmp_path / "training" / "plans.jsonl"
 
-    def script(*options: str) -> str:
-        command = [sys.executable, str(SCRIPT), *options, "--plans", str(plans), "--quick"]
+    def bulk(*options: str) -> str:
+        command = [sys.executable, "-m", "reproduce", "bulk", *options, "--experiment", "methods-cifar"]
+        command += ["--plans", str(plans), "--quick"]
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=200).stdout
 
-    script("plans")
-    trained = script("train", "--data", str(folder), "--parallel", "2", "--minutes", "3", "--out", str(plans.parent))
+    bulk("plans")
+    trained = bulk("train", "--data", str(folder), "--parallel", "2", "--minutes", "3", "--out", str(plans.parent))
     assert "2 of 2 cells complete" in trained
-    assert "methods-cifar: 2 cells" in script("collect", "--out", str(tmp_path / "results"))
+    assert "methods-cifar: 2 cells" in bulk("collect", "--out", str(tmp_path / "results"))
     assert (tmp_path / "results" / "methods-cifar" / "methods-cifar.md").exists()
 
 

@@ -31,7 +31,7 @@ def secrets_of(private, losses, sums):
     for what, raw in list(found.items()):
         found[f"{what} in hex"] = raw.hex().encode()
         found[f"{what} in base64"] = base64.b64encode(raw)[:40]
-    field = NoiseField(key, private.layout, run_id=run)
+    field = NoiseField(key, private.private_step.layout, run_id=run)
     for step in (1, 2, private.steps_taken):
         z = {name: torch.zeros(p.shape) for name, p in private.clipper.parameters.items()}
         field.fill_(z, step)

@@ -1,18 +1,24 @@
-"""A loop that is not as it should be: a clear error each, nothing lost, nothing noised twice."""
+"""A loop that is not as it should be, or that something happens to: a clear error, nothing lost or noised twice."""
 
 from __future__ import annotations
 
 import copy
+import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import default_collate
 
 from lambdacgd.clipping import ClippingError
-from lambdacgd.training import TrainingError
+from lambdacgd.clipping.backward import Totals
+from lambdacgd.training import TrainingError, privatize
 from tests.training import oracle
 from tests.training.disturbed import backward, check_same_end, start
+
+# --- a loop that is not as it should be: a clear error each, nothing lost, nothing noised twice ----------------------
 
 
 def test_a_step_twice():
@@ -294,3 +300,200 @@ def test_a_deep_copy_of_a_private_model_is_a_plain_model():
             p.zero_()
         assert not twin(x).any()
         assert module(x).any()
+
+
+# --- a batch is what was handed out, whatever goes wrong between that and the step -----------------------------------
+
+
+def loss(module, batch):
+    return F.cross_entropy(module(batch[0]), batch[1])
+
+
+def begin(module, **options):
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=0.1, key=oracle.key(), **options)
+    return private, optimizer, iter(private.loader)
+
+
+def clipped(private):
+    """The sum of the first step's own examples, computed one by one."""
+    own = next(private.private_step.batches(1))
+    x, y = (tensor[own] for tensor in oracle.data().tensors)
+    return oracle.clipped_sum(oracle.per_example(oracle.model(), x, y), 0.1), len(own)
+
+
+def assert_own_examples_alone(private, rows):
+    expected, own = clipped(private)
+    assert rows > own
+    for name, total in private.clipper.sums.items():
+        torch.testing.assert_close(total, expected[name], rtol=2e-3, atol=1e-5)
+
+
+def test_padding_weighs_nothing_when_a_backward_pass_is_made_again():
+    """Out of memory, caught, and tried again: with weight one an example that fills up would count many times."""
+    private, _, batches = begin(module := oracle.model(), pad_batches=40)
+    batch = next(batches)
+    with (
+        mock.patch.object(Totals, "add_pack", side_effect=torch.OutOfMemoryError),
+        pytest.raises(torch.OutOfMemoryError),
+    ):
+        loss(module, batch).backward()
+    loss(module, batch).backward()
+    assert_own_examples_alone(private, len(batch[0]))
+
+
+def test_padding_weighs_nothing_after_a_look_at_the_loss():
+    private, _, batches = begin(module := oracle.model(), pad_batches=40)
+    batch = next(batches)
+    data = oracle.data()
+    private.check_loss(loss, [data[i] for i in range(len(batch[0]))], default_collate)
+    loss(module, batch).backward()
+    assert_own_examples_alone(private, len(batch[0]))
+
+
+def test_a_forward_pass_of_an_earlier_batch_is_refused():
+    """Of a single layer autograd needs no weights, so it does not see that they have changed."""
+    private, optimizer, batches = begin(module := nn.Linear(5, 3), pad_batches=40)
+    batch = next(batches)
+    stale = loss(module, batch)
+    loss(module, batch).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    next(batches)
+    with pytest.raises(ClippingError, match="saw an earlier one"):
+        stale.backward()
+    assert private.clipper.examples == 0
+
+
+def test_sums_of_a_dropped_batch_are_gone():
+    """A gradient that somebody kept (an optimizer in its state, which checkpoints hold) shares memory with them."""
+    private, optimizer, batches = begin(module := oracle.model())
+    loss(module, next(batches)).backward()
+    optimizer.step()
+    kept = [p.grad for p in module.parameters()]
+    optimizer.zero_grad()
+    loss(module, next(batches)).backward()
+    iter(private.loader)
+    assert private.between_steps
+    assert not any(bool(gradient.any()) for gradient in kept)
+
+
+# --- loops over epochs that would never end, or that are left --------------------------------------------------------
+
+
+def test_epochs_passed_over():
+    """They would be handed out for ever."""
+    private, module, optimizer = start()
+    with pytest.raises(TrainingError, match="epoch 1 was passed over"):
+        list(private.epochs())
+    check_same_end(private, module, optimizer)
+
+
+def test_the_loader_after_epochs_that_were_left():
+    private, module, optimizer = start()
+    for epoch in private.epochs():
+        backward(module, next(iter(epoch)))
+        optimizer.step()
+        optimizer.zero_grad()
+        break
+    for _ in private.epochs():
+        break
+    check_same_end(private, module, optimizer)
+
+
+def test_epochs_whose_steps_are_taken_by_other_means():
+    """A captured step asks no loader for batches."""
+    private, module, optimizer = start()
+    numbers = []
+    for epoch in private.epochs():
+        numbers.append(epoch.number)
+        goal = private.plan.steps_per_epoch * epoch.number
+        for batch in private.loader.until(goal):
+            backward(module, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert numbers == list(range(1, private.plan.epochs + 1))
+
+
+# --- losses that are scaled, and losses that are not numbers ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscaled", [False, True], ids=["", "unscaled before"])
+def test_a_gradient_scaler(fused, unscaled):
+    def sgd(module):
+        return torch.optim.SGD(module.parameters(), lr=0.5, fused=fused)
+
+    module = oracle.model()
+    private, module, optimizer = start(module, optimizer=sgd(module))
+    scaler = torch.amp.GradScaler("cpu")
+    x, y = next(iter(private.loader))
+    scaler.scale(F.cross_entropy(module(x), y)).backward()
+    if unscaled:
+        scaler.unscale_(optimizer)
+    before = oracle.weights(module)
+    with pytest.raises(TrainingError, match="GradScaler does not fit"):
+        scaler.step(optimizer)
+    assert all(torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+    assert private.steps_taken == 0
+    oracle.loop(private, module, optimizer)
+    other = oracle.model()
+    again, other, second = start(other, optimizer=sgd(other))
+    oracle.loop(again, other, second)
+    for name, value in oracle.weights(module).items():
+        assert torch.equal(value, oracle.weights(other)[name]), name
+
+
+def test_a_gradient_scaler_that_is_off():
+    private, module, optimizer = start()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    x, y = next(iter(private.loader))
+    scaler.scale(F.cross_entropy(module(x), y)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert private.steps_taken == 1
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_scalers_work_again_once_detached(fused):
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5, fused=fused)
+    asked = vars(optimizer).get("_step_supports_amp_scaling")
+    private, module, optimizer = start(module, optimizer=optimizer)
+    private.detach()
+    assert vars(optimizer).get("_step_supports_amp_scaling") == asked
+    scaler = torch.amp.GradScaler("cpu")
+    x = torch.randn(4, oracle.data()[0][0].numel())
+    before = oracle.weights(module)
+    scaler.scale(module(x).square().sum()).backward()
+    scaler.step(optimizer)
+    assert any(not torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
+
+
+def test_a_loss_that_is_nan_for_all_and_for_one():
+    private, module, optimizer = start()
+    batches = iter(private.loader)
+    x, y = next(batches)
+    (F.cross_entropy(module(x), y) * float("nan")).backward()
+    assert private.clipper.dropped == len(x)
+    with pytest.warns(UserWarning, match="no example of step 1 has a finite gradient"):
+        optimizer.step()
+    assert all(torch.isfinite(w).all() for w in module.parameters())
+    private, module, optimizer = start()
+    x, y = next(iter(private.loader))
+    assert len(x) > 1
+    losses = F.cross_entropy(module(x), y, reduction="none")
+    (losses * torch.where(torch.arange(len(x)) == 0, float("nan"), 1.0)).mean().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.step()
+
+
+def test_one_example_that_is_nan_is_told_at_the_end_of_each_epoch():
+    x, y = oracle.data().tensors
+    x[17] = float("nan")
+    private, module, optimizer = start(dataset=torch.utils.data.TensorDataset(x, y))
+    with pytest.warns(UserWarning, match=r"1 example\(s\) of the epoch that ends with step") as told:
+        oracle.loop(private, module, optimizer)
+    assert [str(w.message).split("step ")[1][0] for w in told] == ["4", "8"]
+    assert all(torch.isfinite(w).all() for w in module.parameters())

@@ -9,6 +9,7 @@ takes the finest lattice whose cost the share covers.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -27,6 +28,7 @@ FINEST, COARSEST = 10, 5  #: Δ is at least 2⁻¹⁰ of the noise's standard de
 _LONGEST = 11.78  # a radius beyond it has u < 2⁻¹⁰⁰ and is not covered: its probability is part of δ₁
 _WIDEST = 0.25  # lemma 1 covers cells up to this width, in units of z
 _SMALL = 0.09  # lemmas 5 and 7 cover log-likelihood ratios up to this size
+_TINY = 2.0**-12  # lemmas 6 and 7 cover products of the errors of two pairs up to this size
 _SEEN = 16.66  # the later noise of a pair, |N₁| + |N₂|, is covered up to √2·11.78: a radius beyond it is as improbable
 
 
@@ -109,17 +111,24 @@ def floating_point_cost(
         The cost.
     """
     period = min(restart_every or steps, steps)
+    return _cost(mechanism.recurrence(period), steps, period, parameters, fineness, delta)
+
+
+@functools.lru_cache(maxsize=64)  # a run asks for its lattice, and its card and every checkpoint again
+def _cost(
+    recurrence: Recurrence, steps: int, period: int, parameters: int, fineness: int, delta: float
+) -> FloatingPointCost:
     blocks = -(-steps // period)
-    recurrence = mechanism.recurrence(period)
     column = np.abs(recurrence.strategy(period))
     diagonal, later = float(column[0]), float(np.sqrt(np.sum(column[1:] ** 2)) / column[0])  # c₀ and β
     # A cell of the lattice in units of z: at least `narrow`, at most `wide`.
     narrow, wide = (2.0 ** (k - fineness) * (1 + s * 2.0**-12) * diagonal for k, s in ((0, -1), (1, 1)))
     computed = _arithmetic(recurrence, period) * diagonal  # for noise of unit size
-    noising = np.abs(recurrence.noising(period)) * diagonal
-    past = float(noising[1:].sum())  # with which weight earlier normals come again
+    noising = np.abs(recurrence.noising(period))
+    past = float(noising[1:].sum()) * diagonal  # with which weight earlier normals come again
+    too_much = FloatingPointCost(math.inf, 1.0, fineness)
     if wide > _WIDEST or noising.sum() > 2.0**25:  # lemma 1, and noise that fits between the lattice's ends
-        return FloatingPointCost(math.inf, 1.0, fineness)
+        return too_much
 
     # |ℓ| of a pair whose cells are seen is at most κ = 4·tilt·(displacement)/narrow (lemma 1).
     probability, displacement, radius = _displacements(wide, 2.0**-53, 2.0**-51)
@@ -142,11 +151,13 @@ def floating_point_cost(
     # What it costs that the pairs of a ChaCha20 block share bits: |x| of a pair, given those bits (lemma 6).
     farthest = _displacements(wide, 2.0**-42, 2.0**-38)[1] + largest
     if farthest.max() > narrow**2 / 8:  # lemma 1 needs this much room
-        return FloatingPointCost(math.inf, 1.0, fineness)
+        return too_much
     coarse = factor * farthest
     given = np.expm1(coarse + factor * (displacement + largest))
     shared, size = _products(probability, given)
-    size *= math.comb(PAIRS, 2) * math.exp(PAIRS * given.max() + 2.0**-10)
+    size *= math.comb(PAIRS, 2) * math.exp((PAIRS + 1) * given.max() + 2.0**-10)
+    if size.max() > _TINY:
+        return too_much
     epsilon += _composed(steps * parameters / PAIRS, shared, size, size, delta / 5)
 
     # What later steps show of a number inside its cell, one position in a block after the other (lemma 5).
@@ -161,12 +172,14 @@ def floating_point_cost(
         epsilon += period * _composed(numbers / 2, joint, *kappa(numbers, relative), delta / 5 / period)
         # The same for the bits that a block shares (lemma 7).
         if coarse.max() * relative.max() > _SMALL:
-            return FloatingPointCost(math.inf, 1.0, fineness)
+            return too_much
         more = (1 + 1.2 * relative) ** 2 - 1 + math.expm1(PAIRS * given.max()) * ((1 + 1.2 * relative) ** PAIRS - 1)
         joint, sizes = (shared[:, None] * share).ravel(), (size[:, None] * more).ravel()
+        if sizes.max() > _TINY:
+            return too_much
         epsilon += period * _composed(numbers / PAIRS, joint, sizes, sizes, delta / 5 / period)
-    outside = steps * parameters * 2.0**-100  # for each pair one event of u and one of N₁, N₂
-    return FloatingPointCost(epsilon, math.exp(min(epsilon, 700.0)) * delta + outside, fineness)
+    outside = 2 * steps * parameters * 2.0**-100  # one event of u and one of N₁, N₂ for each pair that is used
+    return FloatingPointCost(epsilon, math.exp(min(epsilon, 700.0)) * (delta + outside), fineness)
 
 
 def _displacements(wide: float, unit: float, turn: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -83,10 +83,10 @@ def granularity(released: Array, g: Array, *, mantissa: int = 23) -> float:
     return float(gain[informative].sum())
 
 
-def angles(noise: Array) -> float:
+def angles(noise: Array, *, bits: int = 50) -> float:
     """Evidence that pairs of normals lie on the 2⁵⁰ angles of the generator, and not anywhere: the v of Box–Muller."""
     x, y = _pairs(noise)
-    return _near_whole(np.arctan2(y, x) / (2 * math.pi) * 2.0**50 - 0.5)
+    return _near_whole(np.arctan2(y, x) / (2 * math.pi) * 2.0**bits - 0.5)
 
 
 def shared_bits(noise: Array) -> float:

@@ -110,16 +110,13 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in request.items() if value is not None}
     if used := {name: given.pop(name) for name in parameters_of([Workload]) if name in given}:
         given["workload"] = Workload(**used)
-    default = not {"mechanism", *parameters_of(MECHANISMS.values())} & set(given)
-    mechanism = _named("mechanism", given, MECHANISMS, LambdaCGD.name)
-    if default:  # as ``lc.plan`` has it
-        mechanism = LambdaCGD("auto", normalized="auto")
-    asked = {"sampling", *parameters_of(SAMPLINGS.values())} & set(given)
-    sampling = _named("sampling", given, SAMPLINGS, BallsInBins.name)
-    # Plain Balls-in-Bins are not asked for by name: which bins are the default depends on the mechanism.
-    if asked <= {"sampling"} and isinstance(sampling, BallsInBins):
-        return given | {"mechanism": mechanism}
-    return given | {"mechanism": mechanism, "sampling": sampling}
+    for parameter, classes, default in (
+        ("mechanism", MECHANISMS, LambdaCGD.name),
+        ("sampling", SAMPLINGS, BallsInBins.name),
+    ):
+        if {parameter, *parameters_of(classes.values())} & set(given):  # else it is the default of ``lc.plan``
+            given[parameter] = _named(parameter, given, classes, default)
+    return given
 
 
 def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]], default: str) -> Any:

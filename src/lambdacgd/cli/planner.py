@@ -67,9 +67,7 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
     sizes = {name: value for name in ("bands", "buffers") if (value := request.pop(name, None)) is not None}
     if "bands" in sizes:
         sizes["bands"] = number_or_auto("bands", sizes["bands"])
-    arguments = plan_arguments(request)
-    del arguments["mechanism"]
-    plans = compare(**arguments, **sizes)
+    plans = compare(**plan_arguments(request), **sizes)
     if plot:
         plots().comparison_figure(plans, plot)
     if as_json:

@@ -42,8 +42,6 @@ _SMALL = 1 << 13
 _TOGETHER = 24
 # Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
 _PACKS = 16
-# Forward passes that are remembered as clipped and added.
-_REMEMBERED = 4096
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
@@ -177,9 +175,6 @@ class ColumnSum(Record):
         return self.b.shape[0]
 
 
-Tokens = Tensor | Callable[[slice], Tensor]
-
-
 @dataclass
 class Outer(Record):
     """Per-example gradients Σ_t b_it a_itᵀ of a parameter viewed as a matrix [out, in].
@@ -188,39 +183,46 @@ class Outer(Record):
     """
 
     name: str
-    a: Tokens
-    b: Tokens
-    sizes: tuple[int, int, int, int]  # B, T, in, out
+    a: Tensor | Callable[[slice], Tensor]
+    b: Tensor
     shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
     transposed: bool = False  # the parameter is stored [in, out] (Hugging Face Conv1D)
 
     def left(self, rows: slice) -> Tensor:
         return self.a(rows) if callable(self.a) else self.a[rows]
 
-    def right(self, rows: slice) -> Tensor:
-        return self.b(rows) if callable(self.b) else self.b[rows]
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """B, T, in, out."""
+        examples, tokens, out = self.b.shape
+        return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
 
     @property
     def examples(self) -> int:
-        return self.sizes[0]
+        return self.b.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.b.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.b.device
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        rows, tokens, inner, out = self.sizes
-        if isinstance(self.a, Tensor) and isinstance(self.b, Tensor):
-            a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
-            return outer(self.name, a, b, self.shape, transposed=self.transposed)
-        if minor:
+        if callable(self.a) and minor:
             return super().folded(examples, minor=minor)
-        each = rows // examples
+        b = fold(self.b, examples, minor=minor).flatten(1, 2)
+        if isinstance(self.a, Tensor):
+            a = fold(self.a, examples, minor=minor).flatten(1, 2)
+            return outer(self.name, a, b, self.shape, transposed=self.transposed)
+        of, each = self.a, self.examples // examples
 
-        def more(of: Callable[[slice], Tensor]) -> Callable[[slice], Tensor]:
-            return lambda some: of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
+        def more(some: slice) -> Tensor:
+            return of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
 
-        sizes = (examples, each * tokens, inner, out)
-        return replace(self, a=more(self.left), b=more(self.right), sizes=sizes)
+        return replace(self, a=more, b=b)
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -235,7 +237,7 @@ class Outer(Record):
         whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
         for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
             here = slice(start + part.start, start + part.stop)
-            a, b = self.left(here), self.right(here)
+            a, b = self.left(here), self.b[here]
             first, second = (a, b) if self.transposed else (b, a)
             bounds.bmm_into(whole[part], first.transpose(1, 2), second)
         return whole.view(-1, *self.shape)
@@ -251,12 +253,12 @@ class Outer(Record):
             every = slice(0, examples)
             kept = bounds.accumulator(self.dtype)
             trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
-            trace_b = torch.linalg.vector_norm(self.right(every)[:, 0], dim=1, dtype=kept).square()
+            trace_b = torch.linalg.vector_norm(self.b[:, 0], dim=1, dtype=kept).square()
             product = trace_a * trace_b
             return Norm(product, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa, fold_a=fold_a)
         each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
         groups = in_chunks(examples, each, self.device)
-        parts = [gram_parts(self.left(rows), self.right(rows)) for rows in groups]
+        parts = [gram_parts(self.left(rows), self.b[rows]) for rows in groups]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
         return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
 
@@ -264,12 +266,12 @@ class Outer(Record):
         _, tokens, inner, _ = self.sizes
         shape = self._matrix_shape()
         matrix = total if total.shape == shape else total.view(shape)
-        if not callable(self.a) and not callable(self.b):
+        if not callable(self.a):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
         for rows in in_chunks(self.examples, tokens * inner, self.device):
             kept = None if keep is None else keep[rows]
-            self._add_rows(matrix, masked(self.left(rows), kept), masked(self.right(rows), kept), factor[rows], fresh)
+            self._add_rows(matrix, masked(self.left(rows), kept), masked(self.b[rows], kept), factor[rows], fresh)
             fresh = False
 
     def _add_rows(self, matrix: Tensor, a: Tensor, b: Tensor, factor: Tensor, fresh: bool) -> None:
@@ -296,7 +298,7 @@ class Outer(Record):
         """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
         if not isinstance(other, Outer) or callable(self.a) or callable(other.a):
             return None
-        if callable(self.b) or callable(other.b) or self.transposed != other.transposed or self.dtype != other.dtype:
+        if self.transposed != other.transposed or self.dtype != other.dtype:
             return None
         a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
         return outer(self.name, a, b, self.shape, transposed=self.transposed)
@@ -315,9 +317,7 @@ def direct(sizes: tuple[int, int, int, int], *, patches: bool) -> bool:
 
 def outer(name: str, a: Tensor, b: Tensor, shape: torch.Size, *, transposed: bool = False) -> Outer:
     """The record of a linear map with inputs ``a`` [B, T, in] and output gradients ``b`` [B, T, out]."""
-    a, b = same_type(a, b)
-    sizes = (a.shape[0], a.shape[1], a.shape[2], b.shape[2])
-    return Outer(name, a, b, sizes, shape, a.dtype, a.device, transposed)
+    return Outer(name, *same_type(a, b), shape, transposed)
 
 
 def same_type(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -365,6 +365,21 @@ class Settings:
         return name.rpartition(".")[0] if self.mode == "per-layer" else ""
 
 
+@dataclass(eq=False)
+class Pass:
+    """One forward pass of the model, as its backward pass sees it.
+
+    Attributes:
+        number: How many there were before it.
+        clipped: Whether a backward pass has clipped and added it already.
+        seen: Whether the probe can look at what the model handed out, where gradients come from.
+    """
+
+    number: int = 0
+    clipped: bool = False
+    seen: bool = True
+
+
 class BackwardPass:
     """Gathers the records of a backward pass and, when it ends, adds clipped sums to ``totals``.
 
@@ -389,15 +404,14 @@ class BackwardPass:
         self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
         self.sharded = False
-        self.over = 0  # the newest forward pass that is of an earlier batch than the one under way
-        self._clipped: set[int] = set()  # forward passes that were added already
+        self.over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
 
     def reset(self) -> None:
         """Forget the pass under way: what an interrupted one left behind."""
         self._pending: dict[str, list[Record]] = {}
-        self._norm_pass, self._task, self._batch, self._generation = NormPass(), -1, 0, -1
+        self._norm_pass, self._task, self._batch, self._forward = NormPass(), -1, 0, Pass()
 
     def forget(self) -> None:
         """Forget the sums and norms gathered so far."""
@@ -416,8 +430,8 @@ class BackwardPass:
             self._for_parameters = (task, will_execute(node))
         return self._for_parameters[1]
 
-    def begin(self, batch: int, generation: int, refuse: Callable[[str], ClippingError]) -> None:
-        """A call of a layer is about to deliver, from forward pass ``generation`` over ``batch`` examples.
+    def begin(self, batch: int, forward: Pass, refuse: Callable[[str], ClippingError]) -> None:
+        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples.
 
         Raises:
             ClippingError: Its gradient would be clipped in parts, or twice.
@@ -432,19 +446,25 @@ class BackwardPass:
                 )
             if self.before_adding is not None and self.looking is None:
                 self.before_adding()
-            self._task, self._batch, self._generation = task, batch, generation
+            self._task, self._batch, self._forward = task, batch, forward
             after_backward(self._finish)
-        if generation <= self.over:
+        if forward.number <= self.over:
             raise refuse(
                 "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
                 "model on the batch that the loader yielded last."
             )
-        if generation in self._clipped:
+        if not forward.seen:
+            raise ClippingError(
+                "the model's output holds no tensor that a gradient can come from, and neither does an attribute of "
+                "its modules: whether examples are kept apart in what it handed out could not be seen. Return "
+                "tensors, or containers or dataclasses of them."
+            )
+        if forward.clipped:
             raise refuse(
                 "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
                 "up and call backward() once."
             )
-        if generation != self._generation:
+        if forward is not self._forward:
             raise refuse(
                 "one backward pass covers two forward passes of the model. Where they saw different examples, call "
                 "backward() for each; where row i is one example in both (two views of it), let one module call the "
@@ -453,6 +473,8 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
+        if record.name not in self._shapes:
+            raise refuse(f"its rule gives a record for '{record.name}', which is no name in layer.names.")
         if type(record) is Outer:
             record = record.resolve()
         if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
@@ -465,11 +487,8 @@ class BackwardPass:
 
     def _finish(self) -> None:
         pending, norm_pass, batch = self._pending, self._norm_pass, self._batch
-        self._clipped.add(self._generation)
+        self._forward.clipped = True
         self.reset()
-        if len(self._clipped) > _REMEMBERED:
-            newest = max(self._clipped)
-            self._clipped = {g for g in self._clipped if g > newest - _REMEMBERED // 4}
         if not pending:
             return
         weights = None if self.looking is not None else self.weights
@@ -624,7 +643,7 @@ class NormPass:
             return
         if self._with_tables is None:
             self._with_tables = record.device.type == gpu.DEVICE and gpu.may_use_tables()
-        if self._with_tables and isinstance(record.a, Tensor) and isinstance(record.b, Tensor):
+        if self._with_tables and isinstance(record.a, Tensor):
             self._waiting.append((record.name, record.a, record.b))
             if len(self._waiting) >= _TOGETHER:
                 self._launch()

@@ -20,7 +20,7 @@ from torch import Tensor
 from lambdacgd.clipping.backward import Record, Stored
 from lambdacgd.clipping.bounds import accumulator
 from lambdacgd.clipping.layers.linear import tapped_linear
-from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, tap
+from lambdacgd.clipping.rules import Call, Layer, Recorder, autocast_dtype, exchanged, tap
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import WithoutTorchFunction, tree_flatten, tree_leaves, tree_unflatten
 
@@ -107,20 +107,6 @@ def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
         yield Stored(name, gradients.to(dtype))
 
     return stand_in(leaf, (Root(layer, name, leaf, finish, parameter=True),))
-
-
-@contextlib.contextmanager
-def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-    """Other tensors in the places of parameters; these come back at the end."""
-    kept: list[tuple[dict[str, Any], str, Any]] = []
-    try:
-        for slots, name, value in places:
-            kept.append((slots, name, slots[name]))
-            slots[name] = value
-        yield
-    finally:
-        for slots, name, value in reversed(kept):
-            slots[name] = value
 
 
 def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:

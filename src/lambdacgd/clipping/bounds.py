@@ -228,14 +228,6 @@ def without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
         return function(*args)
 
 
-# CUDA products of 16-bit operands can write float32 directly since torch 2.8. (Comparing versions takes microseconds.)
-_WIDE_PRODUCTS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 8)
-
-
-def _native_float32_out(x: Tensor) -> bool:
-    return _WIDE_PRODUCTS and x.is_cuda
-
-
 def squared_norms(x: Tensor) -> Tensor:
     """Σ_j x_ij² of each row, in pieces: on the CPU a norm adds one by one, and over 2²⁴ numbers loses percents."""
     rows, length = x.shape
@@ -249,7 +241,7 @@ def squared_norms(x: Tensor) -> Tensor:
 def bmm(x: Tensor, y: Tensor) -> Tensor:
     """Batched product, accumulated and returned in float32 (float64 for float64)."""
     if x.dtype in _LOW:
-        if _native_float32_out(x):
+        if x.is_cuda:
             return torch.bmm(x, y, out_dtype=torch.float32)
         return torch.bmm(x.float(), y.float())
     return torch.bmm(x, y)
@@ -275,7 +267,7 @@ def sum_of_products_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) ->
 
 def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
     """``total += x @ y`` (``fresh``: ``total = x @ y``), accumulated in ``total``'s float32 or float64."""
-    if x.dtype in _LOW and not _native_float32_out(x):
+    if x.dtype in _LOW and not x.is_cuda:
         x, y = x.float(), y.float()
     if x.dtype in _LOW:
         if fresh:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
@@ -22,16 +23,15 @@ from lambdacgd.clipping import bounds
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, Settings, Totals
 from lambdacgd.clipping.batch_free import (
     BatchFree,
-    exchanged,
     own_parameters_of,
     parameter_stand_in,
     refuse_stand_ins,
     standing_in,
 )
 from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.layers import conv, embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import Loss, Probe, check_loss, refuse_gradients
-from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, rule_for
+from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
@@ -48,11 +48,11 @@ from lambdacgd.torch_private import (
     own_parameters,
     tree_leaves,
     version,
-    versions,
 )
 
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 Undo = Callable[[], None]
+_UNSEEN = 8  #: writes into a buffer that no probe saw written, until they are refused
 _MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
 _FUSED = (nn.MultiheadAttention, nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
@@ -280,7 +280,7 @@ class Clipper:
 
     def begin_batch(self) -> None:
         """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
-        self._backward_pass.over = self._forward_pass.generation
+        self._backward_pass.over = self._forward_pass.now.number
 
     def allow_probe(self, allowed: bool) -> None:
         """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
@@ -327,7 +327,7 @@ class Clipper:
             if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
                 self._watch.probing()
                 if self._probe.look((args, kwargs), batch, self._watch.mode):
-                    self._watch.probed()
+                    self._watch.probed(self._probe.compared)
             self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
@@ -352,7 +352,9 @@ class Clipper:
             self._watch.end()
             suspects = self._probe.suspects.get(self._watch.mode)
             if suspects:
-                refuse_gradients(output, suspects)
+                refuse_gradients(self.model, output, suspects)
+            seen = (type(output) is Tensor and output.requires_grad) or is_seen(self.model, output)
+            self._forward_pass.now.seen = seen
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -385,7 +387,9 @@ class Clipper:
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
-        layer.slots = [(slots, local, slots[local]) for slots, local in _slots(layer)]
+        for owner, _, last in (local.rpartition(".") for local in own):  # lists of parameters are modules of their own
+            slots: dict[str, Any] = own_parameters(module.get_submodule(owner))
+            layer.slots.append((slots, last, slots[last]))
         self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
@@ -423,7 +427,7 @@ class Clipper:
 
     def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
-        for (slots, last), name in zip(_slots(layer), layer.names.values(), strict=True):
+        for (slots, last, _), name in zip(layer.slots, layer.names.values(), strict=True):
             gathered = slots[last]
             if gathered is None:
                 continue
@@ -437,16 +441,16 @@ class Watch:
     """What is looked at in every forward pass, and when one is to be probed.
 
     Something may begin later: a warm-up, mixup every other batch, another mode of a module. So a probe is due at
-    forward passes 1, 2, 4, 8, …, in modes that were not probed, and after a buffer was written that no probe has seen
-    written. A parameter must not be written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
+    forward passes 1, 2, 3, 5, 8, … (Fibonacci's numbers: whatever happens every k-th time happens in one of them), in
+    modes that were not probed, and after a buffer was written that no probe has seen written. A parameter must not be
+    written at all (a frozen one as a running average, ``Embedding(max_norm=…)``).
 
     Attributes:
         mode: Which modules were in train mode when `due` was asked last.
     """
 
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
-        self._trained = [(name, p, p.shape, p.dtype) for name, p in trained.items()]
-        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+        self._known = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
         self._modules = list(model.modules())
         self._buffers = [
             (f"{path}.{name}" if path else name, own_buffers(module), name)
@@ -455,15 +459,15 @@ class Watch:
             if name not in non_persistent_buffers(module)
         ]
         self._norms = [(path, m) for path, m in model.named_modules() if isinstance(m, AnyNormWithStatistics)]
-        named = [(name, p) for name, p in model.named_parameters() if not p.is_inference()]
-        self._names, self._parameters = [name for name, _ in named], [p for _, p in named]
+        self._counted = [p for _, p, *_ in self._known if not p.is_inference()]  # how often they were written
         self.mode, self._probed_modes = b"", set[bytes]()
-        self._passes, self._next = 0, 1  # forward passes so far, and the one that is probed next
-        self._due, self._probed = True, False  # whether a probe is, and whether the pass under way was probed
+        self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
+        self._due = True  # whether a probe is
         self._buffers_before: list[tuple[int, int]] = []
         self._parameters_before: list[int] | None = None
         self._compared: set[str] = set()  # buffers that a probe has seen written
         self._quietly: set[str] = set()  # those that passes without gradients wrote, which no probe compares
+        self._unseen: Counter[str] = Counter()  # how often others wrote what no probe had seen written
 
     def refuse_changes(self) -> None:
         """Compare the parameters with what they were when clipping was attached.
@@ -471,9 +475,11 @@ class Watch:
         Raises:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
-        for name, p, shape, dtype in self._trained:
-            if not p.requires_grad:
-                raise _changed(name, "was frozen")
+        for name, p, trained, shape, dtype in self._known:
+            if p.requires_grad != trained:
+                raise _changed(name, "was frozen" if trained else "was unfrozen")
+            if not trained:
+                continue
             if p.shape != shape or p.dtype != dtype:
                 raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
             if backward_hooks(p):
@@ -481,15 +487,11 @@ class Watch:
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
                     "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."
                 )
-        for name, p in self._frozen:
-            if p.requires_grad:
-                raise _changed(name, "was unfrozen")
 
     def due(self, *, again: bool) -> bool:
         """Whether the forward pass that begins is to be probed; ``again``: also for its number alone."""
-        self._passes, self._probed = self._passes + 1, False
-        if not self._due:
-            self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
+        self._passes += 1
+        self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
         self.mode = bytes([m.training for m in self._modules])
         new = self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
         self._due |= new or (again and self._passes >= self._next)
@@ -498,17 +500,18 @@ class Watch:
     def probing(self) -> None:
         """Before a probe. It stays due until `probed`: where it raises, and where it could not tell."""
         while self._next <= self._passes:
-            self._next *= 2
+            self._last, self._next = self._next, self._last + self._next
 
-    def probed(self) -> None:
-        """The pass that begins was probed, and nothing was found."""
+    def probed(self, compared: set[str]) -> None:
+        """The pass that begins was probed, and nothing was found. ``compared``: buffers that probes saw written."""
         self._probed_modes.add(self.mode)
-        self._due, self._probed = False, True
+        self._compared = compared
+        self._due = False
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
         self._buffers_before = self._versions()
-        self._parameters_before = None if sharded else versions(self._parameters)
+        self._parameters_before = None if sharded else list(map(version, self._counted))
 
     def end(self) -> None:
         """After a forward pass with gradients.
@@ -518,13 +521,9 @@ class Watch:
         """
         self._refuse_parameters()
         written = self._written() if self._buffers else []
-        if not self._probed:
-            self._due |= bool(written)  # compared in the next forward pass
-            return
-        self._compared.update(written)  # the probe has seen it written: it does not depend on the examples
-        self._due = True  # where it is refused, it stays refused
+        self._unseen.update(written)
         self._refuse_unseen()
-        self._due = False
+        self._due |= bool(written)  # to be compared in the next forward pass
 
     def begin_quietly(self, sharded: bool) -> None:
         """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
@@ -538,8 +537,7 @@ class Watch:
         self._refuse_parameters()
         held = {name: buffers.get(local) for name, buffers, local in self._buffers}
         self._quietly.update(n for n in self._written() if (b := held[n]) is not None and b.is_floating_point())
-        if not self._due:
-            self._refuse_unseen()
+        self._refuse_unseen()
 
     def _written(self) -> list[str]:
         """Buffers that the pass under way has written and that no probe has seen written."""
@@ -547,24 +545,27 @@ class Watch:
         return [name for (name, _, _), before, now in places if before != now and name not in self._compared]
 
     def _refuse_parameters(self) -> None:
-        before, now = self._parameters_before, versions(self._parameters)
+        before, now = self._parameters_before, list(map(version, self._counted))
         if before is None or now == before:
             return
-        name = next(n for n, a, b in zip(self._names, before, now, strict=True) if a != b)
-        raise ClippingError(
-            f"the forward pass writes the parameter '{name}': what it holds of examples would leave the model with "
-            "its state_dict, without clipping or noise (a running average, a table that is renormalised where it "
-            "is read: Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
-        )
+        written = next(p for p, a, b in zip(self._counted, before, now, strict=True) if a != b)
+        raise ClippingError(WRITES_PARAMETER.format(name=next(name for name, p, *_ in self._known if p is written)))
 
     def _refuse_unseen(self) -> None:
         """Once a probe has seen what passes with gradients write: others may write no more."""
+        if not self._probed_modes:
+            return
         for name in sorted(self._quietly - self._compared):
             raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
+        for name in sorted(n for n, times in self._unseen.items() if times >= _UNSEEN and n not in self._compared):
+            raise ClippingError(
+                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did: "
+                "whether it holds something of examples could not be seen. Write it in every pass or in none, or "
+                "make it register_buffer(…, persistent=False), which does not leave the model."
+            )
 
     def _versions(self) -> list[tuple[int, int]]:
-        held = (buffers.get(name) for _, buffers, name in self._buffers)
-        return [(0, 0) if b is None or b.is_inference() else (id(b), version(b)) for b in held]
+        return [mark(buffers.get(name)) for _, buffers, name in self._buffers]
 
 
 def _quiet(what: str) -> ClippingError:
@@ -628,13 +629,6 @@ class Replaced:
             self._module.forward = self._before
 
 
-def _slots(layer: Layer) -> Iterator[tuple[dict[str, Any], str]]:
-    """Where the parameters of ``layer.names`` are kept."""
-    for local in layer.names:
-        owner, _, last = local.rpartition(".")
-        yield own_parameters(layer.module.get_submodule(owner)), last
-
-
 def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
     """A module's output by its rule, where its input has the batch in a place that the rule knows; or by stand-ins."""
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
@@ -660,8 +654,8 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    places = zip(_slots(layer), layer.names.values(), strict=True)
-    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last), name in places):
+    places = zip(layer.slots, layer.names.values(), strict=True)
+    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last, _), name in places):
         return layer.original(*args, **kwargs)
 
 

@@ -11,7 +11,14 @@ from torch.nn import functional as F
 from lambdacgd.clipping.layers.norm import FittedGroupNorm
 from lambdacgd.clipping.layers.recurrent import OpenGRU, OpenGRUCell, OpenLSTM, OpenLSTMCell, OpenRNN, OpenRNNCell
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import AnyBatchNorm, AnyInstanceNorm, AnyLazyNorm, projects_together
+from lambdacgd.torch_private import (
+    AnyBatchNorm,
+    AnyInstanceNorm,
+    AnyLazyNorm,
+    forward_hooks,
+    own_modules,
+    projects_together,
+)
 
 
 def convert(model: nn.Module, *, groups: int = 32) -> nn.Module:
@@ -43,7 +50,13 @@ def convert(model: nn.Module, *, groups: int = 32) -> nn.Module:
         elif isinstance(module, AnyInstanceNorm) and module.track_running_stats:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
-    return _without_batch_norm(model, groups)
+    new: dict[nn.Module, nn.Module] = {}
+    for module in list(model.modules()):
+        for name, child in own_modules(module).items():
+            if isinstance(child, AnyBatchNorm):  # one that has several places has one replacement
+                new[child] = new.get(child) or _group_norm(child, groups)
+                setattr(module, name, new[child])
+    return _group_norm(model, groups) if isinstance(model, AnyBatchNorm) else model
 
 
 def _refuse(path: str, module: nn.Module) -> None:
@@ -61,26 +74,21 @@ def _refuse(path: str, module: nn.Module) -> None:
     if isinstance(module, AnyLazyNorm) and isinstance(module, AnyBatchNorm):
         raise ClippingError(f"{where} ({kind}) is not initialised yet. Run one forward pass before convert.")
     if isinstance(module, AnyBatchNorm):
-        plain = {AnyBatchNorm.forward, nn.SyncBatchNorm.forward}
-        if "forward" in vars(module) or type(module).forward not in plain:
+        own = "forward" in vars(module) or type(module).forward not in {AnyBatchNorm.forward, nn.SyncBatchNorm.forward}
+        own |= type(module).__call__ is not nn.Module.__call__ or nn.utils.parametrize.is_parametrized(module)
+        if own or forward_hooks(module):
             raise ClippingError(
-                f"{where} ({kind}) is a BatchNorm with a forward of its own (an activation, say), which GroupNorm "
-                "would drop. Replace it yourself by a GroupNorm followed by what it does besides (models of timm take "
-                "norm_layer=)."
+                f"{where} ({kind}) is a BatchNorm with a forward of its own (an activation, a hook, a "
+                "parametrization), which GroupNorm would drop. Replace it yourself by a GroupNorm followed by what it "
+                "does besides (models of timm take norm_layer=)."
             )
 
 
-def _without_batch_norm(module: nn.Module, groups: int) -> nn.Module:
-    if isinstance(module, AnyBatchNorm):
-        norm = FittedGroupNorm(groups, module.num_features, eps=module.eps, affine=module.affine)
-        if module.affine:
-            norm.weight, norm.bias = module.weight, module.bias
-        return norm.train(module.training)
-    for name, child in module.named_children():
-        new = _without_batch_norm(child, groups)
-        if new is not child:
-            setattr(module, name, new)
-    return module
+def _group_norm(batch_norm: AnyBatchNorm, groups: int) -> nn.Module:
+    norm = FittedGroupNorm(groups, batch_norm.num_features, eps=batch_norm.eps, affine=batch_norm.affine)
+    if batch_norm.affine:
+        norm.weight, norm.bias = batch_norm.weight, batch_norm.bias
+    return norm.train(batch_norm.training)
 
 
 class OpenMultiheadAttention(nn.MultiheadAttention):

@@ -77,7 +77,7 @@ def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Norm
             table[2 * start :], out, examples, tokens, inner, outer,
             a_stride[0], a_stride[1], b_stride[0], b_stride[1], tile_pairs,
             LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
-            EXACT=False, num_warps=4, num_stages=3,
+            num_warps=4, num_stages=3,
         )  # fmt: skip
         square, trace_a, trace_b, gram_a, gram_b = out.sum(2).unbind(2)  # each [layers, B]
         gamma = bounds.accumulation_unit(max(inner, outer), dtype)

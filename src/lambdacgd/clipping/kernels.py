@@ -14,7 +14,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["examples", "tokens", "pairs"])
 def gram_kernel(
     table, out, examples, tokens, inner, outer, a_batch, a_token, b_batch, b_token, pairs,
-    LOW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, EXACT: tl.constexpr,
+    LOW: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Partial sums over one pair of token tiles: ⟨G_a, G_b⟩, tr G_a, tr G_b, ‖G_a‖², ‖G_b‖² (pairs counted twice)."""
     pair = tl.program_id(0)
@@ -35,7 +35,7 @@ def gram_kernel(
         y = tl.load(
             a + columns[None, :] * a_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0
         )
-        gram_a = tl.dot(x, y, gram_a, input_precision="ieee" if EXACT else "tf32")
+        gram_a = tl.dot(x, y, gram_a, input_precision="tf32")
     gram_b = tl.zeros([TILE, TILE], tl.float32)
     for k in range(0, outer, DEPTH):
         inside = (k + here) < outer
@@ -43,7 +43,7 @@ def gram_kernel(
         y = tl.load(
             b + columns[None, :] * b_token + (k + here)[:, None], (columns < tokens)[None, :] & inside[:, None], 0.0
         )
-        gram_b = tl.dot(x, y, gram_b, input_precision="ieee" if EXACT else "tf32")
+        gram_b = tl.dot(x, y, gram_b, input_precision="tf32")
     twice = tl.where(i == j, 1.0, 2.0)
     diagonal = rows[:, None] == columns[None, :]
     place = out + ((layer * examples + example) * pairs + pair).to(tl.int64) * 5

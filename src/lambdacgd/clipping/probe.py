@@ -34,7 +34,14 @@ from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import DispatchMode, non_persistent_buffers, own_buffers, tree_map
+from lambdacgd.torch_private import (
+    DispatchMode,
+    argument_names,
+    non_persistent_buffers,
+    own_buffers,
+    tree_map,
+    version,
+)
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
@@ -43,6 +50,7 @@ _SETS = 3  #: numbers of examples that are tried until one tells the batch from 
 _TURNS = 3  #: random numbers that are tried until every layer has been seen
 _STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
 _WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
+_FEW = 64  #: attributes of modules with more items than this are no place for outputs
 
 
 class Probe:
@@ -51,7 +59,8 @@ class Probe:
     Attributes:
         layers: The layers that are clipped.
         read_elsewhere: Those whose parameters other modules read, too.
-        suspects: By the model's mode, the places of outputs that no gradient may come from, and why.
+        suspects: By the model's mode, the outputs that no gradient may come from (see `outputs_of`), and why.
+        compared: Buffers that its passes have written, and whose values it has compared.
     """
 
     def __init__(
@@ -66,11 +75,12 @@ class Probe:
         """``mean``: whether a loss that the model returns is the mean over examples."""
         self.layers: list[Layer] = []
         self.read_elsewhere: list[Layer] = []
-        self.suspects: dict[bytes, dict[int, str]] = {}
+        self.suspects: dict[bytes, dict[str, str]] = {}
+        self.compared: set[str] = set()
         self._model, self._forward_pass, self._anchor, self._count = model, forward_pass, anchor, count
         self._mean = mean
         self._looked = False  # whether any probe has come to its end
-        self._shapes: dict[int, list[torch.Size]] = {}  # of the model's outputs, by the number of examples
+        self._shapes: dict[int, dict[str, torch.Size]] = {}  # of the model's outputs, by the number of examples
 
     def look(self, arguments: Arguments, batch: int, mode: bytes) -> bool:
         """Run a few examples together, and with each of them exchanged; compare, and leave everything as it was.
@@ -99,13 +109,17 @@ class Probe:
             raise error.explained() from error.error
         return True
 
-    def _look(self, arguments: Arguments, batch: int, suspects: dict[int, str]) -> bool:
+    def _look(self, arguments: Arguments, batch: int, suspects: dict[str, str]) -> bool:
         if take_examples(arguments, batch, [0, 1], self._count) is None:
-            return True  # arguments that cannot be cut: the sizes of later batches have to do
+            # Arguments that cannot be cut: the sizes of later batches have to do, and buffers are taken on trust.
+            self.compared |= {name for name, _ in self._model.named_buffers()}
+            return True
         sets, differ = self._chosen(arguments, batch)
         noise, state, turn = SameNoise(), State(self._model), 0
         devices = [self._anchor.device] if self._anchor.is_cuda else []
         sharded = self._forward_pass.sharded
+        parameters = [] if sharded else list(self._model.named_parameters())
+        before = fingerprints(p for _, p in parameters)
         self._forward_pass.sizes.learning, self._shapes = True, {}
 
         def run(some: Some, stage: str = "", *, apart: bool = False) -> Seen:
@@ -119,9 +133,9 @@ class Probe:
             seen.written = written
             return seen
 
-        def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[int, str]:
+        def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[str, str]:
             """Which outputs mix examples, and why. ``whole``: what ``one`` shows, where that is known."""
-            mixing: dict[int, str] = {}
+            mixing: dict[str, str] = {}
             pair = whole or run(one, "keep"), run(other, "repeat")
             state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
             if noise.repeats and self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
@@ -134,6 +148,7 @@ class Probe:
             with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
                 chosen = sorted(set(self._learn(run, state, sets)))
                 one, count = Some(chosen), len(chosen)
+                state.touched.clear()
                 for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
                     whole = run(one, "keep")
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
@@ -142,8 +157,13 @@ class Probe:
                         suspects.update(compare(one, other, j, whole))
                     if self._settle(whole):
                         break
+                if differ:  # where one example was exchanged; what comes now leaves them alike
+                    self.compared |= state.touched
                 if not sharded:
                     self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
+                for (name, _), was, now in zip(parameters, before, fingerprints(p for _, p in parameters), strict=True):
+                    if was != now:
+                        raise ClippingError(WRITES_PARAMETER.format(name=name))
                 self._looked = True
                 self.read_elsewhere = [layer for layer in self.layers if layer.elsewhere]
         finally:
@@ -151,7 +171,7 @@ class Probe:
         return differ or sharded
 
     def _look_further(
-        self, compare: Callable[..., dict[int, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[int, str]
+        self, compare: Callable[..., dict[str, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[str, str]
     ) -> None:
         """Two things that neighbours, exchanged within a pass, do not show.
 
@@ -215,6 +235,7 @@ class Probe:
         own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
         seen = forward_pass.watch = Seen(count, {id(p): name for name, p in own.items()})
         forward_pass.look_at(count)
+        held = list(_held(self._model).values())  # kept, so that what is new has another id
         try:
             with standing_in(self.layers):
                 output = self._model.forward(*taken[0], **taken[1])
@@ -223,39 +244,44 @@ class Probe:
         except Exception as error:  # whatever the user's forward raises
             raise _Failed(error, count, batch) from error
         refuse_stand_ins(output, count)
-        outputs = list(tensors_in(output))
-        self._shapes[count] = [x.shape for x in outputs]
-        for place, x in enumerate(outputs):
-            first = sample(x if x.dim() else x.reshape(1))
-            seen.outputs.append((first, sample(x.flatten(0, 1)) if x.dim() > 1 and x.shape[1] == count else None))
+        outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
+        self._shapes[count] = {place: x.shape for place, x in outputs.items()}
+        other = next((shapes for number, shapes in self._shapes.items() if number != count), {})
+        dims = {place: dimension_of_examples(x.shape, other.get(place)) for place, x in outputs.items()}
+        for place, x in outputs.items():
+            seen.outputs[place] = sample(x.movedim(dims[place] or 0, 0) if x.dim() else x.reshape(1))
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
             if x.requires_grad and x.numel() == 1:
                 seen.losses.add(place)
         if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            self._backward(seen, outputs, [1.0 + 0.1 * row for row in rows], own, apart=apart)
+            vectors = {}
+            for place, x in outputs.items():
+                if place in seen.losses:
+                    vectors[place] = torch.full_like(x, float(count) if self._mean else 1.0)
+                elif x.requires_grad and x.numel() and (dim := dims[place]) is not None:
+                    vectors[place] = _cotangent(x, dim, [1.0 + 0.1 * row for row in rows])
+            self._backward(seen, outputs, vectors, own, apart=apart)
         return seen
 
     def _backward(
-        self, seen: Seen, outputs: list[Tensor], weights: list[float], own: dict[str, Tensor], *, apart: bool
+        self,
+        seen: Seen,
+        outputs: dict[str, Tensor],
+        vectors: dict[str, Tensor],
+        own: dict[str, Tensor],
+        *,
+        apart: bool,
     ) -> None:
         """Gradients of outputs that have examples in them, and of losses that the model returns, each for itself."""
-        other = next((shapes for count, shapes in self._shapes.items() if count != seen.count), [])
-        together: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        for place, x in enumerate(outputs):
-            if not x.requires_grad or not x.numel():
-                continue
-            if place in seen.losses:
-                vector: Tensor | None = torch.full_like(x, float(seen.count) if self._mean else 1.0)
-            else:
-                vector = _cotangent(x, other[place] if place < len(other) else x.shape, seen.count, weights)
-            if vector is not None:
-                kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
-                together.setdefault(kind, []).append((x, vector))
-        for seen.kind, pairs in together.items():
-            roots, vectors = zip(*pairs, strict=True)
+        together: dict[str, list[str]] = {}
+        for place in vectors:
+            kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
+            together.setdefault(kind, []).append(place)
+        for seen.kind, places in together.items():
+            roots, given = [outputs[place] for place in places], [vectors[place] for place in places]
             try:
                 gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
+                    roots, [self._anchor, *own.values()], given, retain_graph=True, allow_unused=True
                 )
             except (ClippingError, torch.OutOfMemoryError):
                 raise
@@ -265,7 +291,7 @@ class Probe:
 
     # --- what they show -----------------------------------------------------------------------------------------------
 
-    def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[int, str]) -> bool:
+    def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[str, str]) -> bool:
         """What agrees in no layout of the rows depends on the example that was exchanged.
 
         Returns:
@@ -289,7 +315,8 @@ class Probe:
                 mixing.setdefault(kind, str(layers[path].refuse(_MIXES.format(what="output gradient"))))
             elif kind == "input" or (kind == "gradient" and kind not in mixing):
                 whole.layouts[path] = whole.layouts.get(path, {MAJOR, MINOR}) & layouts
-        for place, (one, two) in enumerate(zip(whole.outputs, other.outputs, strict=False)):
+        for place in whole.outputs.keys() & other.outputs.keys():
+            one, two = whole.outputs[place], other.outputs[place]
             if f"gradient of {place}" in mixing:
                 suspects[place] = _LOSS if place in whole.losses else mixing[f"gradient of {place}"]
             elif place not in whole.losses and not _alike(one, two, whole.count, exchanged, whole.tolerance):
@@ -387,16 +414,47 @@ _REMEMBERS = (
 )
 
 
-def refuse_gradients(output: Any, suspects: dict[int, str]) -> None:
+WRITES_PARAMETER = (
+    "the forward pass writes the parameter '{name}': what it holds of examples would leave the model with its "
+    "state_dict, without clipping or noise (a running average, a table that is renormalised where it is read: "
+    "Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
+)
+
+
+def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> None:
     """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed."""
 
     def refuse(why: str, gradient: Tensor) -> None:
         if gradient.any():
             raise ClippingError(why)
 
-    for place, x in enumerate(tensors_in(output)):
+    for place, x in outputs_of(model, output).items():
         if place in suspects and x.requires_grad:
             x.register_hook(partial(refuse, suspects[place]))
+
+
+def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
+    """What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
+    attributes, alone or in a list or dictionary (the balancing loss of a mixture of experts, say).
+    """
+    return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
+
+
+def is_seen(model: nn.Module, output: Any) -> bool:
+    """Whether there is a place that a gradient can come from: closures, say, are not looked into."""
+    return any(x.requires_grad for x in tensors_in(output)) or bool(_held(model))
+
+
+def _held(model: nn.Module) -> dict[str, Tensor]:
+    held: dict[str, Tensor] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
+                continue
+            if isinstance(value, (Tensor, list, tuple, dict)):
+                tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
+                held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
+    return held
 
 
 # --- through the loss -------------------------------------------------------------------------------------------------
@@ -458,10 +516,12 @@ def check_loss(
             changed = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)], "repeat")
             if noise.repeats:
                 _refuse_far(whole[others], changed[others], tolerance, count, count)
-        for fewer in {count - 1, 1}:  # the first ones: their random numbers are the first of those that were kept
-            changed = norms(items[:fewer], "repeat")
+        # Where random numbers are drawn, the first examples: theirs are the first of those that were kept.
+        fewer = [range(count - 1), *([k] for k in range(1 if noise.draws else count))]
+        for some in fewer:
+            changed = norms([items[k] for k in some], "repeat")
             if noise.repeats:
-                _refuse_far(whole[:fewer], changed, tolerance, count, fewer)
+                _refuse_far(whole[list(some)], changed, tolerance, count, len(some))
 
 
 def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
@@ -504,7 +564,7 @@ class Seen:
         names: Of all parameters, by their id.
         rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
             and how many of that kind came before.
-        outputs: The model's outputs, by rows, and the same where dimension 1 may be the examples, else None.
+        outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
@@ -515,8 +575,8 @@ class Seen:
     names: dict[int, str]
     kind: str = "gradient"  # of the backward pass under way
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
-    outputs: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
-    losses: set[int] = field(default_factory=set)
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    losses: set[str] = field(default_factory=set)
     strays: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
@@ -613,23 +673,17 @@ def differences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.linalg.vector_norm((x - y).flatten(1), dim=1), torch.linalg.vector_norm(x.flatten(1), dim=1)
 
 
-def _alike(
-    one: tuple[Tensor, Tensor | None], two: tuple[Tensor, Tensor | None], count: int, exchanged: int, tolerance: float
-) -> bool:
+def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: float) -> bool:
     """Whether an output has the same rows for the same examples, or no examples in it."""
-    floor = _floor(one[:1])
-    apart = differences(one[0], two[0])
+    floor, apart = _floor([one]), differences(one, two)
     if apart is not None and not (apart[0] > tolerance * apart[1].clamp_min(floor)).any():
         return True
-    if layouts_of(one[0], two[0], count, exchanged, tolerance, floor):
-        return True
-    second = one[1] is not None and two[1] is not None
-    return second and MINOR in layouts_of(one[1], two[1], count, exchanged, tolerance, floor)  # type: ignore[arg-type]
+    return bool(layouts_of(one, two, count, exchanged, tolerance, floor))
 
 
-def _floor(rows: Iterable[Tensor | None]) -> float:
+def _floor(rows: Iterable[Tensor]) -> float:
     """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
-    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows if x is not None)
+    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows)
     return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
 
 
@@ -649,22 +703,18 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
-def _cotangent(x: Tensor, other: torch.Size, count: int, weights: list[float]) -> Tensor | None:
-    """The same direction for all examples, with their weights where every row is an example's; None without examples.
+def dimension_of_examples(shape: torch.Size, other: torch.Size | None) -> int | None:
+    """The one in which an output differs from its ``other`` shape, for another number of examples; None: none does."""
+    dims = [d for d, (a, b) in enumerate(zip(shape, other or shape, strict=False)) if a != b]
+    return dims[0] if len(dims) == 1 else None
 
-    Args:
-        x: An output.
-        other: Its shape for another number of examples: the dimension that differs is theirs.
-        count: How many examples there are.
-        weights: One for each.
-    """
-    dims = [d for d, (a, b) in enumerate(zip(x.shape, other, strict=False)) if a != b]
-    if len(dims) != 1:
-        return None
-    shape = [1 if d == dims[0] else s for d, s in enumerate(x.shape)]
+
+def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
+    """The same direction for all examples, which are in ``dim``, with their weights where each has one row there."""
+    shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
     direction = torch.linspace(0.5, 1.5, math.prod(shape), device=x.device).view(shape)
-    if x.shape[dims[0]] == count:
-        rows = torch.tensor(weights, device=x.device).view([-1 if d == dims[0] else 1 for d in range(x.dim())])
+    if x.shape[dim] == len(weights):
+        rows = torch.tensor(weights, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
         direction = direction * rows
     return direction.expand(x.shape).to(x.dtype)
 
@@ -794,6 +844,11 @@ class SameNoise(DispatchMode):
             return args[0] * mask.to(args[0].dtype) / max(1.0 - float(args[1]), 1e-6), mask
         return self._same(out) if isinstance(out, Tensor) else out
 
+    @property
+    def draws(self) -> bool:
+        """Whether the pass that kept its random numbers drew any."""
+        return bool(self._kept)
+
     def _same(self, drawn: Tensor) -> Tensor:
         place, self._place = self._place, self._place + 1
         if self._stage == "keep":
@@ -819,7 +874,7 @@ class SameNoise(DispatchMode):
 
 def _random(func: Any) -> tuple[bool, int | None]:
     """Whether an operation draws random numbers, and which of its arguments is the rate of a dropout inside it."""
-    names = [argument.name for argument in func._schema.arguments]
+    names = argument_names(func)
     dropout = names.index("dropout_p") if "dropout_p" in names else None
     return torch.Tag.nondeterministic_seeded in func.tags and dropout is None, dropout
 
@@ -846,6 +901,8 @@ class State:
             self._kept |= {(path, name, True) for name in own_buffers(module).keys() - non_persistent_buffers(module)}
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
         self._caches = set[Place]()  # what is as long as the batch, and no state_dict holds
+        self._versions = self._versions_now()
+        self.touched = set[str]()  #: names of buffers that passes have written, if only with what they held
 
     def _values(self) -> dict[Place, Any]:
         return {
@@ -856,6 +913,9 @@ class State:
             if name != "training" and not isinstance(value, nn.Parameter)
         }
 
+    def _versions_now(self) -> dict[Place, tuple[int, int]]:
+        return {place: mark(value) for place, value in self._values().items() if place[2]}
+
     @torch.no_grad()
     def take_back(self) -> Written:
         """Everything as it was before the probe.
@@ -863,7 +923,10 @@ class State:
         Returns:
             What was written since.
         """
-        values, written = self._values(), {}
+        values, written, versions = self._values(), {}, self._versions_now()
+        self.touched |= {
+            f"{p}.{n}".lstrip(".") for p, n, _ in (v for v, _ in versions.items() ^ self._versions.items())
+        }
         for place, now in values.items():
             slots, name = self._slots[place[0], place[2]], place[1]
             if place not in self._before:
@@ -878,6 +941,7 @@ class State:
                     held.copy_(value)
         for place in self._before.keys() - values.keys():
             self._slots[place[0], place[2]].setdefault(place[1], self._before[place][0])
+        self._versions = self._versions_now()
         return written
 
     @torch.no_grad()
@@ -900,6 +964,20 @@ class State:
                     "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
                     "without running statistics: lambdacgd.clipping.convert(model)."
                 )
+
+
+def mark(value: Any) -> tuple[int, int]:
+    """What changes when another tensor takes the place of this one, or somebody writes into it."""
+    return (id(value), version(value)) if isinstance(value, Tensor) and not value.is_inference() else (0, 0)
+
+
+@torch.no_grad()
+def fingerprints(parameters: Iterable[Tensor]) -> list[int]:
+    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts."""
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    plain = (p.detach() for p in parameters)
+    real = (torch.view_as_real(p) if p.is_complex() else p for p in plain)
+    return [0 if p.is_meta else int(p.view(whole.get(p.element_size(), torch.int64)).sum()) for p in real]
 
 
 def _copy(value: Any) -> Any:

@@ -14,14 +14,15 @@ like any other activation. A parameter used in any other way receives an ordinar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+import contextlib
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.clipping.backward import BackwardPass, Record
+from lambdacgd.clipping.backward import BackwardPass, Pass, Record
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
@@ -181,14 +182,14 @@ class ForwardPass:
 
     Attributes:
         batch: The number of examples.
-        generation: The number of this forward pass; no two have the same.
+        now: What backward passes are to know of it.
         running: Whether the model's own forward runs now.
         sharded: Whether parameters are gathered only while their layer runs (FSDP2).
         watch: What a pass of the probe shows; None in all others.
     """
 
     def __init__(self) -> None:
-        self.batch = self.generation = 0
+        self.batch, self.now = 0, Pass()
         self.watch: Any = None
         self.running = self.sharded = False
         self.sizes = BatchSizes()
@@ -196,7 +197,7 @@ class ForwardPass:
         self._last_cast: tuple[Tensor, int, Tensor] | None = None
 
     def begin(self) -> None:
-        self.generation, self.running = self.generation + 1, True
+        self.now, self.running = Pass(self.now.number + 1), True
 
     def look_at(self, batch: int) -> None:
         """Layers now see ``batch`` examples."""
@@ -218,6 +219,20 @@ class ForwardPass:
         if copy is not x:
             self._last_cast = (x, version(x), copy)
         return copy
+
+
+@contextlib.contextmanager
+def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
+    """Other tensors in the places of parameters; these come back at the end."""
+    kept: list[tuple[dict[str, Any], str, Any]] = []
+    try:
+        for slots, name, value in places:
+            kept.append((slots, name, slots[name]))
+            slots[name] = value
+        yield
+    finally:
+        for slots, name, value in reversed(kept):
+            slots[name] = value
 
 
 @dataclass(eq=False)
@@ -265,14 +280,13 @@ class Layer:
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""
-        own = own_parameters(self.module)
-        kept = {name: own[name] for name in self.names if name in own}
-        for name, parameter in kept.items():
-            own[name] = parameter.detach()  # type: ignore[union-attr, assignment]
-        try:
+        with self.hiding():
             return self.original(*args, **kwargs)
-        finally:
-            own.update(kept)
+
+    def hiding(self) -> contextlib.AbstractContextManager[None]:
+        """While this lasts, autograd does not see this module's own parameters."""
+        own: dict[str, Any] = own_parameters(self.module)
+        return exchanged((own, name, own[name].detach()) for name in self.names if name in own)
 
     def refuse(self, why: str) -> ClippingError:
         return ClippingError(f"{self} ({type(self.module).__name__}): {why}")
@@ -284,20 +298,19 @@ class Layer:
 class Call:
     """One use of a layer in one forward pass; delivers records once, when the output's gradient arrives."""
 
-    __slots__ = ("batch", "delivered", "generation", "layer", "number", "recorder", "within_backward")
+    __slots__ = ("batch", "delivered", "forward", "layer", "number", "recorder", "watch", "within_backward")
 
     def __init__(self, layer: Layer, recorder: Recorder) -> None:
         self.layer, self.recorder = layer, recorder
-        self.batch, self.generation = layer.forward_pass.batch, layer.forward_pass.generation
+        self.batch, self.forward = layer.forward_pass.batch, layer.forward_pass.now
         self.within_backward = backward_task() != -1
         self.delivered = False
-        watch = layer.forward_pass.watch
-        self.number = 0 if watch is None else watch.number(layer.path, "call")
+        self.watch = layer.forward_pass.watch  # what the probe's passes leave behind is never added to a sum
+        self.number = 0 if self.watch is None else self.watch.number(layer.path, "call")
 
     def deliver(self, gradient: Tensor, *saved: Tensor) -> None:
-        watch = self.layer.forward_pass.watch
-        if watch is not None:
-            watch.add(self.layer.path, watch.kind, gradient, self.number)
+        if self.watch is not None:
+            self.watch.add(self.layer.path, self.watch.kind, gradient, self.number)
             return
         if torch.is_grad_enabled():
             raise self.layer.refuse("backward(create_graph=True) is not supported: clipped sums have no derivative.")
@@ -320,7 +333,7 @@ class Call:
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
         examples = self.batch // backward_pass.settings.views
-        backward_pass.begin(examples, self.generation, refuse)
+        backward_pass.begin(examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
 
@@ -353,6 +366,28 @@ class Tap(torch.autograd.Function):
         return (gradient, None, None, *([None] * len(saved)))
 
 
+class FusedTap(torch.autograd.Function):
+    """A layer's operation and its tap as one node instead of two, for models that are bound by the host.
+
+    ``operation`` has ``forward(x, weight)``, which gives the output and what else to keep, and ``backward(gradient, x,
+    weight, *kept)``, which gives the gradient of x. The recorder is given x and what was kept.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, operation: Any, call: Call) -> Tensor:
+        y, *kept = operation.forward(x, weight)
+        ctx.operation, ctx.call = operation, call
+        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, weight, *kept = ctx.saved_tensors
+        below = None if weight is None else ctx.operation.backward(gradient, x, weight, *kept)
+        ctx.call.deliver(gradient, x, *kept)
+        return None, below, None, None, None
+
+
 def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
     """Deliver ``recorder(gradient of output, *saved)`` when the backward pass reaches ``output``."""
     if not isinstance(output, Tensor):
@@ -378,4 +413,4 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-apply_tap = quick_apply(Tap)
+apply_tap, apply_fused = quick_apply(Tap), quick_apply(FusedTap)

@@ -5,23 +5,22 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lambdacgd.clipping import LossReduction, Mode
 from lambdacgd.errors import InvalidInput
 from lambdacgd.integrations.shared import (
+    Internals,
     KeyLike,
     LogicalBatch,
     LogicalLoader,
     TrainingRandomness,
     check_internals,
     check_key,
-    internals,
     load_or_make,
     logged_claim,
     need,
@@ -49,28 +48,27 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 __all__ = ["LambdaCGDDDPStrategy", "LambdaCGDStrategy", "read_checkpoint"]
 
 # What the strategies replace or call of Lightning's own, with the parameters that they count on.
-INTERNALS = (
-    *internals(
-        Strategy,
-        setup="trainer",
-        teardown="",
-        on_exception="exception",
-        batch_to_device="batch device dataloader_idx",
-        training_step="args kwargs",
-        on_train_end="",
-        optimizer_step="optimizer closure model",
-        backward="closure_loss optimizer",
-        restore_checkpoint_after_setup=None,
-        save_checkpoint="checkpoint filepath storage_options",
-        load_checkpoint="checkpoint_path weights_only",
-        load_model_state_dict="checkpoint strict",
-        load_optimizer_state_dict="checkpoint",
-    ),
-    *internals(SingleDeviceStrategy, setup_environment=""),
-    *internals(DDPStrategy, configure_ddp=""),
-    *internals(Precision, _after_closure="model optimizer"),
-    *internals(Trainer, _results=None),
-)
+INTERNALS: Internals = {
+    Strategy: {
+        "setup": "trainer",
+        "teardown": "",
+        "on_exception": "exception",
+        "batch_to_device": "batch device dataloader_idx",
+        "training_step": "args kwargs",
+        "on_train_end": "",
+        "optimizer_step": "optimizer closure model",
+        "backward": "closure_loss optimizer",
+        "restore_checkpoint_after_setup": None,
+        "save_checkpoint": "checkpoint filepath storage_options",
+        "load_checkpoint": "checkpoint_path weights_only",
+        "load_model_state_dict": "checkpoint strict",
+        "load_optimizer_state_dict": "checkpoint",
+    },
+    SingleDeviceStrategy: {"setup_environment": ""},
+    DDPStrategy: {"configure_ddp": ""},
+    Precision: {"_after_closure": "model optimizer"},
+    Trainer: {"_results": None},
+}
 check_internals("lightning", "lightning", ((2, 6), (2, 6)), INTERNALS)
 
 _Base: Any = object  # stands before a strategy of Lightning in the method resolution order
@@ -114,12 +112,10 @@ class Privatising(_Base):
         *,
         max_grad_norm: float,
         key: KeyLike,
-        max_physical_batch_size: int | None = None,
-        submodule: str | None = None,
-        loss_reduction: LossReduction = "mean",
-        clipping_mode: Mode = "flat",
+        submodule: str = "",
         **options: Any,
     ) -> None:
+        """``options`` go to `privatize`."""
         if not isinstance(plan, Plan):
             raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
         check_key(key)
@@ -127,12 +123,7 @@ class Privatising(_Base):
         self.private: Private | None = None
         self.loader = LogicalLoader(self, dataset)
         self._key, self._submodule = key, submodule
-        self._options = options | {
-            "max_grad_norm": max_grad_norm,
-            "max_physical_batch_size": max_physical_batch_size,
-            "loss_reduction": loss_reduction,
-            "clipping_mode": clipping_mode,
-        }
+        self._options = options | {"max_grad_norm": max_grad_norm}
         self._randomness = TrainingRandomness()
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -147,9 +138,8 @@ class Privatising(_Base):
             self._check(trainer)
             key = load_or_make(self._key) if world.first else None  # other ranks receive it from rank 0
         self._randomness = TrainingRandomness()
-        self.private = privatize(
-            self._private_model(), self.optimizers[0], self.dataset, self.plan, key=key, **self._options
-        )
+        model = self.lightning_module.get_submodule(self._submodule)
+        self.private = privatize(model, self.optimizers[0], self.dataset, self.plan, key=key, **self._options)
 
     def _check(self, trainer: Any) -> None:
         check_trainer(trainer, self.plan)
@@ -159,15 +149,6 @@ class Privatising(_Base):
                 f"this strategy's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
                 "fit(…, ckpt_path=…), or make a new module and strategy for a new run, which costs its own (ε, δ)"
             )
-
-    def _private_model(self) -> nn.Module:
-        module: nn.Module = self.lightning_module
-        if self._submodule is None:
-            return module
-        try:
-            return module.get_submodule(self._submodule)
-        except AttributeError as error:
-            raise InvalidInput("submodule", self._submodule, f"the module has no such part ({error})") from None
 
     def teardown(self) -> None:
         if self.private is not None:
@@ -240,7 +221,7 @@ class Privatising(_Base):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; ``fit`` goes on from it, so it must be the run's newest release."""
-        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING and self.private is not None:
+        if self.private is not None and self._fitting:
             extra = self.private.load(checkpoint_path)
             if "lightning" not in extra:
                 raise CheckpointError(f"{checkpoint_path} was not saved by this strategy: go on with private.load")
@@ -255,9 +236,9 @@ class Privatising(_Base):
         """Weights of the run's checkpoint are in place already; what else the module holds comes now."""
         parameters = () if self.private is None else tuple(self.private.model.parameters())
         before = fingerprint(parameters)
-        with self._may_load() as loading:
+        with self._may_load():
             super().load_model_state_dict(checkpoint, strict)
-        if loading and fingerprint(parameters) != before:
+        if self._fitting and fingerprint(parameters) != before:
             raise TrainingError(
                 "on_load_checkpoint, of the module or of a callback, has changed weights of the run's checkpoint: the "
                 "run's (ε, δ) would not be theirs. Load other weights before fit, and declare what they went through "
@@ -269,17 +250,18 @@ class Privatising(_Base):
         with self._may_load():
             super().load_optimizer_state_dict(checkpoint)
 
-    @contextlib.contextmanager
-    def _may_load(self) -> Iterator[bool]:
-        """Tells whether the run is being gone on with, as ``fit`` does."""
-        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING and self.private is not None
-        with self.private.loading() if fitting and self.private is not None else contextlib.nullcontext():
-            yield fitting
+    @property
+    def _fitting(self) -> bool:
+        """Whether the run is under way, or is being gone on with."""
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING and self.private is not None
+
+    def _may_load(self) -> contextlib.AbstractContextManager[None]:
+        return self.private.loading() if self.private is not None and self._fitting else contextlib.nullcontext()
 
     @property
     def _prefix(self) -> str:
         """What names of the whole module have before those of the private part."""
-        return "" if self._submodule is None else f"{self._submodule}."
+        return f"{self._submodule}." if self._submodule else ""
 
 
 class LambdaCGDStrategy(Privatising, _SingleDevice):
@@ -293,10 +275,24 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
 
     One batch for Lightning is one logical batch: ``global_step``, schedulers, ``val_check_interval`` and checkpoints
     count logical steps, and the physical batches of ``max_physical_batch_size`` are read inside, each with one call of
-    ``training_step``. Its loss must be the mean (``loss_reduction``) over the examples of the batch it sees. ``key``
-    is a ``SecretKey`` or the path of a key file, which is made where there is none. ``submodule`` names the attribute
-    that holds the model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``. The rest goes to
-    ``privatize``. ``device`` is CUDA where there is one. ``private`` is the run under way or last.
+    ``training_step``.
+
+    Args:
+        plan: From ``lc.plan``, for ``dataset``.
+        dataset: The examples. Pass ``strategy.loader`` to ``fit``.
+        device: By default CUDA where there is one.
+        **settings: ``max_grad_norm``, the norm ζ that every example's gradient is clipped to; ``key``, a ``SecretKey``
+            or the path of a key file, which is made where there is none; ``submodule``, the attribute that holds the
+            model where ``training_step`` calls that (``self.net(x)``) instead of ``self(x)``; and whatever else
+            ``lc.privatize`` takes. The loss must be the mean (``loss_reduction``) over the examples of the batch that
+            ``training_step`` sees.
+
+    Attributes:
+        private: The run under way or last.
+        loader: The plan's logical batches.
+
+    Raises:
+        InvalidInput: The plan is none, or the key is neither a key nor a path.
 
     Guarantee
     ---------
@@ -309,6 +305,11 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
         self._take(plan, dataset, **settings)
 
     def setup_environment(self) -> None:
+        """As Lightning's own.
+
+        Raises:
+            InvalidInput: The Trainer has another accelerator than the strategy's device.
+        """
         kind = type(self.accelerator).__name__
         if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
             raise InvalidInput(
@@ -324,8 +325,11 @@ class LambdaCGDDDPStrategy(Privatising, _DDP):
 
     Batches are split between the processes, clipped sums reduced once a step, and every process adds the same noise.
     Rank 0 keeps the key; all need the same file system for checkpoints. The module is not wrapped in
-    DistributedDataParallel, which would send gradients that were not clipped. ``process_group_backend`` and
-    ``start_method`` are those of Lightning's ``DDPStrategy``.
+    DistributedDataParallel, which would send gradients that were not clipped.
+
+    Args:
+        plan: As for `LambdaCGDStrategy`, as are ``dataset`` and ``settings``.
+        process_group_backend: As for Lightning's ``DDPStrategy``, as is ``start_method``.
     """
 
     def __init__(
@@ -362,20 +366,21 @@ _DEFAULT_EPOCHS = (None, -1, 1000)  # what Lightning makes of a max_epochs that 
 
 def check_trainer(trainer: Any, plan: Plan) -> None:
     """Refuse what would change gradients, batches or their number behind the plan's back; set what it fixes."""
-    _only(trainer, "accumulate_grad_batches", (1,), _ACCUMULATE)
-    _only(trainer, "gradient_clip_val", (None,), _CLIP)
-    _only(trainer, "limit_train_batches", (None, 1.0), _LIMIT)
-    _only(trainer, "overfit_batches", (0, 0.0), _LIMIT)
-    _only(trainer, "fast_dev_run", (False, 0), _LIMIT)
-    _only(trainer, "reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run")
-    _check_callbacks(trainer.callbacks)
+    for name, allowed, advice in _SETTINGS:
+        given = getattr(trainer, name, allowed[0])
+        if not any(type(given) is type(value) and given == value for value in allowed):  # 1 is a batch, 1.0 is all
+            raise InvalidInput(name, given, advice)
+    for kind, advice in _CALLBACKS:  # ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit
+        if any(isinstance(callback, kind) for callback in trainer.callbacks):
+            raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
     asked = len(getattr(trainer._accelerator_connector, "_parallel_devices", None) or [])
     if trainer.world_size == 1 < asked:  # no error: without devices=… Lightning asks for all that there are
         warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         name = type(trainer.strategy.checkpoint_io).__name__
-        advice = "The strategy writes checkpoints by itself: one must be whole before the ledger knows it."
-        raise InvalidInput("plugins", f"{advice} Leave {name} out.")
+        raise InvalidInput(
+            "plugins", f"The strategy writes each checkpoint whole before the ledger knows it. Leave {name} out."
+        )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
             "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
@@ -386,17 +391,6 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     if loop.max_epochs not in (*_DEFAULT_EPOCHS, plan.epochs):
         raise InvalidInput("max_epochs", loop.max_epochs, f"the plan has {plan.epochs} epochs. {_HORIZON}")
     loop.max_epochs = plan.epochs
-
-
-def _check_callbacks(callbacks: list[Any]) -> None:
-    """Tuners are callbacks too: ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit."""
-    for kind, advice in (
-        (LearningRateFinder, _SEARCH),
-        (BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
-        (GradientAccumulationScheduler, _ACCUMULATE),
-    ):
-        if any(isinstance(callback, kind) for callback in callbacks):
-            raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
 
 
 def check_monitors(trainer: Any) -> None:
@@ -432,12 +426,6 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
             raise InvalidInput(hook, f"The module overrides {hook}: {advice}.")
 
 
-def _only(trainer: Any, name: str, allowed: tuple[Any, ...], advice: str) -> None:
-    given = getattr(trainer, name, allowed[0])
-    if not any(type(given) is type(value) and given == value for value in allowed):  # 1 is a batch, 1.0 is all of them
-        raise InvalidInput(name, given, advice)
-
-
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
 _ACCUMULATE = (
     "leave it at 1: logical batches come from the plan, and max_physical_batch_size of the strategy splits them"
@@ -453,3 +441,16 @@ _STEERED = (
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"
+_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (  # of the Trainer: what each may be, and why
+    ("accumulate_grad_batches", (1,), _ACCUMULATE),
+    ("gradient_clip_val", (None,), _CLIP),
+    ("limit_train_batches", (None, 1.0), _LIMIT),
+    ("overfit_batches", (0, 0.0), _LIMIT),
+    ("fast_dev_run", (False, 0), _LIMIT),
+    ("reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run"),
+)
+_CALLBACKS: tuple[tuple[type, str], ...] = (
+    (LearningRateFinder, _SEARCH),
+    (BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
+    (GradientAccumulationScheduler, _ACCUMULATE),
+)

@@ -9,8 +9,7 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,39 +38,12 @@ def need(extra: str, *packages: str) -> None:
 
 
 Version = tuple[int, int]
+#: What an integration replaces or calls of other libraries' classes: by name, the first parameters after ``self``, in
+#: order; None for a property.
+Internals = Mapping[type, Mapping[str, str | None]]
 
 
-@dataclass(frozen=True)
-class Internal:
-    """Something of another library's class that an integration replaces or calls.
-
-    ``parameters`` are the first ones that it takes after ``self``, by name and in order; None where it is a property.
-    """
-
-    owner: type
-    name: str
-    parameters: tuple[str, ...] | None
-
-    def problem(self) -> str | None:
-        """What is not as it was; None if all is."""
-        there = inspect.getattr_static(self.owner, self.name, None)
-        what = f"{self.owner.__name__}.{self.name}"
-        if there is None:
-            return f"{what} does not exist"
-        if self.parameters is None:
-            return None if isinstance(there, property) else f"{what} is no property"
-        if not callable(there):
-            return f"{what} is no method"
-        taken = tuple(inspect.signature(there).parameters)[1 : len(self.parameters) + 1]
-        return None if taken == self.parameters else f"{what} takes ({', '.join(taken)})"
-
-
-def internals(owner: type, **parameters: str | None) -> tuple[Internal, ...]:
-    """A list of `Internal`, written as ``name="first second"``."""
-    return tuple(Internal(owner, name, None if p is None else tuple(p.split())) for name, p in parameters.items())
-
-
-def check_internals(package: str, extra: str, known: tuple[Version, Version], used: Sequence[Internal]) -> None:
+def check_internals(package: str, extra: str, known: tuple[Version, Version], used: Internals) -> None:
     """Refuse a version of ``package`` that the integration was not tested with, or whose internals are others.
 
     An override of a method that nobody calls any more would leave gradients without noise, or weights without an
@@ -83,9 +55,18 @@ def check_internals(package: str, extra: str, known: tuple[Version, Version], us
     """
     version = importlib.metadata.version(package)
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    problems = [problem for problem in (item.problem() for item in used) if problem is not None]
-    if not known[0] <= numbers <= known[1]:
-        problems.insert(0, "its version was not tested")
+    problems = [] if known[0] <= numbers <= known[1] else ["its version was not tested"]
+    for owner, members in used.items():
+        for name, parameters in members.items():
+            there = inspect.getattr_static(owner, name, None)
+            if parameters is None:
+                as_before = isinstance(there, property)
+            else:
+                wanted = parameters.split()
+                taken = list(inspect.signature(there).parameters) if callable(there) else []
+                as_before = callable(there) and taken[1 : len(wanted) + 1] == wanted
+            if not as_before:
+                problems.append(f"{owner.__name__}.{name} is gone or takes other arguments")
     if problems:
         first, last = (".".join(map(str, each)) for each in known)
         raise ImportError(

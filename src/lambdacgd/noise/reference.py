@@ -49,17 +49,16 @@ def normals(subkey: bytes, entry: Entry, step: int, index: NDArray[np.integer]) 
     """z[step, index] for row-major indices into one tensor."""
     group, within = np.divmod(np.asarray(index, dtype=np.int64), GROUP_ELEMENTS)
     number, lane = np.divmod(within, GROUP_BLOCKS)
-    block = entry.first_block + group * GROUP_BLOCKS + lane
+    block, row = np.unique(entry.first_block + group * GROUP_BLOCKS + lane, return_inverse=True)
     tails = np.stack(
         [block & 0xFFFFFFFF, block >> 32, np.full_like(block, step & 0xFFFFFFFF), np.full_like(block, step >> 32)]
     )
-    words = scattered_blocks(subkey, tails.T.astype(np.uint32))
+    words = scattered_blocks(subkey, tails.T)
     more = np.zeros((block.size, PAIRS, 4), dtype=np.uint32)
     rare = words[:, :PAIRS] + np.uint32((1 << 31) + RARE) < 2 * RARE
     for p in range(PAIRS):
         tail = tails[:, rare[:, p]].copy()
         tail[1] |= MORE | p << 28
-        more[rare[:, p], p] = scattered_blocks(subkey, tail.T.astype(np.uint32))[:, :4]
+        more[rare[:, p], p] = scattered_blocks(subkey, tail.T)[:, :4]
     x, y = gaussian_pairs(words, more)
-    row, pair = np.arange(block.size), number % PAIRS
-    return np.where(number < PAIRS, x[row, pair], y[row, pair])
+    return np.where(number < PAIRS, x[row, number % PAIRS], y[row, number % PAIRS])

@@ -200,8 +200,8 @@ class BallsInBins(Sampling):
     bins: Bins = field(
         default="fresh",
         metadata={
-            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default for λCGD and "
-            "DP-SGD), or once (fixed, the paper's)."
+            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default), or once (fixed, "
+            "the paper's)."
         },
     )
     name: ClassVar[str] = "balls-in-bins"

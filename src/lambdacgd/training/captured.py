@@ -68,7 +68,15 @@ class CapturedStep:
         self.run(1)
 
     def run(self, steps: int | None = None) -> None:
-        """The next ``steps`` logical steps, or the rest of the run."""
+        """Take logical steps.
+
+        Args:
+            steps: How many; by default the rest of the run.
+
+        Raises:
+            TrainingError: Fewer steps of the plan are left, or an ordinary logical batch is under way.
+            NonFiniteSum: A sum held a NaN or an infinity; the weights have changed.
+        """
         loop, cycle, plan = self._loop, self._loop.cycle, self._plan
         loop.check_usable()
         loop.gradients.check_parameters()

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 FORMAT = "lambdacgd-checkpoint-2"
 FACTS, WHOLE = "run.json", "whole.safetensors"
+Keys = tuple[Any, ...]  # what leads to a place in nested data
 _STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
@@ -77,11 +78,19 @@ def save(
     with world.together("saving"):
         check_savable(private)
         private.note_changes()
-        state = _state(private, extra if world.first else {}, frozen=frozen, weights_only=weights_only)
+        left_out = set() if frozen else _frozen(private)
+        if not weights_only:
+            _check_optimizer(private)
+        state = {  # tensors are those in use, not copies
+            "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
+            "optimizer": None if weights_only else private.optimizer.state_dict(),
+            "averages": [average.state_dict() for average in private.averages],
+            "extra": extra if extra is not None and world.first else {},
+        }
     private.compare_weights()
     state["generators"] = world.gather(generators())
     with world.together("saving"):
-        parts = {"identity": identity(private), "plan": private.plan.to_json(), "groups": _groups(private)}
+        parts = {"identity": identity(private), "plan": private.plan_json, "groups": _groups(private)}
         facts, tensors = encode(parts | {"state": state})
     facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
     facts["resumable"] = not weights_only
@@ -117,37 +126,33 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
 
     Everything is checked before anything changes, and the ledger is asked before a weight is read.
     """
-    world, folder = private.world, Path(path)
-    source, facts = world.from_first("loading", lambda: _newest(private, folder))
+    world = private.world
+    source, facts = world.from_first("loading", lambda: _newest(private, Path(path)))
     reshard(private.model)
     with world.together("loading"):
         private.check_usable()
+        current = identity(private)
         with _damage(source):
             saved = _Saved(source, facts)
-            who = _read_identity(facts)
-        check_identity(who, identity(private))
-        private.history.resumed(History.from_dict(who["history"]))
-        private.sample.check(who["sample"], private.run.key)
-        if not facts["resumable"]:
-            raise CheckpointError(
-                f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the optimizer's "
-                "state and the loop's position are missing"
-            )
-        with _damage(source):
+            who = decode(facts["identity"], _no_tensor)
+            check_identity(who, current)
+            history = private.history.resumed(History.from_dict(who["history"]))
+            private.sample.check(who["sample"], private.run.key)
+            if not facts["resumable"]:
+                raise CheckpointError(
+                    f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the "
+                    "optimizer's state and the loop's position are missing"
+                )
             _check_fits(private, saved)
-        seen = _view(source)
+            seen = _view(source)
     world.agree("loading", {str(source): seen}, {str(source): "All ranks must see one file system"})
-    digest = _digest(source, world)
-    try:
-        private.run.resume(facts["run"], facts["step"], digest)
-    except LedgerError as error:
-        raise CheckpointError(str(error)) from error
+    private.run.resume(facts["run"], facts["step"], _digest(source, world))
     with private.going_on_from(facts["step"]):
         with world.together("loading"):
             _apply(private, saved)
             extra: dict[str, Any] = saved.value("extra")
         private.compare_weights()
-    private.adopt(who["history"])  # the weights are the checkpoint's now
+    private.history = history  # the weights are the checkpoint's now
     return extra
 
 
@@ -158,7 +163,7 @@ def exists(private: Private, path: str | os.PathLike[str]) -> bool:
     """
     folder = Path(path)
     _settle(private.run, folder)
-    return folder.is_file() or bool(_steps(folder))
+    return folder.is_file() or bool(_steps(folder))  # a file is refused when it is loaded
 
 
 def has_traces(path: str | os.PathLike[str]) -> bool:
@@ -248,19 +253,6 @@ def check_savable(private: Private) -> None:
 # --- a run's state, and going on from it -----------------------------------------------------------------------------
 
 
-def _state(private: Private, extra: dict[str, Any] | None, *, frozen: bool, weights_only: bool) -> dict[str, Any]:
-    """The run's state as it is: tensors are those in use, not copies."""
-    left_out = set() if frozen else _frozen(private)
-    if not weights_only:
-        _check_optimizer(private)
-    return {
-        "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
-        "optimizer": None if weights_only else private.optimizer.state_dict(),
-        "averages": [average.state_dict() for average in private.averages],
-        "extra": {} if extra is None else extra,
-    }
-
-
 def _frozen(private: Private) -> set[str]:
     """Names of parameters that training does not change: whoever builds the model again has them."""
     return {name for name, p in private.model.named_parameters(remove_duplicate=False) if not p.requires_grad}
@@ -284,7 +276,7 @@ def _check_optimizer(private: Private) -> None:
 
 
 def _check_replicated(key: Any, shape: Any, *, sharded: bool = False) -> None:
-    if sharded or int(np.prod(shape)) > 1:
+    if sharded or math.prod(shape) > 1:
         raise CheckpointError(
             f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers of "
             "processes could not take over: use an optimizer whose state has the parameters' shapes"
@@ -297,54 +289,42 @@ def _check_fits(private: Private, saved: _Saved) -> None:
         raise CheckpointError(
             "the optimizer's parameter groups are not those of the checkpoint: make the same groups, in the same order"
         )
-    averages = saved.handles("averages")
+    averages = saved.shapes("averages")
     if len(averages) != len(private.averages):
         raise CheckpointError(
             f"the checkpoint has {len(averages)} running averages of the weights and this run "
             f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
         )
-    own, weights = private.model.state_dict(), saved.handles("model")
-    missing = own.keys() - weights.keys() - _frozen(private)
-    other = {
+    own, weights = private.model.state_dict(), saved.shapes("model")
+    wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
+    wrong |= {
         name
         for name in own.keys() & weights.keys()
-        if isinstance(own[name], Tensor) and tuple(own[name].shape) != weights[name].shape
+        if isinstance(own[name], Tensor) and own[name].shape != weights[name]
     }
-    if missing or other or weights.keys() - own.keys():
-        names = brief(", ".join(sorted(missing | other | (weights.keys() - own.keys()))[:4]))
+    if wrong:
+        names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
-    for index, values in saved.handles("optimizer")["state"].items():
-        for key, value in values.items() if isinstance(index, int) else ():
-            p = _parameters(private)[index]
-            if is_sharded(p) and isinstance(value, _Handle) and value.shape != tuple(p.shape):
-                _check_replicated(key, value.shape)
+    for index, values in saved.shapes("optimizer")["state"].items():
+        p: Any = _parameters(private)[index] if isinstance(index, int) else None
+        for key, shape in values.items() if is_sharded(p) else ():
+            if isinstance(shape, torch.Size) and shape != p.shape:
+                _check_replicated(key, shape)
 
 
 @torch.no_grad()
 def _apply(private: Private, saved: _Saved) -> None:
-    weights = private.model.state_dict()
-    for name, handle in saved.handles("model").items():
-        if isinstance(handle, _Handle) and is_sharded(weights[name]):
-            local(weights[name]).copy_(handle.rows_of(weights[name]))
-        else:
-            weights[name] = saved.materialise(handle)
-    private.model.load_state_dict(weights)
-    parameters = _parameters(private)
-    optimizer = saved.handles("optimizer")
-    optimizer["state"] = {
-        index: {
-            key: handle.like(parameters[index]) if isinstance(handle, _Handle) else handle
-            for key, handle in values.items()
-        }
-        if isinstance(index, int)
-        else values
-        for index, values in optimizer["state"].items()
-    }
-    private.optimizer.load_state_dict(saved.materialise(optimizer))
-    for average, values in zip(private.averages, saved.handles("averages"), strict=True):
-        own = average.state_dict()["average"]
-        values["average"] = {name: handle.like(own[name]) for name, handle in values["average"].items()}
-        average.load_state_dict(values)
+    own, parameters = private.model.state_dict(), _parameters(private)
+    averages = [average.state_dict()["average"] for average in private.averages]
+
+    def parameter(path: Keys) -> Any:
+        return parameters[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
+
+    private.model.load_state_dict(own | saved.value("model", lambda path: own[path[0]]))
+    private.optimizer.load_state_dict(saved.value("optimizer", parameter))
+    values = saved.value("averages", lambda path: averages[path[0]][path[2]])  # (number, "average", name)
+    for average, state in zip(private.averages, values, strict=True):
+        average.load_state_dict(state)
     states = saved.value("generators")
     if len(states) == private.world.size:  # other worlds give ranks other examples, so other dropout
         set_generators(states[private.world.rank])
@@ -471,8 +451,7 @@ def _write_tensors(draft: Path, tensors: dict[str, Tensor], world: World) -> tup
     file = f"rows-{world.rank:05d}.safetensors"
     for name, value in tensors.items():
         if is_sharded(value):
-            place = place_of(name, value)
-            first = min(place.rank * place.rows, place.shape[0])
+            first = place_of(name, value).first
             if value.device_mesh.get_local_rank(0) == 0 or value.device_mesh.ndim == 1:  # type: ignore[attr-defined]
                 parts[name] = local(value)
                 rows[name] = {"shape": list(value.shape), "file": file, "first": first}
@@ -517,19 +496,8 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _read_identity(facts: dict[str, Any]) -> dict[str, Any]:
-    """What `identity` returned, and of the kinds that it is made of."""
-
-    def refuse(name: str) -> None:
-        raise ValueError("a tensor in the identity")
-
-    who: dict[str, Any] = decode(facts["identity"], refuse)
-    History.from_dict(who["history"])
-    if who["sample"] is not None:
-        salt, sealed = who["sample"]
-        if not (isinstance(salt, str) and isinstance(sealed, str) and (salt + sealed).isascii()):
-            raise ValueError("sample")
-    return who
+def _no_tensor(name: str, path: Keys) -> None:
+    raise ValueError("a tensor in the identity")
 
 
 def _view(folder: Path) -> str:
@@ -574,37 +542,32 @@ class _Saved:
         self._sharded: dict[str, Any] = facts["sharded"]
         self._files: dict[str, Any] = {}
 
-    def handles(self, part: str) -> Any:
-        """A part of the state with a `_Handle` in the place of every tensor."""
-        return decode(self.facts["state"][part], lambda name: _Handle(self, name))
+    def shapes(self, part: str) -> Any:
+        """A part of the state with a ``torch.Size`` in the place of every tensor."""
+        return decode(self.facts["state"][part], lambda name, path: self._shape(name))
 
-    def value(self, part: str) -> Any:
-        """A part of the state with whole tensors, in host memory."""
-        return decode(self.facts["state"][part], self.whole)
+    def value(self, part: str, like: Callable[[Keys], Any] = lambda path: None) -> Any:
+        """A part of the state. Of tensors that are ``like`` a sharded one, by their place in it, this rank has rows."""
+        return decode(self.facts["state"][part], lambda name, path: self._read(name, like(path)))
 
-    def materialise(self, value: Any) -> Any:
-        """Whole tensors in the place of handles."""
-        if isinstance(value, _Handle):
-            return self.whole(value.name)
-        if isinstance(value, dict):
-            return {key: self.materialise(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return type(value)(self.materialise(item) for item in value)
-        return value
+    def _shape(self, name: str) -> torch.Size:
+        parts = self._sharded.get(name)
+        return torch.Size(self._file(WHOLE).get_slice(name).get_shape() if parts is None else parts["shape"])
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def _read(self, name: str, like: Any) -> Tensor:
+        if is_sharded(like) and like.shape == self._shape(name):
+            place = place_of(name, like)
+            rows = self._rows(name, place.first, place.local_shape[0])
+            made = torch.empty_like(like, dtype=rows.dtype)
+            local(made).copy_(rows)
+            return made
         if name in self._sharded:
-            return tuple(self._sharded[name]["shape"])
-        return tuple(self._file(WHOLE).get_slice(name).get_shape())
-
-    def whole(self, name: str) -> Tensor:
+            return self._rows(name, 0, self._shape(name)[0])
         # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
-        if name in self._sharded:
-            return self.rows(name, 0, self.shape(name)[0])
-        found: Tensor = self._file(WHOLE).get_tensor(name)
-        return found.clone()
+        whole: Tensor = self._file(WHOLE).get_tensor(name).clone()
+        return whole
 
-    def rows(self, name: str, first: int, count: int) -> Tensor:
+    def _rows(self, name: str, first: int, count: int) -> Tensor:
         """``count`` rows of a tensor, from ``first`` on, whoever wrote them."""
         parts: list[Any] = self._sharded[name]["parts"] if name in self._sharded else [[WHOLE, 0]]
         found: list[Tensor] = []
@@ -624,31 +587,6 @@ class _Saved:
                 raise ValueError("a file outside of the checkpoint")
             self._files[name] = safe_open(self._folder / name, framework="pt")
         return self._files[name]
-
-
-class _Handle:
-    """A tensor of a checkpoint, not yet read."""
-
-    def __init__(self, saved: _Saved, name: str) -> None:
-        self._saved, self.name = saved, name
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self._saved.shape(self.name)
-
-    def rows_of(self, p: Any) -> Tensor:
-        """The rows of a sharded tensor that this rank keeps."""
-        place = place_of(self.name, p)
-        return self._saved.rows(self.name, min(place.rank * place.rows, place.shape[0]), place.local_shape[0])
-
-    def like(self, p: Any) -> Tensor:
-        """The tensor, distributed as ``p`` is, if it has its shape; else whole."""
-        if not is_sharded(p) or self.shape != tuple(p.shape):
-            return self._saved.whole(self.name)
-        rows = self.rows_of(p)
-        made = torch.empty_like(p, dtype=rows.dtype)
-        local(made).copy_(rows)
-        return made
 
 
 # --- plain data as JSON and named tensors, and back: nothing is pickled or unpickled ---------------------------------
@@ -682,23 +620,14 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
     Raises:
         CheckpointError: Something else is in it; the sentence says where.
     """
-    encoder = _Encoder()
-    try:
-        return encoder.encode(value, ""), encoder.tensors
-    except RecursionError:
-        raise CheckpointError("this state is nested too deeply, or holds itself: it cannot be saved") from None
+    tensors: dict[str, Tensor] = {}
+    names: dict[Any, str] = {}  # of tensors, by the memory that they are in
 
-
-class _Encoder:
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        self._names: dict[Any, str] = {}
-
-    def encode(self, value: Any, path: str) -> Any:
+    def plain(value: Any, path: str) -> Any:
         if isinstance(value, np.generic):  # before float: np.float64 is one
             if value.dtype.name not in _NUMPY:
                 raise _not_plain(value, path)
-            return {_TAG: "numpy", "dtype": value.dtype.name, "value": self.encode(value.item(), path)}
+            return {_TAG: "numpy", "dtype": value.dtype.name, "value": plain(value.item(), path)}
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -711,34 +640,38 @@ class _Encoder:
         if isinstance(value, bytes):
             return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
         if isinstance(value, Tensor):
-            return {_TAG: "tensor", "name": self._name(value, path)}
-        if isinstance(value, list):
-            return [self.encode(item, f"{path}.{k}") for k, item in enumerate(value)]
-        if isinstance(value, tuple):
-            return {_TAG: "tuple", "items": [self.encode(item, f"{path}.{k}") for k, item in enumerate(value)]}
+            return {_TAG: "tensor", "name": name_of(value, path)}
+        if isinstance(value, (list, tuple)):
+            items = [plain(item, f"{path}.{k}") for k, item in enumerate(value)]
+            return items if isinstance(value, list) else {_TAG: "tuple", "items": items}
         if isinstance(value, Mapping):
             if all(type(key) is str and key != _TAG for key in value):
-                return {key: self.encode(item, f"{path}.{key}") for key, item in value.items()}
-            items = [[self.encode(k, f"{path}.(key)"), self.encode(v, f"{path}.{k}")] for k, v in value.items()]
+                return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
+            items = [[plain(k, f"{path}.(key)"), plain(v, f"{path}.{k}")] for k, v in value.items()]
             return {_TAG: "dict", "items": items}
         raise _not_plain(value, path)
 
-    def _name(self, value: Tensor, path: str) -> str:
+    def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
             raise CheckpointError(
                 f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold: "
                 "make it a dense tensor of an ordinary type"
             )
         memory = _memory(value)
-        if memory is not None and memory in self._names:
-            return self._names[memory]
+        if memory is not None and memory in names:
+            return names[memory]
         name = path[1:]
-        while name in self.tensors:  # keys such as "a.b" and "a" -> "b" meet
+        while name in tensors:  # keys such as "a.b" and "a" -> "b" meet
             name += "'"
-        self.tensors[name] = value
+        tensors[name] = value
         if memory is not None:
-            self._names[memory] = name
+            names[memory] = name
         return name
+
+    try:
+        return plain(value, ""), tensors
+    except RecursionError:
+        raise CheckpointError("this state is nested too deeply, or holds itself: it cannot be saved") from None
 
 
 def _memory(value: Tensor) -> Any:
@@ -755,26 +688,35 @@ def _not_plain(value: Any, path: str) -> CheckpointError:
     )
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
-    """The inverse of `encode`, after JSON; ``tensor`` says what to put in the place of a tensor, by its name.
+def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> Any:
+    """The inverse of `encode`, after JSON.
+
+    Args:
+        value: What `encode` returned.
+        tensor: Says what to put in the place of a tensor, by its name and by the keys and numbers that lead to it.
+        path: The keys and numbers that lead to ``value`` itself.
+
+    Returns:
+        The nested data.
 
     Raises:
         CheckpointError: ``value`` holds something that `encode` does not write.
     """
     if isinstance(value, list):
-        return [decode(item, tensor) for item in value]
+        return [decode(item, tensor, (*path, k)) for k, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, tensor) for key, item in value.items()}
+        return {key: decode(item, tensor, (*path, key)) for key, item in value.items()}
     try:
         match value[_TAG]:
             case "tensor":
-                return tensor(value["name"])
+                return tensor(value["name"], path)
             case "tuple":
-                return tuple(decode(item, tensor) for item in value["items"])
+                return tuple(decode(value["items"], tensor, path))
             case "dict":
-                return {decode(k, tensor): decode(v, tensor) for k, v in value["items"]}
+                pairs = ((decode(key, tensor, path), item) for key, item in value["items"])
+                return {key: decode(item, tensor, (*path, key)) for key, item in pairs}
             case "float":
                 return float(value["value"])
             case "integer":

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import hmac
@@ -102,10 +101,6 @@ _ITEMS = 4  #: of a batch that are collated for the comparison
 _TRIALS = 4  #: random numbers that are tried: mixing is often random too
 
 
-class _CannotSay(Exception):
-    """These few examples cannot be collated again."""
-
-
 class KeepsApart:
     """A ``collate_fn`` that is looked at once in each process, with the first batch of several examples.
 
@@ -124,8 +119,7 @@ class KeepsApart:
     def __call__(self, items: list[Any]) -> Any:
         if not self._seen and len(items) > 1:
             self._seen = True
-            with contextlib.suppress(_CannotSay):
-                self._look_at(items[:_ITEMS])
+            self._look_at(items[:_ITEMS])
         return self._collate(items)
 
     def _look_at(self, items: list[Any]) -> None:
@@ -143,20 +137,20 @@ class KeepsApart:
 
     def _exchanged(self, items: list[Any], trial: int) -> tuple[Counter[bytes], Counter[bytes]] | None:
         """Rows with the last item and with another in its place, if there is one that leaves all shapes as they are."""
-        shapes, rows = self._rows(items, trial)
+        before = self._rows(items, trial)
         for other in items[:-1]:
-            same, changed = self._rows([*items[:-1], other], trial)
-            if same == shapes:
-                return rows, changed
+            after = self._rows([*items[:-1], other], trial)
+            if before is not None and after is not None and before[0] == after[0]:
+                return before[1], after[1]
         return None
 
-    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]]:
+    def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]] | None:
         """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""
         try:
             with random_numbers_of(f"trial {trial}", put_back=True):
                 batch = self._collate(copy.deepcopy(items))  # some take labels out of the items
-        except Exception as error:  # if it is broken, the batch itself will say so
-            raise _CannotSay from error
+        except Exception:  # if it is broken, the batch itself will say so
+            return None
         tensors = list(_tensors(batch, len(items), ""))
         rows = Counter(b"".join(parts) for parts in zip(*(rows for _, rows in tensors), strict=True))
         return [shape for shape, _ in tensors], rows
@@ -175,6 +169,16 @@ def _tensors(value: Any, rows: int, path: str) -> Iterator[tuple[str, list[bytes
             yield f"{path} {tuple(value.shape)}", [row.view(torch.uint8).numpy().tobytes() for row in flat]
     elif isinstance(value, np.ndarray) and value.ndim > 0 and value.shape[0] == rows and not value.dtype.hasobject:
         yield f"{path} {value.shape}", [row.tobytes() for row in value]
+
+
+def a_few(dataset: Any, count: int) -> list[Any]:
+    """Examples from all over the dataset: where it is sorted, neighbours are too alike to tell anything."""
+    with random_numbers_of("a few examples", put_back=True):
+        return [dataset[place] for place in _spread(len(dataset), count)]
+
+
+def _spread(examples: int, count: int) -> list[int]:
+    return sorted({k * (examples - 1) // max(1, count - 1) for k in range(count)})
 
 
 # --- is it the data that a run began with, or that the other ranks have? --------------------------------------------
@@ -239,7 +243,7 @@ def sample_of(dataset: Any, examples: int, *, plain: bool = False) -> str | None
     side, but not for ever.
     """
     running = hashlib.sha256()
-    for index in sorted({k * (examples - 1) // (_SAMPLES - 1) for k in range(_SAMPLES)}):
+    for index in _spread(examples, _SAMPLES):
         with random_numbers_of(f"sample {index}"):
             item = dataset[index]
         try:

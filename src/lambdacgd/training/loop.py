@@ -192,7 +192,9 @@ class Loop:
         world: World,
         shards: ShardedTotals | None,
         history: History,
+        undo: contextlib.ExitStack,
     ) -> None:
+        """``undo`` takes what gives the optimizer back and ends the run."""
         self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
         self.world, self.shards, self.history = world, shards, history
         self.cycle = Cycle(private_step.plan.steps)
@@ -208,32 +210,31 @@ class Loop:
         self._norms: list[Tensor] = []  # of the examples since the epoch began, to look for what is not finite
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        self._scales_by_itself = vars(optimizer).get(SCALES_BY_ITSELF)
+        undo.callback(_set, optimizer, SCALES_BY_ITSELF, vars(optimizer).get(SCALES_BY_ITSELF))
         setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
-        self._hooks = [
+        for hook in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
-        ]
+        ):
+            undo.callback(hook.remove)
+        undo.callback(self._end)
 
     @property
     def model(self) -> nn.Module:
         """The user's model, as it is, fixed for a run: its weights are in no other."""
         return self._model
 
-    def remove_hooks(self) -> None:
-        """Give the optimizer back. A logical batch under way is dropped."""
+    def _end(self) -> None:
+        """The run ends in this process. A logical batch under way is dropped."""
         self.attached = False
         self.weights.seal()
         self.moved()
-        for hook in self._hooks:
-            hook.remove()
-        vars(self.optimizer).pop(SCALES_BY_ITSELF, None)
-        if self._scales_by_itself is not None:
-            setattr(self.optimizer, SCALES_BY_ITSELF, self._scales_by_itself)
         self.gradients.clear()
         self.private_step.forget()
+        half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
+        self.private_step.run.hand_over(self.cycle.done + half_done)
 
     # --- may the run go on? ------------------------------------------------------------------------------------------
 
@@ -320,7 +321,7 @@ class Loop:
         """
         if not self.resting:
             self.cycle.refuse_half_done()
-            self.gradients.part()
+            self.gradients.stop_sharing()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """``optimizer.step()`` was called: where the logical batch is whole, write its noised gradients."""
@@ -445,14 +446,6 @@ class Loop:
             yield
         self.broken = None
 
-    def adopt(self, saved: dict[str, Any]) -> None:
-        """The weights are a checkpoint's now: what they went through besides is what it says (``history.to_dict()``).
-
-        Raises:
-            CheckpointError: This run was declared to begin with other runs' weights than the checkpoint's.
-        """
-        self.history = self.history.resumed(History.from_dict(saved))
-
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Refuse state loaded by hand. Loading its own state again does no harm: accelerate moves it to a device so."""
         if not self._loading and state.get("state") and not _same(state["state"], optimizer.state_dict()["state"]):
@@ -506,7 +499,7 @@ class Gradients:
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
         self._written = {}
 
-    def part(self) -> None:
+    def stop_sharing(self) -> None:
         """The sums' memory, which gradients share, is about to be written: no gradient may share it any longer.
 
         One that ``zero_grad(set_to_none=False)`` has zeroed becomes None. One that was not zeroed becomes a copy, so
@@ -514,13 +507,11 @@ class Gradients:
         """
         for name, (tensor, before) in list(self._written.items()):
             p = self._parameters[name]
-            if p.grad is None:
-                del self._written[name]
-            elif p.grad is tensor and version(tensor) == before:
+            if p.grad is tensor and version(tensor) == before:
                 p.grad = tensor.clone()
                 self._written[name] = (p.grad, version(p.grad))
-            elif p.grad is tensor:
-                p.grad = None
+            else:
+                p.grad = None if p.grad is tensor else p.grad
                 del self._written[name]
 
     def remember(self) -> None:
@@ -630,7 +621,11 @@ class EMA:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in the current weights. ``private.ema`` calls this after every logical step."""
+        """Take in the current weights. The run calls this after every logical step.
+
+        Raises:
+            TrainingError: The model holds the average now.
+        """
         if self.in_use:
             raise TrainingError("the model holds its average now (ema.applied()); leave that block before training on")
         self._loop.note_changes()
@@ -646,7 +641,11 @@ class EMA:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
-        """The model with the average in place of its weights."""
+        """Put the average into the model, for a block.
+
+        Returns:
+            A context that gives the model. Its own weights come back at the end.
+        """
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         with self._loop.weights.exchanged() as in_place:
             self._copy(self._average)
@@ -665,16 +664,32 @@ class EMA:
         reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Decay, number of updates and the averages by parameter name; checkpoints hold it."""
+        """What checkpoints hold.
+
+        Returns:
+            ``decay``, ``updates`` (their number) and ``average`` (by parameter name; not copies).
+        """
         return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved average of the same decay."""
+        """Go on from a saved average.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            TrainingError: It has another decay.
+        """
         if state["decay"] != self.decay:
             raise TrainingError(f"the saved average has decay {state['decay']} and this one {self.decay}")
         self._updates = state["updates"]
         for name, value in state["average"].items():
             self._average[name].copy_(value)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """Set an attribute of the owner's own, or remove it (None)."""
+    vars(owner).pop(name, None) if value is None else setattr(owner, name, value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError, number
-from lambdacgd.keys import LedgerError, SecretKey
+from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.planning import Plan
@@ -92,7 +92,14 @@ class Noiser:
         return self.steps_taken >= self.plan.steps
 
     def batch(self) -> NDArray[np.int64]:
-        """The example indices of the next step (none at all is possible, and still a step). Not private."""
+        """Whose gradients to sum in the next step.
+
+        Returns:
+            Indices of examples, which are not private. None at all is possible, and still a step.
+
+        Raises:
+            TrainingError: All steps of the plan are done.
+        """
         self._check_horizon()
         if self._batch is None:
             if self._batches is None:
@@ -143,8 +150,15 @@ class Noiser:
         return sums
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a file beside your weights (never the key). Counts as a release of this step."""
-        self.run.need_ledger()
+        """The position, for a file beside your weights (never the key). Counts as a release of this step.
+
+        Returns:
+            Plain data, which JSON can hold.
+
+        Raises:
+            CheckpointError: The key has no file, so nothing could ever resume the run.
+        """
+        self.run.check_ledger()
         state = {"format": FORMAT, "identity": self._identity(), "run": self.run.id, "step": self.steps_taken}
         self.run.release(self.steps_taken, digest=content_digest(state), kind="noiser")
         return state
@@ -169,10 +183,7 @@ class Noiser:
         if self.layout is None:
             current.pop("layout")
         check_identity(state["identity"], current)
-        try:
-            self.run.resume(state["run"], state["step"], content_digest(state))
-        except LedgerError as error:
-            raise CheckpointError(str(error)) from error
+        self.run.resume(state["run"], state["step"], content_digest(state))
         self._done = state["step"]
         shapes = state["identity"]["shapes"]
         if shapes is not None:

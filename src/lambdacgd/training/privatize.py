@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import default_collate
 
 from lambdacgd import clipping
-from lambdacgd.clipping import Clipper, LossReduction, Mode, Replaced
+from lambdacgd.clipping import LossReduction, Mode, Replaced
 from lambdacgd.errors import InvalidInput, NotPrivateWarning, TrainingError, integer, number
 from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout
@@ -22,7 +22,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import KeepsApart, Sample, check_dataset, sample_of
+from lambdacgd.training.data import KeepsApart, Sample, a_few, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
     follow,
@@ -33,9 +33,9 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, Epoch, Loader, random_numbers_of
+from lambdacgd.training.loader import Collate, Epoch, Loader
 from lambdacgd.training.loop import EMA, Loop, Phase
-from lambdacgd.training.run import Run, SharedRun
+from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
 from lambdacgd.version import __version__
 
@@ -128,8 +128,7 @@ def privatize(
         TrainingError: The ranks did not bring the same things.
     """
     world = World.of(process_group)
-    private: Private | None = None
-    try:
+    with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
             check_plan(plan, stacklevel=3)
             given, model = model, unwrap(model, world)
@@ -162,58 +161,57 @@ def privatize(
                 mode="flat" if math.isinf(max_grad_norm) else clipping_mode,
                 batch_of=batch_of,
             )
-            undo = [clipper.detach]
-            try:
-                undo += follow(model, given, world)
-                _check_same_parameters(clipper.parameters, optimizer)
-                floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
-                clipper.leave_room(plan.batch_size)  # σ is then the plan's own
-                clipper.expect_views(views)
-                loader = partial(
-                    Loader,
-                    dataset=dataset,
-                    max_physical_batch_size=max_physical_batch_size,
-                    pad_batches=pad_batches,
-                    views=views,
-                    num_workers=num_workers,
-                    collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
-                    pin_memory=pin_memory,
-                    prefetch_factor=prefetch_factor,
-                    worker_init_fn=worker_init_fn,
-                    multiprocessing_context=multiprocessing_context,
-                )
-                start = partial(SharedRun, world) if world.many else Run
-                # With several ranks this process reads a few examples in any case, to compare them.
-                readable = data_fingerprint is None and (world.many or not num_workers)
-                private = Private(
-                    model,
-                    optimizer,
-                    dataset,
-                    plan,
-                    max_grad_norm=max_grad_norm,
-                    clipper=clipper,
-                    run=start(key, prepared=run_id, plan=plan.digest),
-                    loader=loader,
-                    sample=Sample(dataset, plan.examples, readable=readable),
-                    data_fingerprint=data_fingerprint,
-                    undo=undo,
-                    history=history,
-                    world=world,
-                    reduce_every_batch=reduce_every_batch,
-                )
-            except BaseException:
-                for step in reversed(undo):
-                    step()
-                raise
-        if isinstance(private.run, SharedRun):
-            _start_together(private, private.run, max_physical_batch_size, reduce_every_batch)
-        if loss is not None and views == 1 and private.shards is None:
+            undo.callback(clipper.detach)
+            follow(model, given, world, undo)
+            _check_same_parameters(clipper.parameters, optimizer)
+            floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
+            clipper.leave_room(plan.batch_size)  # σ is then the plan's own
+            clipper.expect_views(views)
+            run = Run(key, prepared=run_id, world=world, plan=plan.digest)
+            undo.callback(run.close)
+            shards = None
+            if any(map(is_sharded, clipper.parameters.values())):
+                shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
+                clipper.keep_sums_in(shards)
+                clipper.allow_probe(False)  # until a batch of which every rank has two examples
+            layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
+            step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
+            private = Private(model, optimizer, clipper, step, world=world, shards=shards, history=history, undo=undo)
+            private.dataset = dataset
+            # With several ranks this process reads a few examples in any case, to compare them.
+            readable = data_fingerprint is None and (world.many or not num_workers)
+            private.sample = Sample(dataset, plan.examples, readable=readable)
+            private.plan_json = plan.to_json()
+            private.settings = {
+                "plan": plan.digest,
+                "layout": layout.digest,
+                "max_grad_norm": max_grad_norm,
+                "clipping_mode": clipper.mode,
+                "augmentations": views,
+                "loss_reduction": clipper.loss_reduction,
+                "examples": len(dataset),
+                "data_fingerprint": data_fingerprint,
+                "optimizer": type(optimizer).__name__,
+            }
+            private.loader = Loader(
+                private,
+                dataset,
+                max_physical_batch_size=max_physical_batch_size,
+                pad_batches=pad_batches,
+                views=views,
+                num_workers=num_workers,
+                collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                pin_memory=pin_memory,
+                prefetch_factor=prefetch_factor,
+                worker_init_fn=worker_init_fn,
+                multiprocessing_context=multiprocessing_context,
+            )
+        if world.many:
+            _start_together(private, max_physical_batch_size, reduce_every_batch)
+        if loss is not None and views == 1 and shards is None:
             with world.together("looking at the loss"):
-                private.check_loss(loss, _few(dataset), collate_fn or default_collate)
-    except BaseException:
-        if private is not None:
-            private.detach()
-        raise
+                private.check_loss(loss, a_few(dataset, _LOOKED_AT), collate_fn or default_collate)
+        private.undo = undo.pop_all()
     return private
 
 
@@ -237,48 +235,17 @@ class Private(Loop):
     optimizer only post-processes. Losses, norms and batch sizes seen on the way are not private.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        dataset: Any,
-        plan: Plan,
-        *,
-        max_grad_norm: float,
-        clipper: Clipper,
-        run: Run,
-        loader: Callable[[Loop], Loader],
-        sample: Sample,
-        data_fingerprint: str | None,
-        undo: list[Callable[[], None]],
-        history: History,
-        world: World,
-        reduce_every_batch: bool = False,
-    ) -> None:
-        layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
-        shards: ShardedTotals | None = None
-        if any(is_sharded(p) for p in clipper.parameters.values()):
-            shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
-            clipper.keep_sums_in(shards)
-            clipper.allow_probe(False)  # until a batch of which every rank has two examples
-        step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
-        super().__init__(model, optimizer, clipper, step, world=world, shards=shards, history=history)
-        self.dataset, self.run, self.layout, self.sample = dataset, run, layout, sample
-        #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
-        self.settings: Mapping[str, Any] = {
-            "plan": plan.digest,
-            "layout": layout.digest,
-            "max_grad_norm": max_grad_norm,
-            "clipping_mode": clipper.mode,
-            "augmentations": clipper.views,
-            "loss_reduction": clipper.loss_reduction,
-            "examples": len(dataset),
-            "data_fingerprint": data_fingerprint,
-            "optimizer": type(optimizer).__name__,
-        }
-        self.loss_checked = False  # whether anybody has seen that the loss adds examples up
-        self.loader = loader(self)
-        self._undo = [*undo, run.close]
+    dataset: Any
+    loader: Loader
+    sample: Sample
+    #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
+    settings: Mapping[str, Any]
+    #: The plan as checkpoints hold it.
+    plan_json: str
+    #: Gives a plain model and optimizer back.
+    undo: contextlib.ExitStack
+    #: Whether anybody has seen that the loss adds examples up.
+    loss_checked = False
 
     # --- where the run stands ----------------------------------------------------------------------------------------
 
@@ -286,6 +253,11 @@ class Private(Loop):
     def plan(self) -> Plan:
         """The plan that the run follows, fixed for a run."""
         return self.private_step.plan
+
+    @property
+    def run(self) -> Run:
+        """The run's key, id and ledger."""
+        return self.private_step.run
 
     @property
     def max_grad_norm(self) -> float:
@@ -313,6 +285,9 @@ class Private(Loop):
 
     def epochs(self) -> Iterator[Epoch]:
         """The rest of the run, epoch by epoch: ``for epoch in private.epochs(): for batch in epoch: …``.
+
+        Returns:
+            An iterator of epochs, each of which iterates its remaining batches and has a ``number`` from 1.
 
         Raises:
             TrainingError: No step was taken in an epoch, or the run was detached.
@@ -446,35 +421,29 @@ class Private(Loop):
         return checkpoint.load(self, path)
 
     def resume(self, path: str | os.PathLike[str]) -> dict[str, Any] | None:
-        """``load`` if there is a checkpoint at ``path``, else None: for jobs that may be started again at any time."""
+        """``load`` if there is a checkpoint, else nothing: for jobs that may be started again at any time.
+
+        Args:
+            path: What was given to ``save``.
+
+        Returns:
+            What was given as ``extra``; None if there is no checkpoint.
+
+        Raises:
+            CheckpointError: As for ``load``.
+        """
         exists = self.world.from_first("looking for a checkpoint", lambda: checkpoint.exists(self, path))
         return self.load(path) if exists else None
 
     def detach(self) -> None:
         """Give back a plain model and optimizer. A logical batch under way is dropped."""
-        if not self.attached:
-            return
-        self.remove_hooks()
-        try:
-            half_done = self.cycle.phase is Phase.NOISED  # the weights may hold the noise of the step under way
-            self.run.hand_over(self.steps_taken + half_done)
-        finally:
-            for undo in reversed(self._undo):
-                undo()
+        self.undo.close()
 
     def __repr__(self) -> str:
         return f"<Private {self.plan.mechanism.name}, {self.spent()}>"
 
 
 # --- at the door -----------------------------------------------------------------------------------------------------
-
-
-def _few(dataset: Any) -> list[Any]:
-    """A few examples, from all over the dataset: where it is sorted, neighbours are too alike to tell."""
-    count = min(_LOOKED_AT, len(dataset))
-    places = [k * (len(dataset) - 1) // max(1, count - 1) for k in range(count)]
-    with random_numbers_of("looking at the loss", put_back=True):
-        return [dataset[place] for place in places]
 
 
 def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
@@ -511,9 +480,7 @@ _ADVICE = {
 }
 
 
-def _start_together(
-    private: Private, run: SharedRun, max_physical_batch_size: int | None, reduce_every_batch: bool
-) -> None:
+def _start_together(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> None:
     """Compare what the ranks brought, then take rank 0's key and weights. All must call it; a difference is an error
     on each.
 
@@ -523,22 +490,19 @@ def _start_together(
     with world.together("privatize"):
         facts = _facts(private, max_physical_batch_size, reduce_every_batch)
     world.agree("privatize", facts, _ADVICE)
-    why = "their noise and batches would not be one run's. Give the key on rank 0 alone (others receive it), or the "
-    _check_first_counts(world.gather(run.given_fingerprint), "the key", why + "same file on all")
-    why = "data sorted by the bins of one run would be read as another's. Give the run_id on rank 0 alone, or the same "
-    _check_first_counts(world.gather(run.given_id), "the run_id", why + "one on all")
+    for what, given in zip(("key", "run_id"), zip(*world.gather(private.run.given), strict=True), strict=True):
+        for rank, value in enumerate(given):
+            if value not in (None, given[0]):
+                first = "none" if given[0] is None else f"{given[0][:8]}…"
+                raise TrainingError(
+                    f"privatize: the {what} is {first} on rank 0 and {value[:8]}… on rank {rank}: their noise and "
+                    f"batches would not be one run's. Give the {what} on rank 0 alone (the others receive it), or the "
+                    "same on all"
+                )
     with private.loading():  # all ranks begin with rank 0's weights
-        run.share(private.clipper.anchor.device)
+        private.run.share(private.clipper.anchor.device)
         broadcast_(private.model, world)
         private.compare_weights()
-
-
-def _check_first_counts(given: list[str | None], what: str, why: str) -> None:
-    """What rank 0 was given counts; others bring the same or nothing."""
-    for rank, value in enumerate(given):
-        if value is not None and value != given[0]:
-            first = "none" if given[0] is None else f"{given[0][:8]}…"
-            raise TrainingError(f"privatize: {what} is {first} on rank 0 and {value[:8]}… on rank {rank}: {why}")
 
 
 def _bare(optimizer: Any) -> Any:
@@ -549,10 +513,8 @@ def _bare(optimizer: Any) -> Any:
 
 def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidInput(
-            "model",
-            f"model must be a torch.nn.Module, and a {type(model).__name__} was given. Put several models into one "
-            "module whose forward calls them.",
+        raise InvalidInput.of_type(
+            "model", model, "a torch.nn.Module (one whose forward calls all, if they are several)"
         )
     if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
         raise InvalidInput(
@@ -560,9 +522,7 @@ def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
             "This model is privatized already. Call detach() on what privatize returned for it, then privatize anew.",
         )
     if not isinstance(optimizer, Optimizer):
-        raise InvalidInput(
-            "optimizer", f"optimizer must be a torch.optim optimizer, and a {type(optimizer).__name__} was given."
-        )
+        raise InvalidInput.of_type("optimizer", optimizer, "a torch.optim optimizer")
     if isinstance(optimizer, LBFGS):
         raise InvalidInput(
             "optimizer", "LBFGS calls a closure several times a step. Use a first-order optimizer such as SGD or Adam."

@@ -8,7 +8,6 @@ import secrets
 import time
 import warnings
 from collections.abc import Iterator
-from typing import NoReturn
 
 import torch
 
@@ -26,9 +25,19 @@ class Run:
     Guarantee
     ---------
     Every run has its own 128-bit id, so its own noise and batches. With a key file, one process at a time holds a run.
+    Of several ranks, rank 0's key and id are everybody's. Only rank 0 knows the key's file, so only it reads and writes
+    the ledger; the others hold the key in memory.
     """
 
-    def __init__(self, key: SecretKey | None, *, prepared: str | None = None, **facts: str | int | float) -> None:
+    def __init__(
+        self,
+        key: SecretKey | None,
+        *,
+        prepared: str | None = None,
+        world: World | None = None,
+        **facts: str | int | float,
+    ) -> None:
+        """``prepared`` names a run that the ledger knows already; ``facts`` are entered with a new one."""
         if key is not None and not isinstance(key, SecretKey):
             raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
@@ -37,78 +46,93 @@ class Run:
                 "NOT PRIVATE: the key is one of SecretKey.for_tests, which everybody can compute, so this run claims "
                 "nothing. Train with a key of your own on data that needs protection",
                 NotPrivateWarning,
-                stacklevel=4,
+                stacklevel=3,
             )
-        if prepared is not None and self.key.path is None:
+        self._world = World(None) if world is None else world
+        #: What this rank was asked to be: the fingerprint of its key, and a prepared run; None where nothing was given.
+        self.given = (None if key is None else key.fingerprint(), prepared)
+        if prepared is not None and self._world.first and self.key.path is None:
             raise InvalidInput("run_id", "A prepared run is in the ledger beside its key's file: save the key first.")
         self._prepared, self._facts = prepared, facts
+        self._has_ledger = self.key.path is not None
         self._id: str | None = None
         self._process = os.getpid()
-        self._ledger: Ledger | None = None
+        self._ledger: Ledger | None = None  # on rank 0, once the run has begun
         self._held = contextlib.ExitStack()
         self._holds = False  # whether this process has the run's lock
         self._last: Release | None = None  # the run's newest release, as far as this process knows
 
+    def share(self, device: torch.device) -> None:
+        """Take rank 0's key. All ranks must call it, after they have agreed."""
+        self._has_ledger = self._world.share(self._has_ledger)
+        for_tests = self._world.share(self.key.is_for_tests)
+        secret = self._world.share_secret(SubKey(self.key._secret), device)
+        if not self._world.first:
+            self.key = SecretKey.from_bytes(secret)
+            self.key._for_tests = for_tests
+
     @property
     def id(self) -> str:
-        """The run's id; asking for it starts the run."""
+        """The run's id. Asking for it starts the run, so the first time all ranks must ask."""
         if os.getpid() != self._process:
             raise TrainingError(
                 "this run was forked: two processes would use the same noise for different sums. Call privatize in "
                 "the process that trains"
             )
         if self._id is None:
-            self._id = self._new_id()
+            self._id = self._world.from_first("starting the run", self._start)
         return self._id
 
-    def _new_id(self) -> str:
+    def _start(self) -> str:
         if self.key.is_for_tests:
             return self.key.derive("run of tests").hex()[:32]
         if self.key.path is None:
             return secrets.token_hex(16)
-        self._ledger = self.key.ledger()
-        run_id = self._prepared or self._ledger.new_run(**self._facts)
-        self._ledger.check_resume(run_id, 0)  # a prepared run must not have released anything
-        self._held.enter_context(self._ledger.lock(run_id))
+        ledger = self.key.ledger()
+        run_id = self._prepared or ledger.new_run(**self._facts)
+        self._take(ledger, run_id, 0, patience=0)  # a prepared run must not have released anything
+        return run_id
+
+    def _take(
+        self, ledger: Ledger, run_id: str, step: int, digest: str | None = None, patience: float | None = None
+    ) -> None:
+        """Hold the run from now on, if the ledger allows to go on from ``step``."""
+        ledger.check_resume(run_id, step, digest)
+        self._hold(ledger, run_id, self._held, patience)
         try:
-            self._ledger.check_resume(run_id, 0)  # again: the process that held it may have released meanwhile
+            ledger.check_resume(run_id, step, digest)  # again: whoever held it may have released more meanwhile
         except LedgerError:
             self._held.close()
             raise
-        self._holds, self._last = True, self._ledger.newest(run_id)
-        return run_id
+        self._ledger, self._holds, self._last = ledger, True, ledger.newest(run_id)
 
     @property
     def started(self) -> bool:
+        """Whether the run has its id."""
         return self._id is not None
-
-    def need_ledger(self) -> Ledger:
-        """The ledger, without which no weights may leave the process to be resumed from."""
-        _ = self.id
-        if self._ledger is None:
-            self.refuse_memory_only()
-        return self._ledger
 
     def check_ledger(self) -> None:
         """Refuse to save what nobody could resume."""
-        self.need_ledger()
-
-    def refuse_memory_only(self) -> NoReturn:
-        raise CheckpointError(
-            "this run's key lives in memory only, so nothing could ever resume it. Make a key file before training: "
-            'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
-        )
+        if not self._has_ledger:
+            raise CheckpointError(
+                "this run's key lives in memory only, so nothing could ever resume it. Make a key file before "
+                'training: key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+            )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:
-        """Enter that weights are about to leave the process (kept by nobody if the key has no file).
+        """Enter that weights are about to leave the process. Rank 0 does it; without a key file nobody keeps it.
 
         Raises:
             LedgerError: This run was detached, and another process has it now or went on with it.
         """
+        if not self._world.first:
+            return
+        if self._world.many and self._id is None:
+            raise CheckpointError("this run has not begun: take a batch on every rank before releasing weights")
         _ = self.id
         if self._ledger is not None:
             with self.holding(self.id, patience=0):
-                self._check_alone()
+                self._check_alone(self._ledger)
                 self._ledger.record(self.id, step, digest=digest, kind=kind)
                 self._last = Release(step, digest, kind)  # the ledger refuses what is not the newest
 
@@ -120,27 +144,32 @@ class Run:
             self._ledger.record(self._id, step, digest="", kind="detach")
 
     def resume(self, run_id: str, step: int, digest: str) -> None:
-        """Become the run of a checkpoint, if the ledger allows it."""
-        if self._id == run_id:
-            self.need_ledger().check_resume(run_id, step, digest)
-            self._last = self.need_ledger().newest(run_id)
-            return
-        if self.key.path is None:
-            raise CheckpointError(
-                "a run resumes with the key file it was started with, beside its ledger: pass key=SecretKey.load(path)"
-            )
-        if self._id is not None or self._prepared not in (None, run_id):
-            raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
-        ledger = self.key.ledger()
-        ledger.check_resume(run_id, step, digest)
-        self._hold(ledger, run_id, self._held)
-        self._holds = True
+        """Become the run of a checkpoint, if rank 0's ledger allows it. All ranks must call it.
+
+        Raises:
+            CheckpointError: It does not, or this is another run already.
+        """
+        self._world.from_first("resuming", lambda: self._resume(run_id, step, digest))
+        self._id = run_id
+
+    def _resume(self, run_id: str, step: int, digest: str) -> None:
         try:
-            ledger.check_resume(run_id, step, digest)  # again: whoever held it may have released more meanwhile
-        except LedgerError:
-            self.close()
-            raise
-        self._ledger, self._id, self._last = ledger, run_id, ledger.newest(run_id)
+            if self._id == run_id:
+                self.check_ledger()
+                ledger = self.key.ledger()
+                ledger.check_resume(run_id, step, digest)
+                self._last = ledger.newest(run_id)
+            elif self.key.path is None:
+                raise CheckpointError(
+                    "a run resumes with the key file it was started with, beside its ledger: pass "
+                    "key=SecretKey.load(path)"
+                )
+            elif self._id is not None or self._prepared not in (None, run_id):
+                raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
+            else:
+                self._take(self.key.ledger(), run_id, step, digest)
+        except LedgerError as error:
+            raise CheckpointError(str(error)) from error
 
     @contextlib.contextmanager
     def holding(self, run_id: str, patience: float | None = None) -> Iterator[None]:
@@ -155,29 +184,26 @@ class Run:
             yield
             return
         with contextlib.ExitStack() as held:
-            self._hold(self.key.ledger(), run_id, held, patience)
+            ledger = self.key.ledger()
+            self._hold(ledger, run_id, held, patience)
             if run_id != self._id:
                 yield
                 return
-            self._check_nobody_went_on()
+            if ledger.newest(run_id) != self._last:
+                raise LedgerError(
+                    f"run {run_id} was detached here, and its ledger has changed since: another process went on with "
+                    "it, under the noise of steps that these weights went through too. Both must not leave: throw "
+                    "these weights away, and load the run's newest checkpoint"
+                )
             self._holds = True
             try:
                 yield
             finally:
                 self._let_go()
 
-    def _check_nobody_went_on(self) -> None:
-        """Whoever resumed this run after it was detached has used the noise of our last steps for sums of its own."""
-        if self.need_ledger().newest(self.id) != self._last:
-            raise LedgerError(
-                f"run {self.id} was detached here, and its ledger has changed since: another process went on with it, "
-                "under the noise of steps that these weights went through too. Both must not leave: throw these "
-                "weights away, and load the run's newest checkpoint"
-            )
-
-    def _check_alone(self) -> None:
+    def _check_alone(self, ledger: Ledger) -> None:
         """Locks fail: where a file system has none, or somebody removed the file. What others enter is seen here."""
-        newest, last = self.need_ledger().newest(self.id), self._last
+        newest, last = ledger.newest(self.id), self._last
         if newest is not None and newest != last and (last is None or newest.step >= last.step):
             raise LedgerError(
                 f"another process released step {newest.step} of run {self.id} while this one had it: both use the "
@@ -191,7 +217,7 @@ class Run:
             if self._ledger is not None and self._id is not None:
                 self._last = self._ledger.newest(self._id)
 
-    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None) -> None:
         deadline = time.monotonic() + (_ORPHANS_S if patience is None else patience)
         while True:
             try:
@@ -207,56 +233,3 @@ class Run:
         if self._holds:
             self._let_go()
         self._held.close()
-
-
-class SharedRun(Run):
-    """As `Run`, on every rank of a world.
-
-    Guarantee
-    ---------
-    Rank 0's key and run id are everybody's. Only rank 0 knows the key's file, so only it reads and writes the ledger;
-    the others hold the key in memory.
-    """
-
-    def __init__(
-        self, world: World, key: SecretKey | None, *, prepared: str | None = None, **facts: str | int | float
-    ) -> None:
-        self._world = world
-        self._given = key is not None
-        self.given_id = prepared  # the run that this rank was asked to be; None if it was asked nothing
-        self._keeps_ledger = False
-        super().__init__(key, prepared=prepared if world.first else None, **facts)
-
-    @property
-    def given_fingerprint(self) -> str | None:
-        """The fingerprint of the key that this rank was given; None if it was given none."""
-        return self.key.fingerprint() if self._given else None
-
-    def share(self, device: torch.device) -> None:
-        """Take rank 0's key. All ranks must call it, after they have agreed."""
-        self._keeps_ledger = self._world.share(self.key.path is not None)
-        for_tests = self._world.share(self.key.is_for_tests)
-        secret = self._world.share_secret(SubKey(self.key._secret), device)
-        if not self._world.first:
-            self.key = SecretKey.from_bytes(secret)
-            self.key._for_tests = for_tests
-
-    def _new_id(self) -> str:
-        return self._world.from_first("starting the run", super()._new_id)
-
-    def check_ledger(self) -> None:
-        if not self._keeps_ledger:
-            self.refuse_memory_only()
-
-    def release(self, step: int, *, digest: str, kind: str) -> None:
-        """On rank 0: enter that weights are about to leave. Others leave it to rank 0."""
-        if not self._world.first:
-            return
-        if self._id is None:
-            raise CheckpointError("this run has not begun: take a batch on every rank before releasing weights")
-        super().release(step, digest=digest, kind=kind)
-
-    def resume(self, run_id: str, step: int, digest: str) -> None:
-        """All ranks become the run of a checkpoint, if rank 0's ledger allows it. All must call it."""
-        self._world.from_first("resuming", lambda: super(SharedRun, self).resume(run_id, step, digest))
-        self._id = run_id

@@ -13,6 +13,7 @@ from scipy.special import ndtr
 from scipy.stats import norm
 
 from lambdacgd.accounting.exact.lattice import (
+    MOST_RUNS,
     Chain,
     Stretch,
     TransferProduct,
@@ -24,6 +25,7 @@ from lambdacgd.accounting.exact.lattice import (
     poisson_eta,
     round_lognormal,
     spacing_ratio,
+    stretches,
     value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
@@ -69,6 +71,32 @@ def test_scales_and_mean_loss(lam: float, b: int, k: int) -> None:
     mean, variance = chain.mean_loss
     assert mean == pytest.approx(-np.diag(dense).mean() / 2, rel=1e-9)
     assert variance == pytest.approx(dense.mean(), rel=1e-7)
+
+
+@settings(max_examples=40, deadline=None)
+@given(lams, sizes, repeats)
+def test_mean_loss_of_normalised_columns(lam: float, b: int, k: int) -> None:
+    chain = normalized_chain(lam, b, k, 1.3)
+    dense = chain.gram()
+    mean, variance = chain.mean_loss
+    assert mean == pytest.approx(-np.diag(dense).mean() / 2, rel=1e-9)
+    assert variance == pytest.approx(dense.mean(), rel=1e-7)
+    assert chain.loss_variance == pytest.approx(np.diag(dense).max(), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("lam", "b", "k", "most"),
+    [(0.95, 390, 1, 5e-4), (0.98, 29, 1, 1e-9), (0.999, 31, 1, 1e-9), (0.9, 3, 1, 1e-9), (0.99, 1000, 1, 3e-3),
+     (0.98, 29, 2, 0.023), (0.99, 3, 8, 3e-3), (0.7, 200, 1, 5e-4), (0.99, 1, 4, 0.0)],
+)  # fmt: skip
+def test_normalised_columns_are_followed_closely(lam: float, b: int, k: int, most: float) -> None:
+    """Runs and amplitudes dominate every entry, and add little to the mean over all of them, which σ² goes with."""
+    truth, chain = gram(lam, b, k, normalized=True), normalized_chain(lam, b, k, 1.0)
+    assert np.all(truth <= chain.gram() * (1 + 1e-12))
+    assert sum(count for count, _ in chain.runs) in (0, b)
+    assert len(chain.runs) <= MOST_RUNS
+    if b > 1:
+        assert 0.5 * math.log(chain.mean_loss[1] / truth.mean()) <= most
 
 
 @settings(max_examples=40, deadline=None)
@@ -164,8 +192,10 @@ def test_grid_is_fine_then_geometric() -> None:
 
 
 def product_of(chain: Chain, *, ratio: float, reach: float, fine: float = 2e-3, top: float = 1e5) -> TransferProduct:
-    """Every bin with its own scale, nothing shared."""
+    """Every bin with its own scale, nothing shared (but a run's correlation)."""
     plan = [Stretch(1, float(c), float(c)) for c in chain.log_scales[1:-1][::-1]]
+    if chain.runs or chain.amplitudes:
+        plan = stretches(chain, 0.0)
     return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(fine, 0.02, top), plan)
 
 
@@ -200,6 +230,8 @@ CHAINS = [
     pytest.param(plain_chain(0.7, 2, 1, 1.2), id="two bins, one epoch"),
     pytest.param(Chain(0.9, 60, 4, 1.2, 0.0), id="stationary continuation"),
     pytest.param(Chain(0.9, 60, 4, 1.2, 0.6), id="between"),
+    pytest.param(normalized_chain(0.95, 60, 1, 1.1), id="normalised, one epoch"),
+    pytest.param(normalized_chain(0.98, 12, 3, 2.5), id="normalised, short epochs"),
 ]
 
 
@@ -216,7 +248,7 @@ def test_mass_mean_and_second_moment(chain: Chain) -> None:
     assert expected * (1 - 1e-6) <= second <= expected * (1 + 0.02**2) + chain.bins * (2e-4) ** 2
 
 
-@pytest.mark.parametrize("chain", CHAINS[:4])
+@pytest.mark.parametrize("chain", CHAINS[:4] + CHAINS[-2:])
 @pytest.mark.parametrize("reach", [2.0, 3.0])
 def test_truncation_loses_no_more_than_its_bound(chain: Chain, reach: float) -> None:
     product = product_of(chain, ratio=0.75, reach=reach, top=1e7)

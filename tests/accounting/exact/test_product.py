@@ -22,6 +22,7 @@ from lambdacgd.accounting.exact.lattice import (
     TransferProduct,
     extended_transform,
     lattice,
+    normalized_chain,
     plain_chain,
     power_cost,
     round_lognormal,
@@ -33,14 +34,15 @@ from lambdacgd.errors import AccountingError
 
 
 def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float = 6.0) -> TransferProduct:
-    plan = stretches(chain.log_scales, allowed)
+    plan = stretches(chain, allowed)
     return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(0.02, 0.05, 200.0), plan)
 
 
-def matrix(chain: Chain, site: Site, grid: Any, z: complex, log_scale: float) -> Any:
-    """One transfer matrix, entry by entry from the definition."""
-    shift = chain.gain**0.5
-    base = -chain.gain * chain.peak_variance / 2 - np.log(chain.bins)
+def matrix(chain: Chain, site: Site, grid: Any, z: complex, j: int) -> Any:
+    """The transfer matrix of bin j, entry by entry from the definition."""
+    shift = (chain.gain**0.5) * (chain.amplitudes[j] if chain.amplitudes else 1.0)
+    variance = chain.gram()[j, j] if chain.amplitudes else chain.gain * chain.peak_variance
+    base, log_scale = -variance / 2 - np.log(chain.bins), chain.log_scales[j]
     table = round_lognormal(shift * site.means + base, shift * site.deviation, grid)
     rows, columns = site.kernel.shape
     values = table @ np.exp(z * np.exp(log_scale) * grid)
@@ -54,16 +56,19 @@ def matrix(chain: Chain, site: Site, grid: Any, z: complex, log_scale: float) ->
 
 def plain(chain: Chain, product: TransferProduct, z: complex) -> complex:
     """Bin after bin, each with its own scale."""
-    path, grid, scales = product.lattice, product.grid, chain.log_scales
-    total = matrix(chain, path.left, grid, z, scales[0])
+    path, grid = product.lattice, product.grid
+    kinds = np.repeat(np.arange(len(chain.runs)), [count for count, _ in chain.runs]) if chain.runs else None
+    total = matrix(chain, path.left, grid, z, 0)
     for j in range(1, chain.bins - 1):
-        total = total @ matrix(chain, path.interior, grid, z, scales[j])
-    return complex(np.trace(total @ matrix(chain, path.right, grid, z, scales[-1])))
+        kind = j if chain.amplitudes else 0 if kinds is None else kinds[j]
+        total = total @ matrix(chain, path.interior[kind], grid, z, j)
+    return complex(np.trace(total @ matrix(chain, path.right, grid, z, chain.bins - 1)))
 
 
 @pytest.mark.parametrize(
     "chain",
-    [plain_chain(0.8, b, k, 2.0 * k) for b in (2, 3, 4, 9) for k in (1, 2, 5)] + [Chain(0.6, 21, 3, 1.0, 0.0)],
+    [plain_chain(0.8, b, k, 2.0 * k) for b in (2, 3, 4, 9) for k in (1, 2, 5)] + [Chain(0.6, 21, 3, 1.0, 0.0)]
+    + [normalized_chain(0.9, b, k, 1.5) for b in (2, 3, 9) for k in (1, 3)] + [normalized_chain(0.7, 40, 1, 1.0)],
 )
 def test_product_equals_bin_by_bin_multiplication(chain: Chain) -> None:
     product = make(chain)
@@ -85,8 +90,8 @@ def test_shared_scales_bracket_the_exact_ones() -> None:
 @settings(max_examples=80, deadline=None)
 @given(st.integers(2, 300), st.floats(0.3, 0.999), st.floats(0.0, 0.5), st.floats(0.1, 30.0))
 def test_stretches_cover_every_bin_within_budget(bins: int, lam: float, allowed: float, gain: float) -> None:
-    scales = Chain(lam, bins, 5, gain, 1.0).log_scales
-    plan = stretches(scales, allowed)
+    chain = Chain(lam, bins, 5, gain, 1.0)
+    scales, plan = chain.log_scales, stretches(chain, allowed)
     assert sum(s.count for s in plan) == bins - 2
     up = np.repeat([s.up for s in plan], [s.count for s in plan])[::-1]
     down = np.repeat([s.down for s in plan], [s.count for s in plan])[::-1]
@@ -202,7 +207,7 @@ def at_50_digits(product: TransferProduct, z: complex) -> Any:
     strip = matrix_of(product.right, product.ends[1])
     for stretch in product.plan:
         for _ in range(stretch.count):
-            strip = matrix_of(product.interior, stretch.up) * strip
+            strip = matrix_of(product.interior[stretch.site], stretch.up) * strip
     total = matrix_of(product.left, product.ends[0]) * strip
     return sum(total[i, i] for i in range(total.rows))
 
@@ -254,7 +259,7 @@ def acb_transform(product: TransferProduct, z: complex) -> Any:
 
     strip = matrix_of(product.right, product.ends[1])
     for stretch in product.plan:
-        strip = matrix_of(product.interior, stretch.up) ** stretch.count * strip
+        strip = matrix_of(product.interior[stretch.site], stretch.up) ** stretch.count * strip
     total = matrix_of(product.left, product.ends[0]) * strip
     return total.trace()
 

@@ -98,7 +98,7 @@ def test_the_noise_of_shards_is_the_noise_of_the_whole(mesh):
     model = jobs.shard(jobs.net(torch.float32).cuda(), mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = privatize(model, optimizer, jobs.data(torch.float32), jobs.plan(), max_grad_norm=1.0, key=oracle.key())
-    field = NoiseField(oracle.key(), private.layout, run_id=jobs.RUN)
+    field = NoiseField(oracle.key(), private.private_step.layout, run_id=jobs.RUN)
     whole = {name: torch.zeros(p.shape) for name, p in private.clipper.parameters.items()}
     field.fill_(whole, 3)
     for ranks in (1, 2, 3):
@@ -109,7 +109,7 @@ def test_the_noise_of_shards_is_the_noise_of_the_whole(mesh):
                 part = whole[name][rank * rows : (rank + 1) * rows]
                 parts[name] = torch.zeros(part.shape, device="cuda")
                 offsets[name] = min(rank * rows, p.shape[0]) * math.prod(p.shape[1:])
-            NoiseField(oracle.key(), private.layout, run_id=jobs.RUN).fill_(parts, 3, offsets=offsets)
+            NoiseField(oracle.key(), private.private_step.layout, run_id=jobs.RUN).fill_(parts, 3, offsets=offsets)
             for name, part in parts.items():
                 rows = -(-whole[name].shape[0] // ranks)
                 torch.testing.assert_close(part.cpu(), whole[name][rank * rows : (rank + 1) * rows], rtol=0, atol=1e-5)

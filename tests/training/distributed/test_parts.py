@@ -17,7 +17,7 @@ from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loader import cut
-from lambdacgd.training.run import SharedRun
+from lambdacgd.training.run import Run
 
 
 def real(chunk):
@@ -127,7 +127,7 @@ def test_one_process_alone_speaks_to_nobody():
 def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
     """A network that fails is ordinary, and so are tracebacks that show local variables."""
     key = SecretKey.generate()
-    run = SharedRun(World(None), key)
+    run = Run(key, world=World(None))
     run._world.size = 2
 
     def fails(*_, **__):

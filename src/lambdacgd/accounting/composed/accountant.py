@@ -835,8 +835,11 @@ class FreshBins:
         pairs = 2 * (b - d) / b**2
         peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
         middle = np.array([peak])
-        if chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows: a mean over places on the cycle
-            middles = (np.arange(16)[:, None] + 0.5) / 16
+        middles = (np.arange(16)[:, None] + 0.5) / 16
+        if chain.runs:  # a mean over places of the epoch, as below
+            left, rate = b - middles * (b - d), 2 * math.log(self.lam)
+            covariances = chain.gain * self.lam**d * np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+        elif chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows
             ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
             covariances = covariances - chain.gain * chain.tail * ends
             taken = chain.tail * chain.end_effect(middles[:, 0] * b) ** 2
@@ -863,11 +866,11 @@ class FreshBins:
         group = min(round(math.log(THINNED) / math.log(chain.lam)), self.steps_per_epoch // FEWEST_BINS)
         if group < 2:
             return self
-        columns = Columns(chain.gain, 0.0, chain.tail)
+        columns = None if chain.runs else Columns(chain.gain, 0.0, chain.tail)
         moment = self._log_moment()(math.log(sigma))[0]
 
         def shorter(bins: float) -> FreshBins:
-            return FreshBins(chain.lam**group, round(bins), self.epochs, columns=columns)
+            return FreshBins(chain.lam**group, round(bins), self.epochs, columns is None, columns)
 
         def enough(bins: float) -> bool:
             return shorter(bins)._log_moment()(math.log(sigma))[0] <= moment

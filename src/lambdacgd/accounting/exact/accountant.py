@@ -176,7 +176,7 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
     ratio_tau = spacing_ratio(chain.bins, precision.lattice)
     path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
-    plan = stretches(chain.log_scales, precision.scales * bins / (1 + scale.slope))
+    plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
     product = TransferProduct(chain, path, grid, plan)
     if path.eta * path.links >= 0.5:
@@ -268,9 +268,9 @@ def coefficients(strike: float, window: Window) -> NDArray[Any]:
     depth = Wide(strike) - Wide(window.low)
     x = s * depth
     small = np.abs(x) < 2e-2
-    series = sum((-1) ** n * (n + 1) / Wide(math.factorial(n + 2)) * x**n for n in range(9))
     safe = np.where(small, Wide(1), x)
-    body = np.where(small, series, (1 - np.exp(-safe) * (1 + safe)) / safe**2)
+    body = (1 - np.exp(-safe) * (1 + safe)) / safe**2
+    body[small] = sum((-1) ** n * (n + 1) / Wide(math.factorial(n + 2)) * x[small] ** n for n in range(9))
     period = TWO_PI / Wide(window.step)
     return np.asarray(np.exp(s * Wide(strike)) * body * depth**2 / period)
 
@@ -732,6 +732,9 @@ class TransferMatrix:
             return exact, 0.0
         chosen, expected_loss = select(exact, slope, AFFORDABLE if affordable is None else affordable)
         expected_loss += self.normalizing_loss
+        if chosen.runs or chosen.amplitudes:
+            simple = coarse and collective_loss(chosen.stationary, chosen) < 0.02
+            return chosen.stationary if simple else chosen, expected_loss
         if coarse and chosen.tail and (1 + slope) * float(chosen.log_scales.mean()) < 0.2:
             longer = replace(chosen, tail=0.0)
             if collective_loss(longer, chosen) < 0.25:  # else it says nothing about δ's size
@@ -955,11 +958,11 @@ STEEPNESS = 12.0
 def cost(chain: Chain, slope: float) -> float:
     """Real operations for one complex frequency, from the lattice's size before it is built."""
     tau = math.sqrt((1 - chain.lam) / (1 + chain.lam))
-    span = 14 * math.sqrt(chain.peak_variance) + math.sqrt(chain.gain) * max(chain.peak_covariance(0.5), 0.0)
+    span = 14 * math.sqrt(chain.peak_variance) + math.sqrt(chain.gain) * max(float(chain.largest_shift(0.5)), 0.0)
     states = span / (spacing_ratio(chain.bins, FINE.lattice) * tau) + 3
     columns = 1.0 if chain.epochs == 1 else states
     total = 0.0
-    for stretch in stretches(chain.log_scales, FINE.scales * chain.bins / (1 + slope)):
+    for stretch in stretches(chain, FINE.scales * chain.bins / (1 + slope)):
         _, s = power_cost(stretch.count, int(states), int(columns))
         rest = (stretch.count >> s) + (stretch.count & ((1 << s) - 1)).bit_count()
         total += 8 * states**2 * (s * states + rest * columns)
@@ -968,6 +971,9 @@ def cost(chain: Chain, slope: float) -> float:
 
 def loss(chain: Chain, exact: Chain, slope: float) -> float:
     """About how much σ grows (relatively) by computing with ``chain`` instead of ``exact``."""
+    if exact.runs or exact.amplitudes:
+        simple = exact.stationary
+        return 0.0 if chain is exact else loss(chain, simple, slope) + collective_loss(simple, exact)
     end = exact.gain * exact.tail * float(np.mean(exact.end_effect(np.arange(exact.bins)) ** 2)) / 2
     kept = chain.tail / exact.tail if exact.tail else 1.0
     group = round(math.log(chain.lam) / math.log(exact.lam))
@@ -984,6 +990,8 @@ def collective_loss(chain: Chain, exact: Chain) -> float:
 
 def candidates(exact: Chain) -> list[Chain]:
     """The exact chain, its stationary continuation (Lemma 7), and lumped ones (Lemma 8), shortened if need be (9)."""
+    if exact.runs or exact.amplitudes:
+        return [exact, *candidates(exact.stationary)]
     chains = [exact] + ([replace(exact, tail=0.0)] if exact.tail else [])
     longest = min(exact.bins // 2, 1 + int(0.03 / -math.log(exact.lam)))
     if exact.nugget and exact.epochs > 1:
@@ -999,7 +1007,7 @@ def candidates(exact: Chain) -> list[Chain]:
 def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain, float]:
     """The chain to compute with, at ``most`` so many operations a frequency, and what it is expected to add to σ."""
     if cost(exact, slope) <= most:
-        if exact.tail:
+        if exact.tail and not exact.amplitudes:
             longer = replace(exact, tail=0.0)
             alone, together = loss(longer, exact, slope), collective_loss(longer, exact)
             if alone <= 3e-5 and together <= 1e-4:

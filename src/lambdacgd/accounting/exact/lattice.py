@@ -33,11 +33,12 @@ import itertools
 import math
 from bisect import bisect_left
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from scipy.signal import lfilter
 from scipy.special import log_ndtr, ndtr
 
 from lambdacgd.accounting.certificate import Array
@@ -52,6 +53,10 @@ class Chain:
     The privacy loss of bin j is X_j = √gain·u_j + √nugget·z_j − Var(X_j)/2 with independent z_j ~ N(0, 1). ``tail``
     says what follows the last step: 1 nothing (the true Gram matrix of λCGD), 0 a stationary continuation (G_ext, which
     dominates it), values between lie between. Each of the ``bins`` sites may hold ``repeat`` bins (Lemma 8b).
+
+    ``runs`` (one epoch, no nugget): bins of Var(u) = 1 whose correlation changes along the epoch (Lemma 1c). A run of
+    ``count`` bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the
+    largest r. ``amplitudes`` (no nugget): one number a_j a bin, X_j = √gain·a_j·u_j − Var(X_j)/2 (Lemma 7c).
     """
 
     lam: float
@@ -61,6 +66,8 @@ class Chain:
     tail: float
     nugget: float = 0.0
     repeat: int = 1
+    runs: tuple[tuple[int, float], ...] = ()
+    amplitudes: tuple[float, ...] = ()
 
     @property
     def all_bins(self) -> int:
@@ -69,7 +76,22 @@ class Chain:
     @property
     def loss_variance(self) -> float:
         """The largest Var(X_j)."""
-        return self.gain * self.peak_variance + self.nugget
+        return max((self.emission(j)[1] for j in range(len(self.amplitudes))), default=self.emission(0)[1])
+
+    def emission(self, j: int) -> tuple[float, float]:
+        """What multiplies u_j in X_j, and Var(X_j): of the bin with the largest variance, where all share one law."""
+        root = math.sqrt(self.gain)
+        if not self.amplitudes:
+            return root, self.gain * self.peak_variance + self.nugget
+        h = float(self.end_effect(float(j)))
+        return root * self.amplitudes[j], self.gain * self.amplitudes[j] ** 2 * (float(self.covariance(0.0)) - self.tail * h * h)
+
+    @property
+    def stationary(self) -> Chain:
+        """The chain of one correlation that dominates this one of normalised columns (Lemma 7)."""
+        if self.amplitudes:
+            return Chain(self.lam, self.bins, self.epochs, self.gain * (1 - self.lam) * (1 + self.lam), 0.0)
+        return replace(self, runs=())
 
     @cached_property
     def alpha(self) -> float:
@@ -104,9 +126,22 @@ class Chain:
         """An upper bound on Cov(u_i, u_j) over all pairs at this distance (h increases along the cycle)."""
         return float(self.covariance(distance) - self.tail * self.end_effect(0.0) ** 2)
 
+    def largest_shift(self, distance: ArrayLike) -> Array:
+        """An upper bound on how far drawing a bin J moves the mean of what lies at this distance from it, over √gain.
+
+        With amplitudes: a_J (c(d) − tail·h_J²λ^d), as h falls by λ a bin, each part at its largest.
+        """
+        if not self.amplitudes:
+            return np.asarray(self.covariance(distance) - self.tail * float(self.end_effect(0.0)) ** 2)
+        d, a = np.asarray(distance, dtype=float), np.array(self.amplitudes)
+        near = float(np.max(a * (self.alpha - self.tail * self.end_effect(np.arange(self.bins)) ** 2)))
+        return np.asarray(max(near, 0.0) * self.lam**d + float(a.max()) * self.gamma * self.lam ** (self.bins - d))
+
     @cached_property
     def log_scales(self) -> Array:
         """log c_j ≥ 0, increasing in j: e^{X_j} = c_j · exp(√gain·u_j − gain·peak_variance/2)."""
+        if self.amplitudes:
+            return np.zeros(self.bins)
         h = self.end_effect(np.arange(self.bins))
         return 0.5 * self.gain * self.tail * (h - h[0]) * (h + h[0])
 
@@ -121,6 +156,11 @@ class Chain:
     @cached_property
     def mean_loss(self) -> tuple[float, float]:
         """Mean and variance of (1/b) Σ_j X_j, a Gaussian."""
+        if self.runs:
+            return -self.gain / 2, self.gain * self._mean_correlation
+        if self.amplitudes:
+            dense = self.gram()
+            return -float(np.diag(dense).mean()) / 2, float(dense.mean())
         h = self.end_effect(np.arange(self.bins))
         diagonal = float(self.covariance(0.0)) - self.tail * float(np.mean(h * h))
         d = np.arange(1, self.bins)
@@ -130,6 +170,18 @@ class Chain:
         own = (self.bins - 2) * (1 - self.lam) / (1 + self.lam) + 2 * (1 - self.lam)
         spread -= (1 - 1 / self.repeat) * own / self.bins**2
         return -(self.gain * diagonal + self.nugget) / 2, self.gain * max(spread, 0.0) + self.nugget / self.all_bins
+
+    @cached_property
+    def _mean_correlation(self) -> float:
+        """The mean over all pairs of bins of a chain of runs."""
+        pairs, earlier, before = 0.0, 0.0, 0.0  # earlier: the sum of a bin's correlations with those before it
+        for count, r in self.runs:
+            earlier = math.sqrt(before * r) * (earlier + 1) if before else 0.0
+            # Within the run the sum goes towards its fixed point r/(1 − r), by a factor r a bin.
+            fixed, left = r / (1 - r), -math.expm1(count * math.log(r))
+            pairs += count * fixed + (earlier - fixed) * left / (1 - r)
+            earlier, before = fixed + (earlier - fixed) * r ** (count - 1), r
+        return (self.bins + 2 * pairs) / self.bins**2
 
     def lumped(self, group: int) -> Chain:
         """Lemma 8: ``group`` neighbouring bins made equal; dominates this chain. The bins must divide evenly.
@@ -155,8 +207,14 @@ class Chain:
     def gram(self) -> Array:
         """Cov(X) as a dense matrix, for references and tests."""
         j = np.arange(self.bins)
+        if self.runs:
+            r = np.log(np.repeat([r for _, r in self.runs], [count for count, _ in self.runs]))
+            logs = np.append(0.0, np.cumsum(0.5 * (r[1:] + r[:-1])))
+            return np.asarray(self.gain * np.exp(-np.abs(logs[:, None] - logs[None])))
         h = self.end_effect(j)
         chain = self.gain * (self.covariance(np.abs(j[:, None] - j[None])) - self.tail * np.outer(h, h))
+        if self.amplitudes:
+            chain = chain * np.outer(self.amplitudes, self.amplitudes)
         return np.asarray(chain + self.nugget * np.eye(self.bins))
 
 
@@ -201,16 +259,99 @@ def stationary_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
 
 
 def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
-    """Dominates C_λD⁻¹: the stationary chain of its largest correlation between neighbours (Lemma 7).
+    """Dominates C_λD⁻¹, whose columns s < s' have as inner product the product of ρ_s … ρ_{s'−1} (Lemma 7).
 
-    Columns s < s' of C_λ have inner product λ^{s'−s} d_{s'}², d_s² ∝ 1 − λ^{2(n−s)}, so those of norm 1 have
-    λ^{s'−s} d_{s'}/d_s, a product of ρ_s = λ d_{s+1}/d_s; these fall with s. ρ_0 is λ but for short runs.
+    ρ_s = λ d_{s+1}/d_s with d_s² ∝ 1 − λ^{2(n−s)} falls with s. Over one epoch the chain follows it in runs (Lemma 1c),
+    over several short ones it is that of C_λ with an amplitude for every bin (Lemma 7c), and else the stationary chain
+    of ρ_0, which is λ but for short runs.
     """
-    steps, rate = bins * epochs, 2 * math.log(lam)
-    if steps > 1:
-        largest = lam * math.sqrt(math.expm1((steps - 1) * rate) / math.expm1(steps * rate))
-        lam = min(lam, largest * (1 + 1e-12))
-    return stationary_chain(lam, bins, epochs, sigma)
+    if bins * epochs == 1:
+        return stationary_chain(lam, bins, epochs, sigma)
+    if 1 < bins <= FEW_BINS and 1 < epochs and bins * (1 - lam) < LONG_EPOCH and bins**2 * epochs <= LARGEST_COLUMNS:
+        plain = plain_chain(lam, bins, epochs, sigma)
+        return replace(plain, amplitudes=normalized_amplitudes(lam, bins, epochs))
+    if epochs > 1:
+        largest = float(_falling_correlations(lam, bins * epochs, 1)[0])
+        return stationary_chain(min(lam, largest), bins, epochs, sigma)
+    runs = normalized_runs(lam, bins)
+    largest = max(r for _, r in runs)
+    return replace(stationary_chain(largest, bins, 1, sigma), runs=runs if len(runs) > 1 else ())
+
+
+FEW_BINS = 64
+"""bins up to which each has an amplitude of its own"""
+LONG_EPOCH = 6.0
+"""epochs of more than so many 1/(1 − λ) lose little by a stationary chain"""
+LARGEST_COLUMNS = 2_000_000
+"""numbers in the sums of a bin's columns"""
+
+
+@lru_cache(maxsize=64)
+def normalized_amplitudes(lam: float, bins: int, epochs: int) -> tuple[float, ...]:
+    """a_j such that ⟨m_i, m_j⟩ of normalised columns is at most a_i a_j times that of C_λ, for all bins (Lemma 7c)."""
+    steps = bins * epochs
+    norms = np.sqrt(-np.expm1(2 * np.arange(steps, 0, -1) * math.log(lam)) / ((1 - lam) * (1 + lam)))
+    columns = np.zeros((steps, bins))
+    columns[np.arange(steps), np.arange(steps) % bins] = 1 / norms
+    sums = np.asarray(lfilter([1.0], [1.0, -lam], columns, axis=0))
+    normalized, plain = sums.T @ sums, plain_chain(lam, bins, epochs, 1.0).gram()
+    amplitudes = np.sqrt(np.diag(normalized) / np.diag(plain))
+    amplitudes *= math.sqrt(float(np.max(normalized / (plain * np.outer(amplitudes, amplitudes)))))
+    return tuple((amplitudes * (1 + 1e-9)).tolist())
+
+
+RUNS_LOSS = 5e-4
+"""what runs of one correlation may add to σ, about"""
+MOST_RUNS = 32
+"""the most runs, each of which has its own kernel and table"""
+
+
+@lru_cache(maxsize=64)
+def normalized_runs(lam: float, bins: int) -> tuple[tuple[int, float], ...]:
+    """Numbers r_j with r_j r_{j+1} ≥ ρ_j², constant over as few runs of bins as ``RUNS_LOSS`` allows (Lemma 1c)."""
+    rho = _falling_correlations(lam, bins, bins - 1)
+    # A bin's correlations with all others add up to about twice this, so that is what rounding ρ up should not move.
+    sums = 1 / (1 - np.append(rho, 0.0))
+    total = np.append(0.0, np.cumsum(sums))
+
+    def lengths(allowed: float) -> list[int]:
+        """Of the longest runs that add at most ``allowed`` each."""
+        found, start = [], 0
+        while start < bins and len(found) < MOST_RUNS:
+
+            def too_long(stop: int, start: int = start) -> bool:
+                return bool((stop - start) * sums[start] - (total[stop] - total[start]) > allowed)
+
+            stop = bisect_left(range(bins + 1), True, start + 1, bins + 1, key=too_long) - 1
+            found.append(max(stop, start + 1) - start)
+            start += found[-1]
+        return found
+
+    def few(log_allowed: float) -> bool:
+        return sum(lengths(math.exp(log_allowed))) == bins
+
+    most = 2 * RUNS_LOSS * float(total[-1])
+    fewest = math.exp(bisect(few, math.log(most) - 20, math.log(bins * float(total[-1])), width=0.05))
+
+    def added(allowed: float) -> float:
+        starts = np.cumsum([0, *lengths(allowed)[:-1]])
+        return float(lengths(allowed) @ sums[starts] - total[-1])
+
+    fine = math.exp(bisect(lambda x: added(math.exp(-x)) <= most, -math.log(bins * float(total[-1])), 30.0, width=0.05))
+    runs: list[tuple[int, float]] = []
+    start = 0
+    for count in lengths(max(fewest, 1 / fine)):
+        inside = float(rho[start]) if count > 1 or start == 0 else 0.0
+        across = float(rho[start - 1]) ** 2 / runs[-1][1] if runs else 0.0
+        runs.append((count, max(inside, across) * (1 + 1e-12)))
+        start += count
+    return tuple(runs)
+
+
+def _falling_correlations(lam: float, steps: int, count: int) -> Array:
+    """The first ``count`` of ρ_0, ρ_1, …, rounded up."""
+    left, rate = steps - 1 - np.arange(count), 2 * math.log(lam)
+    return np.asarray(lam * np.sqrt(np.expm1(left * rate) / np.expm1((left + 1) * rate)) * (1 + 1e-12))
 
 
 def value_grid(fine: float, ratio: float, top: float, *, limit: int = 20_000) -> Array:
@@ -264,9 +405,12 @@ def round_lognormal(log_means: Array, deviation: float, grid: Array) -> Array:
 
 
 def _between(z: Array) -> Array:
-    """Φ(z_{i+1}) − Φ(z_i) along the rows, from the tail that keeps its digits."""
-    low, high = z[:, :-1], z[:, 1:]
-    return np.where(low > 0, ndtr(-low) - ndtr(-high), ndtr(high) - ndtr(low))
+    """Φ(z_{i+1}) − Φ(z_i) along the rows, z rising, from the tails, which keep their digits."""
+    tails, right = ndtr(-np.abs(z)), z > 0
+    between = np.abs(tails[:, 1:] - tails[:, :-1])
+    across = right[:, 1:] & ~right[:, :-1]
+    between[across] = 1 - (tails[:, 1:] + tails[:, :-1])[across]
+    return np.asarray(between)
 
 
 Indices = NDArray[np.int64]
@@ -305,7 +449,8 @@ class Site:
 class Lattice:
     """Everything the transfer product needs, and what truncating the lattice can have lost."""
 
-    interior: Site
+    interior: tuple[Site, ...]
+    """one kind of bin, or one for each run of the chain"""
     left: Site
     right: Site
     links: int
@@ -317,7 +462,7 @@ class Lattice:
 
     @property
     def states(self) -> int:
-        return self.interior.kernel.shape[0]
+        return self.interior[0].kernel.shape[0]
 
     @property
     def closing_states(self) -> int:
@@ -330,34 +475,37 @@ def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -
     ``shifted``: cover the means under P too (remove); otherwise only Q counts (add), and ``exit_remove`` is infinite.
     """
     lam, bins = chain.lam, chain.bins
-    rho, tau = math.sqrt(lam), math.sqrt((1 - lam) / (1 + lam))
-    spacing, eta = ratio * tau, poisson_eta(ratio)
+    spacing, eta = ratio * math.sqrt((1 - lam) / (1 + lam)), poisson_eta(ratio)
     links = bins if chain.epochs > 1 else bins - 1
     shift = math.sqrt(chain.gain) if shifted else 0.0
     deviation = math.sqrt(chain.peak_variance)
     first = math.floor(-reach * deviation / spacing)
-    last = math.ceil((reach * deviation + shift * max(chain.peak_covariance(0.5), 0.0)) / spacing)
+    last = math.ceil((reach * deviation + shift * max(float(chain.largest_shift(0.5)), 0.0)) / spacing)
     n = np.arange(first, last + 1)
     v = np.asarray(n * spacing, dtype=np.float64)
 
     # Entries are conditional densities of v given v', times √φ(v')/√φ(v), which makes them symmetric; the ends take
     # that back. Nothing overflows, and what underflows weighs less than 1e-300.
-    variance = (1 - lam) * (1 + lam)
-    there = (v[:, None] - lam * v[None, :]) ** 2
     root_density = np.exp(-(v**2) / 4) if np.max(v**2) < WIDEST_SYMMETRIC else None
-    squares = there if root_density is None else 0.5 * (there + there.T)
-    interior = Site(
-        spacing / math.sqrt(2 * math.pi * variance) * np.exp(-squares / (2 * variance)),
-        (1, 1),
-        rho / (1 + lam) * spacing * np.arange(2.0 * first, 2.0 * last + 1),
-        tau,
-    )
+
+    def interior(r: float) -> Site:
+        variance = (1 - r) * (1 + r)
+        there = (v[:, None] - r * v[None, :]) ** 2
+        squares = there if root_density is None else 0.5 * (there + there.T)
+        return Site(
+            spacing / math.sqrt(2 * math.pi * variance) * np.exp(-squares / (2 * variance)),
+            (1, 1),
+            math.sqrt(r) / (1 + r) * spacing * np.arange(2.0 * first, 2.0 * last + 1),
+            math.sqrt((1 - r) / (1 + r)),
+        )
+
+    along = [r for _, r in chain.runs] or [lam] * max(1, len(chain.amplitudes))
     p, q, v_end = chain.closing
     if not v_end > 0:
         raise AccountingError(f"the closing variance came out as {v_end:g}; λ = {lam:g} is too close to 1 for float64")
     exit_low, exit_high, exit_add = _interior_exits(chain, v[0], v[-1], deviation, shift)
     if chain.epochs == 1:
-        left, right = _open_ends(n, spacing, lam, v_end)
+        left, right = _open_ends(n, spacing, along[0], along[-1], v_end)
     else:
         left, right, w, w_spread, w_shift = _closing_ends(chain, n, spacing, ratio, reach, p, q, v_end, shift)
         exit_high += float(ndtr(-(w[-1] - w_shift) / w_spread))
@@ -369,7 +517,8 @@ def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -
     # Lemma 3: the other links are summed over the whole lattice, at most (1 + η) times the integral each.
     grown = (1 + eta) ** links
     exit_remove = (exit_low + exit_high) * grown if shifted else math.inf
-    return Lattice(interior, left, right, links, eta, exit_remove, exit_add * grown)
+    kinds = {r: interior(r) for r in along}
+    return Lattice(tuple(kinds[r] for r in along), left, right, links, eta, exit_remove, exit_add * grown)
 
 
 def _interior_exits(
@@ -381,7 +530,7 @@ def _interior_exits(
     the points beyond is at most the integral from the last point on.
     """
     d = np.arange(chain.bins - 1) + 0.5
-    means = shift * (chain.covariance(d) - chain.tail * float(chain.end_effect(0.0)) ** 2)
+    means = shift * chain.largest_shift(d)
     if high < np.max(means, initial=0.0) or low > 0:
         raise AccountingError(
             "the lattice does not cover its own means; this is an error in lambdacgd, please report it"
@@ -392,8 +541,8 @@ def _interior_exits(
     return below, above, chain.bins * float(ndtr(-high / deviation)) + below
 
 
-def _open_ends(n: Indices, spacing: float, lam: float, v_end: float) -> tuple[Site, Site]:
-    """One epoch: bin 0 sees only the link on its right, bin b−1 only the one on its left."""
+def _open_ends(n: Indices, spacing: float, first: float, lam: float, v_end: float) -> tuple[Site, Site]:
+    """One epoch: bin 0 sees only the link on its right, bin b−1 only the one on its left, through √r each."""
     rho = math.sqrt(lam)
     v = np.asarray(n * spacing, dtype=np.float64)
     total = lam * v_end + 1 - lam
@@ -404,7 +553,7 @@ def _open_ends(n: Indices, spacing: float, lam: float, v_end: float) -> tuple[Si
         rho / (1 - lam) * v / precision,
         1 / math.sqrt(precision),
     )
-    left = Site(np.ones((1, len(n))), (0, 1), rho * v, math.sqrt(1 - lam))
+    left = Site(np.ones((1, len(n))), (0, 1), math.sqrt(first) * v, math.sqrt(1 - first))
     return left, right
 
 
@@ -427,6 +576,11 @@ def _closing_ends(
     both_ends = chain.peak_variance + chain.peak_covariance(chain.bins - 1.0)
     w_spread = math.sqrt(2 * weight**2 * both_ends + tau_w**2)
     w_shift = shift * weight * both_ends
+    if chain.amplitudes:
+        j, a = np.arange(chain.bins), np.array(chain.amplitudes)
+        ends = chain.covariance(j) + chain.covariance(chain.bins - 1 - j)
+        taken = chain.tail * chain.end_effect(j) * float(chain.end_effect(0.0) + chain.end_effect(chain.bins - 1.0))
+        w_shift = shift * weight * float(np.max(a * (ends - taken)))
     nw = np.arange(math.floor(-reach * w_spread / step), math.ceil((reach * w_spread + w_shift) / step) + 1)
     v = np.asarray(n * spacing, dtype=np.float64)
     w = np.asarray(nw * step, dtype=np.float64)
@@ -480,18 +634,26 @@ class Stretch:
     count: int
     up: float
     down: float
+    site: int = 0
+    """which of the lattice's kinds of bins"""
 
     def log_scale(self, rounding: Rounding) -> float:
         return self.up if rounding == "up" else self.down
 
 
-def stretches(log_scales: Array, allowed: float) -> list[Stretch]:
-    """Cut the interior bins 1 … b−2 into stretches, from the end of the cycle to its start.
+def stretches(chain: Chain, allowed: float) -> list[Stretch]:
+    """Cut the interior bins 1 … b−2 into stretches, from the end of the cycle to its start: the runs, if there are any.
 
     log c_j falls geometrically away from the end, so far bins are all alike: one long stretch; then groups as long as
     they fit; then single bins. ``allowed`` bounds Σ_j (log c rounded up − log c_j).
     """
-    interior = log_scales[1:-1]
+    if chain.runs:
+        counts = [count for count, _ in chain.runs]
+        counts[0], counts[-1] = counts[0] - 1, counts[-1] - 1
+        return [Stretch(count, 0.0, 0.0, site) for site, count in enumerate(counts) if count][::-1]
+    if chain.amplitudes:
+        return [Stretch(1, 0.0, 0.0, site) for site in range(chain.bins - 2, 0, -1)]
+    interior = chain.log_scales[1:-1]
     n = len(interior)
     if n == 0:
         return []
@@ -547,38 +709,38 @@ class TransferProduct:
     def __init__(self, chain: Chain, lattice: Lattice, grid: Array, plan: list[Stretch]) -> None:
         self.lattice, self.plan, self.bins = lattice, plan, chain.all_bins
         self.ends = float(chain.log_scales[0]), float(chain.log_scales[-1])
-        shift = chain.gain**0.5
-        base = -0.5 * chain.loss_variance - np.log(chain.all_bins)
-        longest = max(len(site.means) for site in (lattice.interior, lattice.left, lattice.right))
+        sites = (*lattice.interior, lattice.left, lattice.right)
+        longest = max(len(site.means) for site in sites)
         if longest * len(grid) > LARGEST_TABLE:
             raise AccountingError(
                 f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
                 "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
             )
-        sites = (lattice.interior, lattice.left, lattice.right)
-        emissions = [
-            round_lognormal(shift * site.means + base, math.hypot(shift * site.deviation, chain.nugget**0.5), grid)
-            for site in sites
-        ]
+        emissions = []
+        for site, j in zip(sites, (*range(len(lattice.interior)), 0, chain.bins - 1), strict=True):
+            shift, variance = chain.emission(j)
+            log_means = shift * site.means - 0.5 * variance - np.log(chain.all_bins)
+            emissions.append(round_lognormal(log_means, math.hypot(shift * site.deviation, chain.nugget**0.5), grid))
         # Where W hardly varies most of the grid is never met.
         met = np.max([table.max(axis=0) for table in emissions], axis=0) > NEVER
         self.grid = grid[met]
-        self.interior, self.left, self.right = (
+        *self.interior, self.left, self.right = (
             _Tables.of(site, table[:, met], chain.repeat) for site, table in zip(sites, emissions, strict=True)
         )
 
     @cached_property
     def symmetric(self) -> bool:
         """Whether the interior's matrices are: their means depend on the sum of row and column."""
-        kernel = self.lattice.interior.kernel
-        return self.lattice.interior.strides == (1, 1) and np.array_equal(kernel, kernel.T)
+        site = self.lattice.interior[0]
+        return site.strides == (1, 1) and np.array_equal(site.kernel, site.kernel.T)
 
     def flops(self) -> float:
         """Real operations for one complex z."""
         size, columns = self.lattice.states, self.lattice.closing_states
         cost = 8.0 * size**2 * sum(power_cost(stretch.count, size, columns)[0] for stretch in self.plan)
         ends = 16.0 * size * columns
-        tables = self.left.table.shape[1] + self.right.table.shape[1] + self.interior.table.shape[1] * len(self.plan)
+        tables = self.left.table.shape[1] + self.right.table.shape[1]
+        tables += sum(self.interior[stretch.site].table.shape[1] for stretch in self.plan)
         return cost + ends + 4.0 * len(self.grid) * tables
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
@@ -605,18 +767,45 @@ class TransferProduct:
 
     def _evaluate(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
         first, last = self.ends
-        strips = self.right.matrices(self.right.transform(self.grid, z, last))
+        waves = _Waves(self.grid, z, last)
+        strips = self.right.matrices(self.right.transform(waves))
         some = max(1, IN_CACHE // (16 * self.lattice.states**2))
-        scale, transforms = None, None
+        before: Stretch | None = None
         for stretch in self.plan:
-            if transforms is None or stretch.log_scale(rounding) != scale:
-                scale = stretch.log_scale(rounding)
-                transforms = self.interior.transform(self.grid, z, scale)
+            waves = waves.at(stretch.log_scale(rounding))
+            if before is None or before.site != stretch.site or before.log_scale(rounding) != waves.log_scale:
+                transforms = self.interior[stretch.site].transform(waves)
             for part in (slice(i, i + some) for i in range(0, len(z), some)):
-                matrices = self.interior.matrices(transforms[part])
+                matrices = self.interior[stretch.site].matrices(transforms[part])
                 strips[part] = apply_power(matrices, stretch.count, strips[part], symmetric=self.symmetric)
-        ends = self.left.matrices(self.left.transform(self.grid, z, first))
+            before = stretch
+        ends = self.left.matrices(self.left.transform(waves.at(first)))
         return np.asarray((ends.transpose(0, 2, 1) * strips).sum(axis=(1, 2)))
+
+
+class _Waves:
+    """e^{zcy} at the grid's points y, for every frequency z, split so that little of it is rounded.
+
+    b bins repeat the rounding of one, so it is kept out where it can be: a transform at real z is 1 + Σ p (e^{zy} − 1)
+    where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the departure
+    from it at complex z is added as −2 sin²(ωy/2) and sin(ωy). All frequencies of a Fourier series share their real
+    part, which is computed once.
+    """
+
+    def __init__(self, grid: Array, z: NDArray[Any], log_scale: float) -> None:
+        self.grid, self.z, self.log_scale = grid, z, log_scale
+        values = grid * float(np.exp(log_scale))
+        reals, self.which = np.unique(z.real, return_inverse=True)
+        exponents = np.outer(reals, values)
+        self.damping, self.departure = np.exp(exponents), np.expm1(exponents)
+        self.turned: Array | None = None
+        if np.iscomplexobj(z):
+            half = np.outer(0.5 * z.imag, values)
+            sine, damped = np.sin(half), self.damping[self.which] if len(reals) > 1 else self.damping
+            self.turned = np.concatenate([-2 * damped * sine * sine, 2 * damped * sine * np.cos(half)])
+
+    def at(self, log_scale: float) -> _Waves:
+        return self if log_scale == self.log_scale else _Waves(self.grid, self.z, log_scale)
 
 
 @dataclass(frozen=True)
@@ -643,31 +832,19 @@ class _Tables:
         spread = np.lib.stride_tricks.as_strided(transforms, (len(transforms), *self.kernel.shape), steps)
         return np.asarray(self.kernel * spread)
 
-    def transform(self, grid: Array, z: NDArray[Any], log_scale: float) -> NDArray[Any]:
-        """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood.
-
-        b bins repeat the rounding of one, so it is kept out where it can be: the part at real z is 1 + Σ p (e^{zy} − 1)
-        where that is close to 1 (and a sum of positive terms where it is small, which keeps its digits), and the
-        departure from it at complex z is added as −2 sin²(ωy/2) and sin(ωy). All frequencies of a Fourier series share
-        their real part, which is computed once.
-        """
-        values = grid * float(np.exp(log_scale))
-        reals, which = np.unique(z.real, return_inverse=True)
-        exponents = np.outer(reals, values)
-        damping = np.exp(exponents)
-        departure = np.expm1(exponents) @ self.table
+    def transform(self, waves: _Waves) -> NDArray[Any]:
+        """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood."""
+        departure = waves.departure @ self.table
         real = self.total + departure
         if (small := departure <= -0.5).any():
-            real[small] = (damping @ self.table)[small]
-        real = real[which]
-        if not np.iscomplexobj(z):
+            real[small] = (waves.damping @ self.table)[small]
+        real = real[waves.which]
+        if waves.turned is None:
             return power(real, self.repeat)
-        half = np.outer(0.5 * z.imag, values)
-        sine, damped = np.sin(half), damping[which] if len(reals) > 1 else damping
-        turned = np.concatenate([-2 * damped * sine * sine, 2 * damped * sine * np.cos(half)]) @ self.table
+        turned = waves.turned @ self.table
         result = np.empty(real.shape, dtype=np.complex128)
-        result.real = real + turned[: len(z)]
-        result.imag = turned[len(z) :]
+        result.real = real + turned[: len(real)]
+        result.imag = turned[len(real) :]
         return power(result, self.repeat)
 
 
@@ -757,7 +934,7 @@ def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, roun
     first, last = product.ends
     strip = _extended_matrix(product.right, grid, z, last)
     for stretch in product.plan:
-        matrix = _extended_matrix(product.interior, grid, z, stretch.log_scale(rounding))
+        matrix = _extended_matrix(product.interior[stretch.site], grid, z, stretch.log_scale(rounding))
         strip = apply_power(matrix, stretch.count, strip)
     return (_extended_matrix(product.left, grid, z, first).T * strip).sum()
 

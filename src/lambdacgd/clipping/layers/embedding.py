@@ -97,7 +97,7 @@ class Rows(Record):
     def merge(self, other: Record) -> Record | None:
         if isinstance(other, Rows):
             return Rows(self.name, torch.cat([self.index, other.index], 1), torch.cat([self.b, other.b], 1), self.shape)
-        if isinstance(other, Outer) and not callable(other.a) and not callable(other.b) and not other.transposed:
+        if isinstance(other, Outer) and not callable(other.a) and not other.transposed:
             return Tied(self.name, self, other)
         return None
 
@@ -135,7 +135,6 @@ class Tied(Record):
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
-        assert isinstance(self.head.b, Tensor)
         kept = bounds.accumulator(self.head.dtype)
         index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]

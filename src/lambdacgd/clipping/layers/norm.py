@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,19 +14,33 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import Record, Stored
-from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, register, tap
+from lambdacgd.clipping.rules import Call, Layer, apply_fused, autocast_dtype, computed, register, tap
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import quick_apply
+
+_NAMES = ("weight", "bias")
 
 
 def affine_records(
-    gradient: Tensor, x: Tensor, *, normalise: Callable[[Tensor], Tensor], over: slice, names: dict[str, str]
+    gradient: Tensor,
+    x: Tensor,
+    *statistics: Tensor,
+    normalise: Callable[..., Tensor],
+    over: slice,
+    names: dict[str, str],
+    kernel: Callable[..., tuple[Tensor, Tensor] | None] | None = None,
 ) -> Iterator[Record]:
-    """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along."""
+    """Scale: Σ b∘x̂, shift: Σ b, over the dimensions the parameters are broadcast along; on CUDA in one launch, where
+    there is a ``kernel`` that fits.
+    """
+    shape = torch.Size(n for d, n in enumerate(gradient.shape) if d and d not in range(gradient.dim())[over])
+    sums = kernel(x, gradient.contiguous(), *statistics) if kernel is not None and x.device.type == gpu.DEVICE else None
+    if sums is not None:
+        yield from (Stored(names[k], s.view(-1, *shape)) for k, s in zip(_NAMES, sums, strict=True) if k in names)
+        return
     kept = bounds.accumulator(gradient.dtype)
     dims = tuple(range(gradient.dim())[over])
     if "weight" in names:
-        product = gradient * normalise(x.to(torch.promote_types(x.dtype, kept)))
+        product = gradient * normalise(x.to(torch.promote_types(x.dtype, kept)), *statistics)
         yield Stored(names["weight"], product.sum(dims, dtype=kept) if dims else product.to(kept))
     if "bias" in names:
         yield Stored(names["bias"], gradient.sum(dims, dtype=kept) if dims else gradient.to(kept))
@@ -35,61 +50,45 @@ def _trailing(module: nn.Module) -> slice:
     return slice(1, -len(module.normalized_shape))  # type: ignore[arg-type]
 
 
-class LayerNormTap(torch.autograd.Function):
-    """Layer normalisation that delivers (input, mean, 1/deviation) with the output gradient; float32 and float64
-    only.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, shape: Any, weight: Any, bias: Any, eps: float, call: Call
-    ) -> Tensor:
-        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-        ctx.call, ctx.shape = call, shape
-        ctx.save_for_backward(x, mean, rstd, weight, bias)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight, bias = ctx.saved_tensors
-        below = None
-        if ctx.needs_input_grad[1]:
-            mask = (True, False, False)
-            below = torch.ops.aten.native_layer_norm_backward.default(
-                gradient, x, ctx.shape, mean, rstd, weight, bias, mask
-            )[0]
-        ctx.call.deliver(gradient, x, mean, rstd)
-        return None, below, None, None, None, None, None
+def _is_ready(m: Any, x: Tensor) -> bool:
+    """Whether the statistics of the forward pass can be kept: parameters of its own, float32 or float64."""
+    return not computed(m) and x.dtype in (torch.float32, torch.float64) and m.weight.dtype == x.dtype
 
 
-apply_layer_norm = quick_apply(LayerNormTap)
+@dataclass
+class LayerNormOf:
+    """Layer normalisation that keeps mean and 1/deviation; see `FusedTap`."""
+
+    shape: Any
+    bias: Tensor | None
+    eps: float
+
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return torch.native_layer_norm(x, self.shape, weight, self.bias, self.eps)
+
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        given = (gradient, x, self.shape, mean, rstd, weight, self.bias, (True, False, False))
+        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]  # type: ignore[no-any-return]
 
 
 @register(nn.LayerNorm, pointwise=True)
 def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.LayerNorm = layer.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
-    if computed(m) or x.dtype not in (torch.float32, torch.float64) or m.weight.dtype != x.dtype:
+    if not _is_ready(m, x):
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
         recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
         return tap(layer, layer.hidden(input), recorder, input)
-    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if layer.recorder is None:
-        layer.recorder = partial(layer_norm_records, shape=m.weight.shape, over=_trailing(m), names=layer.names)
-    return apply_layer_norm(layer.anchor, x, m.normalized_shape, weight, bias, m.eps, Call(layer, layer.recorder))
+        kernel = partial(gpu.layer_norm_sums, size=m.weight.numel())
+        options = {"normalise": _standardised, "over": _trailing(m), "names": layer.names, "kernel": kernel}
+        layer.recorder = partial(affine_records, **options)
+    operation = LayerNormOf(m.normalized_shape, None if m.bias is None else m.bias.detach(), m.eps)
+    return apply_fused(layer.anchor, x, m.weight.detach(), operation, Call(layer, layer.recorder))
 
 
-def layer_norm_records(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, shape: torch.Size, over: slice, names: dict[str, str]
-) -> Iterator[Record]:
-    """As `affine_records`, from the statistics of the forward pass; one launch on CUDA."""
-    sums = gpu.layer_norm_sums(x, gradient, mean, rstd, shape.numel()) if x.device.type == gpu.DEVICE else None
-    if sums is None:
-        yield from affine_records(gradient, x, normalise=lambda v: (v - mean) * rstd, over=over, names=names)
-        return
-    for local, total in zip(("weight", "bias"), sums, strict=True):
-        if local in names:
-            yield Stored(names[local], total.view(-1, *shape))
+def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    return (x - mean) * rstd
 
 
 @register(nn.RMSNorm, pointwise=True)
@@ -102,33 +101,23 @@ def rms_norm(layer: Layer, x: Tensor) -> Tensor:
     return tap(layer, layer.hidden(x), recorder, x)
 
 
-class GroupNormTap(torch.autograd.Function):
-    """Group normalisation that delivers (input, mean, 1/deviation) with the output gradient; contiguous float32 and
-    float64 only.
-    """
+@dataclass
+class GroupNormOf:
+    """Group normalisation of contiguous inputs that keeps mean and 1/deviation; see `FusedTap`."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Any, bias: Any, groups: int, eps: float, call: Call
-    ) -> Any:
-        ctx.call, ctx.sizes = call, (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
-        y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *ctx.sizes, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
-        return y
+    groups: int
+    bias: Tensor | None
+    eps: float
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, mean, rstd, weight = ctx.saved_tensors
-        gradient, below = gradient.contiguous(), None
-        if ctx.needs_input_grad[1]:
-            below = torch.ops.aten.native_group_norm_backward.default(
-                gradient, x, mean, rstd, weight, *ctx.sizes, (True, False, False)
-            )[0]
-        ctx.call.deliver(gradient, x, mean, rstd)
-        return None, below, None, None, None, None, None
+    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return torch.ops.aten.native_group_norm.default(x, weight, self.bias, *self._sizes(x), self.eps)  # type: ignore[no-any-return]
 
+    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        given = (gradient.contiguous(), x, mean, rstd, weight, *self._sizes(x), (True, False, False))
+        return torch.ops.aten.native_group_norm_backward.default(*given)[0]  # type: ignore[no-any-return]
 
-apply_group_norm = quick_apply(GroupNormTap)
+    def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
+        return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self.groups
 
 
 class FittedGroupNorm(nn.GroupNorm):
@@ -164,28 +153,19 @@ class FittedGroupNorm(nn.GroupNorm):
 def group_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.GroupNorm = layer.module  # type: ignore[assignment]
     groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
-    normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
     x = input.float() if autocast_dtype(input) is not None else input
-    ready = x.dtype in (torch.float32, torch.float64) and x.is_contiguous() and not computed(m)
-    if not ready or m.weight.dtype != x.dtype:
-        recorder = partial(affine_records, normalise=normalise, over=slice(2, None), names=layer.names)
-        return tap(layer, layer.hidden(input), recorder, input)
-    recorder = partial(group_norm_records, normalise=normalise, names=layer.names)
-    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    return apply_group_norm(layer.anchor, x, weight, bias, groups, m.eps, Call(layer, recorder))
+    options = {"over": slice(2, None), "names": layer.names}
+    if not _is_ready(m, x) or not x.is_contiguous():
+        options["normalise"] = partial(F.group_norm, num_groups=groups, eps=m.eps)
+        return tap(layer, layer.hidden(input), partial(affine_records, **options), input)
+    options |= {"normalise": _standardised_by_group, "kernel": gpu.group_norm_sums}
+    operation = GroupNormOf(groups, None if m.bias is None else m.bias.detach(), m.eps)
+    call = Call(layer, partial(affine_records, **options))
+    return apply_fused(layer.anchor, x, m.weight.detach(), operation, call)
 
 
-def group_norm_records(
-    gradient: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, *, normalise: Any, names: dict[str, str]
-) -> Iterator[Record]:
-    """As `affine_records`, from the statistics of the forward pass in one launch on CUDA."""
-    sums = gpu.group_norm_sums(x, gradient, mean, rstd) if x.device.type == gpu.DEVICE else None
-    if sums is None:
-        yield from affine_records(gradient, x, normalise=normalise, over=slice(2, None), names=names)
-        return
-    for local, total in zip(("weight", "bias"), sums, strict=True):
-        if local in names:
-            yield Stored(names[local], total)
+def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    return _standardised(x.view(*mean.shape, -1), mean.unsqueeze(2), rstd.unsqueeze(2)).view_as(x)
 
 
 @register(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)

@@ -169,33 +169,29 @@ def _layer(
     return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
 
 
-class OpenLSTMCell(nn.LSTMCell):
+class _OpenCell:
+    """One step in ordinary operations, which stand-ins take part in (`batch_free`)."""
+
+    def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
+        mode = "LSTM" if isinstance(self, nn.LSTMCell) else "GRU" if isinstance(self, nn.GRUCell) else ""
+        h = c = input.new_zeros(*input.shape[:-1], self.hidden_size)
+        if hx is not None:
+            h, c = hx if mode == "LSTM" else (hx, None)
+        px, ph = F.linear(input, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
+        states = _cell(mode or f"RNN_{self.nonlinearity.upper()}", px, ph, h, c)
+        return states if mode == "LSTM" else states[0]
+
+
+class OpenLSTMCell(_OpenCell, nn.LSTMCell):
     """Drop-in for ``nn.LSTMCell`` (see `convert`)."""
 
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        zero = input.new_zeros(*input.shape[:-1], self.hidden_size)
-        h, c = (zero, zero) if hx is None else hx
-        return _cell("LSTM", *_projections(self, input, h), h, c)
 
-
-class OpenGRUCell(nn.GRUCell):
+class OpenGRUCell(_OpenCell, nn.GRUCell):
     """Drop-in for ``nn.GRUCell`` (see `convert`)."""
 
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
-        return _cell("GRU", *_projections(self, input, h), h, None)[0]
 
-
-class OpenRNNCell(nn.RNNCell):
+class OpenRNNCell(_OpenCell, nn.RNNCell):
     """Drop-in for ``nn.RNNCell`` (see `convert`)."""
-
-    def forward(self, input: Tensor, hx: Any = None) -> Any:
-        h = input.new_zeros(*input.shape[:-1], self.hidden_size) if hx is None else hx
-        return _cell(f"RNN_{self.nonlinearity.upper()}", *_projections(self, input, h), h, None)[0]
-
-
-def _projections(m: Any, input: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    return F.linear(input, m.weight_ih, m.bias_ih), F.linear(h, m.weight_hh, m.bias_hh)
 
 
 # --- when sequences end -----------------------------------------------------------------------------------------------
@@ -282,8 +278,7 @@ class TimeFirst(Call):
 @register(OpenLSTM, OpenGRU, OpenRNN, finds_batch=True)
 def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
     m: Any = layer.module
-    own: dict[str, Any] = own_parameters(m)
-    shapes = {name: p.shape for name, p in own.items()}
+    shapes = {name: p.shape for name, p in own_parameters(m).items() if p is not None}
 
     def project(suffix: str, x: Tensor, w_ih: Tensor, b_ih: Tensor | None, span: Span) -> tuple[Tensor, list[Any]]:
         if not layer.is_batched(x.transpose(0, 1)):
@@ -314,12 +309,8 @@ def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
             return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
         return apply_linear(anchor, x, w_ih, b_ih, call), seen
 
-    kept = {name: own[name] for name in layer.names}
-    own.update({name: p.detach() for name, p in kept.items()})
-    try:
+    with layer.hiding():
         return layered(m, input, hx, project)
-    finally:
-        own.update(kept)
 
 
 def _over_time(gradient: Tensor) -> Tensor:

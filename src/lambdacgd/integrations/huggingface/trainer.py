@@ -20,6 +20,7 @@ from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.integrations.huggingface import publishing, settings
 from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
+    Internals,
     KeyLike,
     LogicalBatch,
     LogicalLoader,
@@ -27,7 +28,6 @@ from lambdacgd.integrations.shared import (
     check_internals,
     check_losses,
     find_key,
-    internals,
     logged_claim,
 )
 from lambdacgd.keys import SecretKey
@@ -35,45 +35,43 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
 from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import content_digest, has_traces
+from lambdacgd.training.data import a_few
 from lambdacgd.training.distributed.world import World
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
-INTERNALS = (
-    *internals(
-        Trainer,
-        train="resume_from_checkpoint trial",
-        get_train_dataloader="",
-        get_batch_samples="epoch_iterator num_batches device",
-        training_step="model inputs num_items_in_batch",
-        compute_loss="model inputs return_outputs num_items_in_batch",
-        floating_point_ops="inputs",
-        log="logs start_time",
-        hyperparameter_search="",
-        save_model="output_dir _internal_call",
-        create_model_card="language license tags model_name",
-        push_to_hub="commit_message blocking token revision",
-        _clip_grad_norm="model",
-        _get_grad_norm="model grad_norm",
-        _maybe_log_save_evaluate="tr_loss grad_norm model trial",
-        _save_checkpoint="model trial",
-        _load_from_checkpoint="resume_from_checkpoint model",
-        _load_optimizer_and_scheduler="checkpoint",
-        _load_rng_state="checkpoint",
-        _load_best_model="",
-        _push_from_checkpoint="checkpoint_folder",
-    ),
-    *internals(  # called, not replaced
-        Trainer,
-        create_optimizer="",
-        init_hf_repo="token",
-        compute_loss_context_manager="",
-        _prepare_inputs="inputs",
-        _get_output_dir="trial",
-        _remove_unused_columns="dataset description",
-        _get_collator_with_removed_columns="data_collator description",
-    ),
-    *internals(TrainerState, save_to_json="json_path"),
-)
+INTERNALS: Internals = {
+    Trainer: {
+        "train": "resume_from_checkpoint trial",
+        "get_train_dataloader": "",
+        "get_batch_samples": "epoch_iterator num_batches device",
+        "training_step": "model inputs num_items_in_batch",
+        "compute_loss": "model inputs return_outputs num_items_in_batch",
+        "floating_point_ops": "inputs",
+        "log": "logs start_time",
+        "hyperparameter_search": "",
+        "save_model": "output_dir _internal_call",
+        "create_model_card": "language license tags model_name",
+        "push_to_hub": "commit_message blocking token revision",
+        "_clip_grad_norm": "model",
+        "_get_grad_norm": "model grad_norm",
+        "_maybe_log_save_evaluate": "tr_loss grad_norm model trial",
+        "_save_checkpoint": "model trial",
+        "_load_from_checkpoint": "resume_from_checkpoint model",
+        "_load_optimizer_and_scheduler": "checkpoint",
+        "_load_rng_state": "checkpoint",
+        "_load_best_model": "",
+        "_push_from_checkpoint": "checkpoint_folder",
+        # called, not replaced
+        "create_optimizer": "",
+        "init_hf_repo": "token",
+        "compute_loss_context_manager": "",
+        "_prepare_inputs": "inputs",
+        "_get_output_dir": "trial",
+        "_remove_unused_columns": "dataset description",
+        "_get_collator_with_removed_columns": "data_collator description",
+    },
+    TrainerState: {"save_to_json": "json_path"},
+}
 check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
 logger = logging.getLogger(__name__)
@@ -91,11 +89,22 @@ class LambdaCGDTrainer(_Trainer):
     trainer.train()
     ```
 
-    ``args.per_device_train_batch_size`` is the physical batch size, which does not change the result; steps and epochs
-    are the plan's; ``args.max_grad_norm`` (or ``max_grad_norm``) is the per-example clipping norm ζ. ``key`` is a
-    ``SecretKey`` or the path of a key file, by default ``<output_dir>.private/run.key``, which is made where there is
-    none. ``clipping_mode``, ``data_fingerprint`` and ``earlier`` go to ``privatize``, everything else to the Trainer.
-    ``private`` is the run under way or last.
+    Args:
+        model: The model to train.
+        args: ``per_device_train_batch_size`` is the physical batch size, which does not change the result. Steps and
+            epochs are the plan's. What cannot hold under a plan is refused with advice.
+        plan: From ``lc.plan``, for ``train_dataset``.
+        max_grad_norm: ζ, the norm that every example's gradient is clipped to; by default ``args.max_grad_norm``.
+        key: A ``SecretKey`` or the path of a key file, which is made where there is none; by default
+            ``<output_dir>.private/run.key``.
+        clipping_mode: As for ``lc.privatize``, as are ``data_fingerprint`` and ``earlier``.
+        **options: Everything else that a ``Trainer`` takes.
+
+    Attributes:
+        private: The run under way or last.
+
+    Raises:
+        InvalidInput: Something given cannot hold under a plan.
 
     Guarantee
     ---------
@@ -157,7 +166,21 @@ class LambdaCGDTrainer(_Trainer):
     def train(
         self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        """Train the plan's steps, or the rest of them from the newest checkpoint (``resume_from_checkpoint``)."""
+        """Train the plan's steps, or the rest of them.
+
+        Args:
+            resume_from_checkpoint: True to go on from the newest checkpoint in the output folder, or that folder.
+            trial: Refused: every trial of a search is a run with its own cost.
+            *args: Passed on to the Trainer, as is ``kwargs``.
+
+        Returns:
+            What the Trainer's own ``train`` returns.
+
+        Raises:
+            CheckpointError: There is no checkpoint, it is not the run's newest release, or the output folder holds
+                another run's.
+            TrainingError: This Trainer has trained already.
+        """
         if trial is not None:
             raise InvalidInput("trial", _NO_SEARCH)
         world = World.of(None)
@@ -233,13 +256,8 @@ class LambdaCGDTrainer(_Trainer):
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
     def _check_examples(self) -> None:
-        """Before the first step: do a few examples have losses of their own?
-
-        From all over the dataset: where it is sorted, by class or length, neighbours are too alike to tell.
-        """
+        """Before the first step: do a few examples have losses of their own?"""
         dataset, collate = self._data()
-        count = min(_CHECKED_EXAMPLES, len(dataset), max(2, self.args.train_batch_size))
-        items = [dataset[k * (len(dataset) - 1) // max(1, count - 1)] for k in range(count)]
         assert self.private is not None
 
         def loss(model: nn.Module, batch: Any) -> Tensor:
@@ -247,7 +265,8 @@ class LambdaCGDTrainer(_Trainer):
             with self.compute_loss_context_manager():
                 return check_losses(self.compute_loss(model, prepared), self._rows(prepared))
 
-        self.private.check_loss(loss, items, collate)
+        count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
+        self.private.check_loss(loss, a_few(dataset, count), collate)
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""
@@ -288,7 +307,20 @@ class LambdaCGDTrainer(_Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """One loss per example, a vector. Override it to compute your own; an average is refused."""
+        """One loss per example. Override it to compute your own.
+
+        Args:
+            model: The model.
+            inputs: A batch, with its labels.
+            return_outputs: Whether to return the model's outputs too.
+            num_items_in_batch: Not used: an example's loss does not depend on the others.
+
+        Returns:
+            A vector of losses; an average is refused.
+
+        Raises:
+            TrainingError: The batch has no labels.
+        """
         inputs = dict(inputs)
         labels = inputs.pop("labels", None)
         outputs = model(**inputs)
@@ -399,7 +431,14 @@ class LambdaCGDTrainer(_Trainer):
     # --- how weights leave ------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Weights, configuration, tokenizer and the privacy card; entered in the ledger first."""
+        """Write weights, configuration, tokenizer and the privacy card, once the ledger knows of it.
+
+        Args:
+            output_dir: Where to; by default the output folder.
+
+        Raises:
+            TrainingError: Something other than the run has changed the weights.
+        """
         self._enter_release("save_model")
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
@@ -456,7 +495,21 @@ class LambdaCGDTrainer(_Trainer):
         revision: str | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Upload weights, configuration, tokenizer and the privacy card, and nothing else; returns when it is done."""
+        """Upload weights, configuration, tokenizer and the privacy card, and nothing else.
+
+        Args:
+            commit_message: The commit's.
+            blocking: Not used: this returns when the upload is done.
+            token: Of the hub; by default ``args.hub_token``.
+            revision: The branch; by default ``args.hub_revision``.
+            **kwargs: As for ``create_model_card``.
+
+        Returns:
+            What the hub says of the commit; None on other ranks than the first.
+
+        Raises:
+            TrainingError: Nothing was trained, or something other than the run has changed the weights.
+        """
         self.callback_handler.on_push_begin(self.args, self.state, self.control)
         if self.hub_model_id is None:
             self.init_hf_repo(token=token)

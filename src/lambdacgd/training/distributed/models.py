@@ -6,9 +6,10 @@ ranks begin with the same weights and keep them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +27,8 @@ from lambdacgd.training.distributed.world import World
 # --- parameters and their shards -------------------------------------------------------------------------------------
 
 
-def is_sharded(p: Tensor) -> bool:
-    """Whether a parameter is a DTensor, of which this process holds a part."""
+def is_sharded(p: Any) -> bool:
+    """Whether a tensor is a DTensor, of which this process holds a part."""
     return hasattr(p, "device_mesh") and hasattr(p, "placements")
 
 
@@ -122,13 +123,18 @@ class Place:
         return self.rows * self.row
 
     @property
+    def first(self) -> int:
+        """The first row held here."""
+        return min(self.rank * self.rows, self.shape[0])
+
+    @property
     def offset(self) -> int:
         """The row-major index of the first element held here: what names the shard in the noise field."""
-        return min(self.rank * self.rows, self.shape[0]) * self.row
+        return self.first * self.row
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (max(0, min(self.rows, self.shape[0] - self.rank * self.rows)), *self.shape[1:])
+        return (min(self.rows, self.shape[0] - self.first), *self.shape[1:])
 
     @property
     def count(self) -> int:
@@ -170,8 +176,6 @@ def place_of(name: str, p: Any) -> Place:
 
 
 # --- wrappers --------------------------------------------------------------------------------------------------------
-
-Undo = Callable[[], None]
 
 
 def unwrap(model: Any, world: World) -> Any:
@@ -221,7 +225,7 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
         )
 
 
-def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
+def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStack) -> None:
     """Let DistributedDataParallel send nothing: clipped sums are reduced by us, once a logical step.
 
     Its reducer waits for gradients from autograd, which never come here, and its buffers' broadcast would hold up
@@ -229,13 +233,14 @@ def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
     that ``no_sync()`` puts it in. A process that trains by itself has no process group, and its forward pass no hook.
     """
     if world.group is None:
-        return []
-    silenced: dict[int, tuple[DistributedDataParallel, bool, bool]] = {}
+        return
+    silenced: set[int] = set()
 
     def silence(wrapper: DistributedDataParallel) -> None:
-        before = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
-        silenced[id(wrapper)] = (wrapper, *before)
-        wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = False
+        silenced.add(id(wrapper))
+        for name in ("require_backward_grad_sync", "require_forward_param_sync"):
+            of_wrappers.callback(setattr, wrapper, name, getattr(wrapper, name))
+            setattr(wrapper, name, False)
 
     def before_forward(module: nn.Module, args: Any) -> None:
         wrapper = active_ddp()
@@ -243,13 +248,10 @@ def follow(model: nn.Module, given: Any, world: World) -> list[Undo]:
             _check_ddp(wrapper, world)
             silence(wrapper)
 
-    def undo() -> None:
-        for wrapper, backward, forward in silenced.values():
-            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = backward, forward
-
+    of_wrappers = undo.enter_context(contextlib.ExitStack())  # wrappers come later, too
     if isinstance(given, DistributedDataParallel):
         silence(given)
-    return [model.register_forward_pre_hook(not_compiled(before_forward)).remove, undo]
+    undo.callback(model.register_forward_pre_hook(not_compiled(before_forward)).remove)
 
 
 def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World) -> None:

@@ -8,8 +8,10 @@ steps are never added and released. Ranks receive the same bits, so they add the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -163,15 +165,13 @@ class ShardedTotals(Totals):
         if not self._reduces:
             return
         self.failed = True  # until all is done: whoever fails half-way must not try again alone
-        sent: Sent | None = None
-        tags = []
+        tags: list[Tensor] = []
+        arriving: deque[Callable[[], Tensor]] = deque()
         for group in self._groups:
-            following = self._send(group)  # formed while the group before is on its way
-            if sent is not None:
-                tags.append(self._receive(sent))
-            sent = following
-        if sent is not None:
-            tags.append(self._receive(sent))
+            arriving.append(self._send(group))  # formed while the group before is on its way
+            if len(arriving) > 1:
+                tags.append(arriving.popleft()())
+        tags += [receive() for receive in arriving]
         if tags:
             self._check(tags)
         self._reduce_apart()
@@ -208,7 +208,8 @@ class ShardedTotals(Totals):
             self._form(*self._waiting.pop(name))
         return self._whole.pop(name, None)
 
-    def _send(self, group: Group) -> Sent:
+    def _send(self, group: Group) -> Callable[[], Tensor]:
+        """Form a group's sums and send them; returns what waits for this rank's part of them."""
         flat = torch.zeros(group.ranks, group.received.numel(), dtype=group.received.dtype, device=self.device)
         start = 0
         for place in group.places:
@@ -219,20 +220,19 @@ class ShardedTotals(Totals):
         flat[:, start:] = torch.tensor(tag(self._step, begins=self._fresh), dtype=flat.dtype, device=self.device)
         out = group.received if self._fresh else torch.empty_like(group.received)
         if group.ranks == 1:
-            return Sent(group, flat, out.copy_(flat[0]), None)
+            return partial(self._receive, group, out.copy_(flat[0]), None, flat)
         work = _reduce_scatter(out, flat.view(-1), group=group.shard_group, async_op=True)
-        return Sent(group, flat, out, work)
+        return partial(self._receive, group, out, work, flat)
 
-    def _receive(self, sent: Sent) -> Tensor:
-        """Wait for a group's sums and hand out its shards; returns the bucket's tag."""
-        group = sent.group
-        if sent.work is not None:
-            sent.work.wait()
+    def _receive(self, group: Group, out: Tensor, work: Any, flat: Tensor) -> Tensor:
+        """Wait for a group's sums, whose ``flat`` must live until then, and hand out its shards; returns their tag."""
+        if work is not None:
+            work.wait()
         if group.replicas is not None:
-            dist.all_reduce(sent.out, group=group.replicas)
-        tags = sent.out[-TAGS:].to(torch.float64, copy=True)
-        if sent.out is not group.received:
-            group.received.add_(sent.out)
+            dist.all_reduce(out, group=group.replicas)
+        tags = out[-TAGS:].to(torch.float64, copy=True)
+        if out is not group.received:
+            group.received.add_(out)
         start = 0
         for place in group.places:
             self.filled[place.name] = group.received[start : start + place.count].view(place.local_shape)
@@ -281,13 +281,3 @@ class ShardedTotals(Totals):
                 )
             )
         return groups
-
-
-@dataclass(eq=False)
-class Sent:
-    """A group's sums on their way; ``flat`` must live until they have arrived."""
-
-    group: Group
-    flat: Tensor
-    out: Tensor
-    work: Any

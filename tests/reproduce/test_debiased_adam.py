@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.training import privatize
-from lambdacgd.training.adam import DebiasedAdam
+from reproduce.debiased_adam import DebiasedAdam
 from tests.training import oracle
 
 

@@ -1,0 +1,1 @@
+"""Measurements behind single pages of the docs: ``python -m benchmarks.NAME`` from a checkout."""

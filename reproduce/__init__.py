@@ -52,10 +52,6 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.methods_table:LSTM",
         "test accuracy of an LSTM on IMDb, trained from scratch (needs the data: --data)",
     ),
-    "bert-path": (
-        "reproduce.methods_table:BERT_PATH",
-        "a BERT with random weights on IMDb, end to end (needs the data: --data)",
-    ),
     "lambda-sweep": (
         "reproduce.sweeps:LAMBDA_SWEEP",
         "validation accuracy over λ, batch sizes and ε, without amplification (needs the data: --data)",

@@ -122,6 +122,24 @@ def make_prior(
     print(prior.learn(out or prior.FILE, seconds, torch.device(usable_device(device))))
 
 
+@app.command("pretrain")
+def make_weights(
+    seconds: Annotated[float, typer.Option("--seconds", help="How long to train.")] = 600.0,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with IMDb.")] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", help="Folder for the weights, as --weights takes it.")] = Path("bert"),
+) -> None:
+    """Pretrain a small BERT on the reviews of IMDb's other split, without labels, for --weights."""
+    import torch
+
+    from reproduce import pretrain
+
+    number("seconds", seconds, above=0)
+    pretrain.learn(data, out, seconds, torch.device(usable_device(device)))
+
+
 bench = typer.Typer(no_args_is_help=True, help="Measure the noise, or a whole training step, on this machine.")
 
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")]

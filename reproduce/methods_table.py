@@ -1,7 +1,6 @@
 """Test accuracy of every method over ε, each tuned with the same budget: ``methods-cifar`` and ``methods-imdb``.
 
-Models that read reviews in order have their own, smaller comparisons: ``lstm-imdb`` trains an LSTM from scratch;
-``bert-path`` trains a BERT with random weights once, the way that fine-tuning goes.
+``lstm-imdb``, a smaller comparison, trains an LSTM from scratch.
 """
 
 from __future__ import annotations
@@ -262,29 +261,11 @@ def lstm_page(rows: list[Row]) -> str:
     return methods_page(rows, about, beside, _PAIRS)
 
 
-def bert_cells(settings: Settings) -> list[Cell]:
-    """One epoch of a BERT with random weights: that the path works, not what it is worth."""
-    small = {"examples": 160, "batch_size": 32} if settings.quick else {"batch_size": 128}
-    bert = {"model": "bert-tiny", "epochs": 1, "tries": 1, "seeds": 1, "learning_rate": 0.5} | small
-    return [method_cell(IMDB, "lambda-cgd", 8.0, **bert)]
-
-
-def bert_page(rows: list[Row]) -> str:
-    row = rows[0]
-    return (
-        "BERT-tiny (two layers, width 128) with random weights on IMDb reviews, one epoch of DP-λCGD through "
-        f"`lc.privatize` ({sizes_of(rows)}, ε = {row['epsilon']:g}, σ = {row['sigma']:.3g}): test accuracy "
-        f"{percent(row)}%, {row['training_seconds']:.0f} s of training. "
-        + ("**It learned nothing**: both classes are equally many. " if abs(row["test"] - 0.5) < 0.005 else "")
-        + "This shows that the path that fine-tuning takes is whole, not what fine-tuning is worth. With weights from "
-        "a hub, `methods-imdb --weights DIR` compares methods and `LambdaCGDTrainer` fine-tunes."
-    )
-
-
-def _experiment(name: str, what: str, cells: Any, page: Any, **more: Any) -> Experiment:
-    drawn: dict[str, Any] = {"plot": plot, "title": lambda cell: f"{cell['method']} ε={cell['epsilon']:g}"}
-    compute = compute_with(method_search)
-    return Experiment(name, what, cells, compute, COLUMNS, page, depends=("training", "search"), **drawn | more)
+def _experiment(name: str, what: str, cells: Any, page: Any) -> Experiment:
+    return Experiment(
+        name, what, cells, compute_with(method_search), COLUMNS, page, plot,
+        title=lambda cell: f"{cell['method']} ε={cell['epsilon']:g}", depends=("training", "search"),
+    )  # fmt: skip
 
 
 CIFAR_METHODS = _experiment(
@@ -294,7 +275,3 @@ IMDB_METHODS = _experiment(
     "methods-imdb", "test accuracy on IMDb over ε, every method tuned alike", imdb_cells, imdb_page
 )
 LSTM = _experiment("lstm-imdb", "test accuracy of an LSTM on IMDb, every method tuned alike", lstm_cells, lstm_page)
-BERT_PATH = _experiment(
-    "bert-path", "a BERT with random weights on IMDb, end to end", bert_cells, bert_page, plot=None,
-    title=lambda cell: cell["model"],
-)  # fmt: skip

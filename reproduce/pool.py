@@ -44,7 +44,7 @@ from reproduce.trainer import AVERAGES, TooLate, outcome, plan_requests, rows_fr
 
 Say = Callable[[str], None]
 FOLDER = Path("results/training")
-SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb", "bert-path"), method_search) | dict.fromkeys(
+SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb"), method_search) | dict.fromkeys(
     ("lambda-sweep", "amplified-sweep", "epochs-sweep"), sweep_search
 )
 SEARCHES |= {"frontier": frontier_search, "record": record_search, "paper-setting": given_search}

@@ -17,7 +17,7 @@ from torch.nn.functional import group_norm
 from lambdacgd import digits
 from lambdacgd.clipping import convert
 from lambdacgd.errors import InvalidInput
-from reproduce.bench_models import CNN, Bert
+from reproduce.bench_models import CNN
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
 from reproduce.fused_norm import fuse
 from reproduce.prior import PARTS, features, load, name_of
@@ -298,7 +298,7 @@ def load_prior(name: str, folder: Path | None = None) -> Splits:
 
 
 # Models whose forward passes decide things on the host, which a captured step cannot; and those too large for it.
-UNCAPTURED = ("lstm", "bert-tiny", "wrn")
+UNCAPTURED = ("lstm", "wrn")
 LARGE = {"wrn": 256}  # models that see so many examples at a time, in bfloat16 on CUDA
 PROBLEMS: dict[str, Problem] = {
     problem.name: problem
@@ -329,7 +329,6 @@ PROBLEMS: dict[str, Problem] = {
             {
                 "words": DistinctWords,
                 "lstm": lambda: convert(ReviewLSTM()),
-                "bert-tiny": lambda: Classifier(Bert(128, 2, 2, vocabulary=PIECES, positions=LENGTH).bert),
             },
             _pieces,
         ),

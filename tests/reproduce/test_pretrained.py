@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lambdacgd.errors import InvalidInput
-from reproduce import framework, problems
+from reproduce import framework, pretrain, problems
 from reproduce.__main__ import main
 from reproduce.framework import Settings
 from reproduce.methods_table import imdb_cells
@@ -113,3 +113,31 @@ def test_texts_go_through_the_weights_tokenizer(weights: Path, tmp_path: Path, m
     found = problems.reviews(problems.register_weights(weights), tmp_path).train
     rows = {tuple(row[row != 0].tolist()): int(label) for row, label in zip(found.inputs, found.labels, strict=True)}
     assert rows == {(2, 5, 7, 3): 1, (2, 6, 3): 0}
+
+
+def test_weights_pretrained_here_are_fine_tuned(reviews: Path, tmp_path: Path) -> None:
+    small = {"width": 8, "layers": 1, "length": 16, "batch": 4, "steps": 3, "say": lambda text: None}
+    pretrain.learn(reviews, tmp_path / "bert", 60.0, torch.device("cpu"), **small)
+    name = problems.register_weights(tmp_path / "bert")
+    assert problems.make_pretrained(name).bert.config.hidden_size == 8
+
+
+def test_masked_words_are_learnt() -> None:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=30_522, hidden_size=16, num_hidden_layers=1, num_attention_heads=1, intermediate_size=16,
+        max_position_embeddings=16, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    model = transformers.BertForMaskedLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    tokens = torch.full((8, 16), 2000)
+    tokens[:, 12:] = 0
+    losses = []
+    for _ in range(12):
+        loss = pretrain.masked_loss(model, tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < losses[0] / 2
+    assert torch.isfinite(pretrain.masked_loss(model, torch.zeros(2, 16, dtype=torch.int64)))  # nothing to hide

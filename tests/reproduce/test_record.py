@@ -256,6 +256,7 @@ def test_names_say_where_a_model_is_from_and_how_many_views_it_sees(learnt: str)
     ("model", "task", "shape"),
     [
         ("cnn/k2", "cifar10", (3, 32, 32)),
+        ("cnn-plain", "cifar10", (3, 32, 32)),
         ("linear", "cifar10-scattering", (243, 8, 8)),
         ("cnn", "cifar10-scattering", (243, 8, 8)),
         ("prior-1:mean", "cifar10-prior", (1792,)),

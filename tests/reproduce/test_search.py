@@ -7,10 +7,21 @@ from dataclasses import replace
 
 import pytest
 
+from reproduce import paper_setting
 from reproduce.framework import Settings
 from reproduce.methods_table import CIFAR_METHODS, FIRST, cifar_cells, imdb_cells
-from reproduce.runs import METHODS, RunStore, TrainingRun
-from reproduce.search import CENTRES, NEIGHBOURS, answer, best, method_search, standard_error, stored, sweep_search
+from reproduce.runs import METHODS, Result, RunStore, TrainingRun
+from reproduce.search import (
+    CENTRES,
+    NEIGHBOURS,
+    answer,
+    best,
+    given_search,
+    method_search,
+    standard_error,
+    stored,
+    sweep_search,
+)  # fmt: skip
 from reproduce.sweeps import amplified_cells, epochs_cells, lambda_cells
 from reproduce.trainer import plan_requests, rows_from
 
@@ -218,3 +229,26 @@ def test_searches_that_end_at_the_edge_are_named() -> None:
     row = {"method": "dp-sgd", "epsilon": 8.0, "max_grad_norm": 0.3, "tried": tried}
     assert "DP-SGD (Poisson) at ε = 8" in at_the_edge([row | {"learning_rate": 0.5}])
     assert "Every search" in at_the_edge([row | {"learning_rate": 1.0}])
+
+
+def test_the_papers_setting_is_trained_as_printed() -> None:
+    cells = paper_setting.cells(Settings())
+    assert {(c["max_grad_norm"], c["batch_size"], c["epochs"], c["seeds"]) for c in cells} == {(8.0, 128, 10, 5)}
+    asked: list[TrainingRun] = []
+
+    class Known:
+        def get(self, run: TrainingRun) -> Result:
+            asked.append(run)
+            facts = {"sigma": 1.0, "rmse": 2.0, "certificate": {}, "seconds": 1.0}
+            if run.model == "cnn-plain" and run.seed == 3:
+                return facts | {"accuracy": {"last": 0.0, "ema-0.99": 0.0}, "diverged": "a sum is not finite"}
+            return facts | {"accuracy": {"last": 0.5, "ema-0.99": 0.6}}
+
+    rows = [cell | (stored(given_search(cell), Known()) or {}) | {"seconds": 5.0} for cell in cells]
+    assert {(run.split, run.schedule, run.lam) for run in asked} == {
+        ("test", "constant", 0.95),
+        ("test", "constant", None),
+    }
+    page = paper_setting.page(rows)
+    assert "| without normalisation | DP-λCGD | 40.0 ± 10.0 (rate 0.5, λ = 0.95, 1 of 5 diverged) |" in page
+    assert "| with GroupNorm(8) | DP-SGD (Poisson) | 50.0 ± 0.0 (rate 0.2) |" in page

@@ -210,8 +210,7 @@ def test_pages_mark_the_best_and_say_what_is_missing() -> None:
     assert plot(rows) is not None
 
 
-@pytest.mark.parametrize("model", ["lstm", "bert-tiny"])
-def test_models_that_read_in_order_take_private_steps(model: str) -> None:
+def test_a_model_that_reads_in_order_takes_private_steps() -> None:
     from reproduce.data import Examples, Splits
     from reproduce.problems import Data
     from reproduce.trainer import train
@@ -220,17 +219,15 @@ def test_models_that_read_in_order_take_private_steps(model: str) -> None:
     tokens[:, 9:] = 0
     reviews = Examples(tokens, (tokens[:, 0] % 2).long())
     data = Data("imdb", Splits(reviews, reviews, 2), torch.device("cpu"))
-    run = TrainingRun("imdb", model, "lambda-cgd", 8.0, 12, 1, 0.1, 1.0, lam=0.8)
+    run = TrainingRun("imdb", "lstm", "lambda-cgd", 8.0, 12, 1, 0.1, 1.0, lam=0.8)
     result = train(run, data, PlanBook(make=True))
     assert result["steps"] == 4
     assert 0 <= result["accuracy"]["last"] <= 1
 
 
 def test_sizes_of_the_models_for_reviews() -> None:
-    made = (ReviewLSTM(), DistinctWords(), problem("imdb").models["bert-tiny"]())
-    lstm, words, bert = (sum(p.numel() for p in model.parameters()) for model in made)
-    assert (lstm, words) == (137_538, 131_106)
-    assert bert > 1_000_000
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (ReviewLSTM(), DistinctWords())]
+    assert sizes == [137_538, 131_106]
 
 
 def test_the_lstm_reads_in_order_and_no_padding() -> None:

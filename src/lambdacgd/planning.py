@@ -452,6 +452,7 @@ def plan(
         if progress is not None:
             progress(told)
         else:
+            display.close()  # what was shown before: some accountants try several ways
             display.enter_context(_countdown(told))
 
     with display, listening(tell):
@@ -489,26 +490,23 @@ def _countdown(told: Progress) -> Iterator[None]:
     from rich.console import Console
     from rich.errors import LiveError
     from rich.live import Live
+    from rich.text import Text
 
     console, end = Console(stderr=True), time.monotonic() + told.seconds
 
-    def left() -> str:
+    def line() -> Text:
         seconds = end - time.monotonic()
-        return f"certifying it: {f'about {seconds:.0f} s left' if seconds >= 0.5 else 'a little longer'}"
+        left = f"in about {seconds:.0f} s" if seconds >= 0.5 else "soon"
+        return Text(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}, certified {left}")
 
-    live = Live(get_renderable=left, console=console, refresh_per_second=2, transient=True)
-    shown = console.is_terminal and told.seconds >= PATIENCE
-    if shown:
-        console.print(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}", highlight=False)
-        try:
+    live = Live(get_renderable=line, console=console, refresh_per_second=2, transient=True)
+    if console.is_terminal and told.seconds >= PATIENCE:
+        with contextlib.suppress(LiveError):  # the caller shows a bar of its own
             live.start()
-        except LiveError:  # the caller shows a bar of its own
-            shown = False
     try:
         yield
     finally:
-        if shown:
-            live.stop()
+        live.stop()
 
 
 def real_budget(epsilon: float, delta: float) -> tuple[float, float]:

@@ -445,17 +445,10 @@ def plan(
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
 
-    display = contextlib.ExitStack()
+    def expected(sigma: float, seconds: float) -> Progress:
+        return Progress(resolved, bound, sigma, mean_error * sigma, seconds)
 
-    def tell(sigma: float, seconds: float) -> None:
-        told = Progress(resolved, bound, sigma, mean_error * sigma, seconds)
-        if progress is not None:
-            progress(told)
-        else:
-            display.close()  # what was shown before: some accountants try several ways
-            display.enter_context(_countdown(told))
-
-    with display, listening(tell):
+    with _announcing(expected, progress):
         if noise_multiplier is None:
             assert epsilon is not None
             calibration = accountant.sigma(real, real_delta, estimate=estimate)
@@ -482,6 +475,25 @@ def plan(
         selection=selection,
         workload=workload,
     )
+
+
+@contextlib.contextmanager
+def _announcing(
+    expected: Callable[[float, float], Progress], progress: Callable[[Progress], None] | None
+) -> Iterator[None]:
+    """Inside, what an accountant says about the answer before it is certified goes to ``progress``, or to a terminal."""
+    with contextlib.ExitStack() as display:
+
+        def tell(sigma: float, seconds: float) -> None:
+            told = expected(sigma, seconds)
+            if progress is not None:
+                progress(told)
+            else:
+                display.close()  # what was shown before: some accountants try several ways
+                display.enter_context(_countdown(told))
+
+        with listening(tell):
+            yield
 
 
 @contextlib.contextmanager

@@ -481,38 +481,38 @@ def plan(
 def _announcing(
     expected: Callable[[float, float], Progress], progress: Callable[[Progress], None] | None
 ) -> Iterator[None]:
-    """Inside, what an accountant says about the answer before it is certified goes to ``progress``, or to a terminal."""
+    """Inside, what an accountant says of its answer before it is certified goes to ``progress``, or to a terminal."""
     with contextlib.ExitStack() as display:
 
         def tell(sigma: float, seconds: float) -> None:
-            told = expected(sigma, seconds)
+            answer = expected(sigma, seconds)
             if progress is not None:
-                progress(told)
-            else:
+                progress(answer)
+            elif seconds >= PATIENCE:
                 display.close()  # what was shown before: some accountants try several ways
-                display.enter_context(_countdown(told))
+                display.enter_context(_countdown(answer))
 
         with listening(tell):
             yield
 
 
 @contextlib.contextmanager
-def _countdown(told: Progress) -> Iterator[None]:
+def _countdown(answer: Progress) -> Iterator[None]:
     """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
     from rich.console import Console
     from rich.errors import LiveError
     from rich.live import Live
     from rich.text import Text
 
-    console, end = Console(stderr=True), time.monotonic() + told.seconds
+    console, end = Console(stderr=True), time.monotonic() + answer.seconds
 
     def line() -> Text:
         seconds = end - time.monotonic()
         left = f"in about {seconds:.0f} s" if seconds >= 0.5 else "soon"
-        return Text(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}, certified {left}")
+        return Text(f"{answer.mechanism}: σ ≈ {answer.sigma:.3g}, RMSE ≈ {answer.rmse:.3g}, certified {left}")
 
     live = Live(get_renderable=line, console=console, refresh_per_second=2, transient=True)
-    if console.is_terminal and told.seconds >= PATIENCE:
+    if console.is_terminal:
         with contextlib.suppress(LiveError):  # the caller shows a bar of its own
             live.start()
     try:

@@ -974,11 +974,15 @@ def mark(value: Any) -> tuple[int, int]:
 
 @torch.no_grad()
 def fingerprints(parameters: Iterable[Tensor]) -> list[int]:
-    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    plain = (p.detach() for p in parameters)
-    real = (torch.view_as_real(p) if p.is_complex() else p for p in plain)
-    return [0 if p.is_meta else int(p.view(whole.get(p.element_size(), torch.int64)).sum()) for p in real]
+    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts. Zero for what
+    is no plain tensor (quantised weights).
+    """
+    whole, found = {1: torch.uint8, 2: torch.int16, 4: torch.int32}, []
+    for p in parameters:
+        plain = type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta
+        bits = torch.view_as_real(p) if p.is_complex() else p
+        found.append(int(bits.view(whole.get(bits.element_size(), torch.int64)).sum()) if plain else 0)
+    return found
 
 
 def _copy(value: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import ClippingError, attach, check_model
+from lambdacgd.clipping import ClippingError, Totals, attach, check_model
 from tests.clipping.small import mlp
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -170,6 +170,17 @@ def test_padding_that_every_batch_of_several_has() -> None:
 
     with pytest.raises(ClippingError, match="depends on the other"):
         attach(model).check_loss(loss, items, lambda items: nn.utils.rnn.pad_sequence(items, batch_first=True))
+
+
+def test_the_loss_of_a_sharded_model_is_compared_only_where_there_is_one_of_each_example() -> None:
+    model, items = mlp(), [torch.randn(4) for _ in range(4)]
+    clipper = attach(model, loss_reduction="none")
+    clipper.keep_sums_in(Totals())  # as for sharded parameters
+    clipper.check_loss(lambda m, x: m(x).square().sum(1), items, _collate)
+    with pytest.raises(ClippingError, match="depends on the other"):
+        clipper.check_loss(lambda m, x: (m(x) - m(x).mean(0)).square().sum(1), items, _collate)
+    with pytest.raises(ClippingError, match="is a vector"):
+        clipper.check_loss(lambda m, x: m(x).square().mean().sqrt(), items, _collate)
 
 
 def test_check_loss_with_dropout_and_random_collating() -> None:

@@ -488,12 +488,17 @@ def check_loss(
         def norms(some: Sequence[Any], stage: str) -> Tensor:
             again()
             backward_pass.looking = []
-            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared where there is one each
+            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared, one of each example
             try:
                 with noise.passing(stage, len(some)), torch.set_grad_enabled(not sharded):
                     value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
+                    if sharded and value.shape != (len(some),):
+                        raise ClippingError(
+                            "the loss of a sharded model can be looked at where it is a vector, one number for each "
+                            f"example. This one has shape {tuple(value.shape)}."
+                        )
                     if sharded:
-                        return value.detach().double() if value.dim() == 1 else torch.ones(len(some)).double()
+                        return value.detach().double()
                     value.backward(torch.ones_like(value))
                 if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
                     raise ClippingError(

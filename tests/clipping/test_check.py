@@ -69,6 +69,23 @@ def test_check_model_with_float32_tensors_of_the_loss() -> None:
     assert check_model(mlp(), batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1])).dtype == torch.float64
 
 
+def test_check_model_with_counters_and_power_iterations() -> None:
+    """What training accepts, `check_model` does, too."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.layer(x) / (1 + self.steps)  # type: ignore[no-any-return]
+
+    report = check_model(Counting(), torch.randn(5, 4), loss=lambda m, x: m(x).square().sum(1).mean())
+    assert max(report.differences.values()) < 1e-9
+
+
 def test_check_model_hands_on_errors_of_the_loss() -> None:
     with pytest.raises(RuntimeError, match="size"):
         check_model(mlp(), torch.randn(3, 4), loss=lambda m, b: (m(b) + torch.ones(7)).sum(1).mean())

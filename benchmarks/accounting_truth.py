@@ -1,8 +1,8 @@
 """Certified σ beside independent estimates, at forty settings.
 
-    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.accounting_truth [--table] [NUMBER …]
+    OMP_NUM_THREADS=1 nice -n 10 python -m benchmarks.accounting_truth [NUMBER …]
 
-writes results/accounting-truth.json, a row at a time; ``--table`` prints it as Markdown, without computing anything.
+writes results/accounting-truth.json, a row at a time; docs/planning-measured.md shows it.
 The estimates share no code with the certificates: quadrature in all dimensions (b ≤ 4), the Gaussian mechanism's closed
 form (b = 1), importance sampling straight from the Gram matrix (fixed bins), and losses of whole epochs drawn straight
 from C and convolved (fresh bins).
@@ -149,24 +149,8 @@ def row(number: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| bins | λ | b | k | ε | δ | certified σ | independent σ | ratio | CPU s |", "|" + "---|" * 10]
-    for r in rows:
-        lam = f"{r['lambda']:g}" + (" normalised" if r["normalized"] else "")
-        error = f" ± {r['estimate_error']:.2g}" if r["estimate_error"] else ""
-        sampled = " (sampled)" if r["method"] == "monte-carlo" else ""
-        lines.append(
-            f"| {r['bins']} | {lam} | {r['b']} | {r['k']} | {r['epsilon']:g} | {r['delta']:g} | "
-            f"{r['sigma']:.6g}{sampled} | {r['estimate']:.6g}{error} | {r['ratio']:.4f} | {r['cpu_seconds']:.1f} |"
-        )
-    return "\n".join(lines)
-
-
 def main() -> None:
     stored: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    if "--table" in sys.argv:
-        print(table([stored[str(i)] for i in range(len(SETTINGS))]))
-        return
     for number in [int(text) for text in sys.argv[1:]] or range(len(SETTINGS)):
         stored[str(number)] = row(number)
         print(number, stored[str(number)], flush=True)

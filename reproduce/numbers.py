@@ -398,6 +398,48 @@ def zoo_support() -> str:
     return f"{ours} (Opacus {theirs}) of {len(rows)}"
 
 
+def accounting_speed() -> str:
+    """Uncached plans: CPU seconds, what was chosen and certified, and how loose it may be."""
+    head = ["plan", "to the estimate", "to the certificate", "λ", "σ", "RMSE", "chain's share of σ", "slack of δ"]
+    lines = []
+    for name, measured in result("accounting-speed.json").items():
+        row = measured["after"]
+        soon = row["cpu_seconds_to_the_estimate"]
+        lines.append([
+            name, "" if soon is None else f"{soon:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['lambda']:.3f}",
+            f"{row['sigma']:.5g}", f"{row['rmse']:.2f}", f"{row['dominating_chain_sigma_loss']:.1%}",
+            f"{row['slack_share']:.0%}",
+        ])  # fmt: skip
+    return _table(head, lines)
+
+
+def accounting_truth() -> str:
+    """Certified σ beside independent estimates, and which of them are loose."""
+    rows = list(result("accounting-truth.json").values())
+    below = max((row["estimate"] - row["sigma"]) / row["estimate_error"] for row in rows if row["estimate_error"])
+    loose = sorted((row for row in rows if row["ratio"] > 1.01), key=lambda row: -row["ratio"])
+    said = f"No certified σ lies below its estimate by more than {max(below, 0):.1f} standard errors."
+    if loose:
+        named = [f"{row['ratio'] - 1:.0%} ({_setting(row)}, b = {row['b']}, k = {row['k']})" for row in loose]
+        said += f" More than 1% above it: {', '.join(named)}; {len(rows) - len(loose)} of {len(rows)} are closer."
+    head = ["bins", "λ", "b", "k", "ε", "δ", "certified σ", "independent σ", "ratio", "CPU s"]
+    lines = []
+    for row in rows:
+        error = f" ± {row['estimate_error']:.2g}" if row["estimate_error"] else ""
+        sampled = " (sampled)" if row["method"] == "monte-carlo" else ""
+        bins, lam = _setting(row).split(" ", 1)
+        lines.append([
+            bins, lam, str(row["b"]), str(row["k"]), f"{row['epsilon']:g}", f"{row['delta']:g}",
+            f"{row['sigma']:.6g}{sampled}", f"{row['estimate']:.6g}{error}", f"{row['ratio']:.4f}",
+            f"{row['cpu_seconds']:.1f}",
+        ])  # fmt: skip
+    return _block(f"{said}\n\n{table(head, lines)}")
+
+
+def _setting(row: dict[str, Any]) -> str:
+    return f"{row['bins']} {row['lambda']:g}" + (" normalised" if row["normalized"] else "")
+
+
 def _table(head: list[str], lines: list[list[str]]) -> str:
     return _block(table(head, lines))
 
@@ -443,6 +485,8 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "noise-extra-memory": noise_extra_memory,
     "noise-table": noise_table,
     "captured-epochs": captured_epochs,
+    "accounting-speed": accounting_speed,
+    "accounting-truth": accounting_truth,
     "without-a-search": without_a_search,
     "rmse-ratios": rmse_ratios,
     "runtime-summary": runtime_summary,

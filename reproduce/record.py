@@ -53,7 +53,10 @@ _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: 
 _ALL = (1.0, 2.0, 4.0, 8.0)
 RECIPES: tuple[Recipe, ...] = (
     Recipe("prior-linear", "linear over a prior's features", "cifar10-prior", f"{PRIOR}:linear", _FIXED),
-    Recipe("scattering-linear", "linear over scattering", "cifar10-scattering", "linear", _FIXED),
+    Recipe(
+        "scattering-linear", "linear over scattering", "cifar10-scattering", "linear",
+        {OURS: ((1024, 40),), DP_SGD: ((2048, 40),)}, moves=("edge",),
+    ),
     Recipe("scattering-cnn", "two convolutions over scattering", "cifar10-scattering", "cnn", _FIXED),
     Recipe("prior-mean", "linear over a prior's 256 means", "cifar10-prior", f"{PRIOR}:mean", {OURS: _FIXED[OURS]}),
     Recipe("prior-mlp", "one hidden layer over a prior's features", "cifar10-prior", f"{PRIOR}:mlp", _FIXED),
@@ -189,7 +192,7 @@ def _found(rows: list[Row]) -> str:
         "test %",
         "views",
         "parameters",
-        "GPU minutes a run",
+        "minutes a run",
         "B",
         "k",
         "runs of the search",

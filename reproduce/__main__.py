@@ -147,8 +147,7 @@ Out = Annotated[Path | None, typer.Option("--out", help="Write JSON here, after 
 StepModel = Annotated[
     list[str] | None,
     typer.Option(
-        "--model",
-        help=f"{', '.join(CASES)}; may be given more than once. Default: all, which on a CPU takes hours.",
+        "--model", help=f"{', '.join(CASES)}; may be given more than once. Default: all, which on a CPU takes hours."
     ),
 ]
 Precision = Annotated[

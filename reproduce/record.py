@@ -185,18 +185,7 @@ def _share(value: float, error: float | None) -> str:
 
 
 def _found(rows: list[Row]) -> str:
-    header = [
-        "ε",
-        "recipe",
-        "method",
-        "test %",
-        "views",
-        "parameters",
-        "minutes a run",
-        "B",
-        "k",
-        "runs of the search",
-    ]
+    header = ["ε", "recipe", "method", "test %", "views", "parameters", "minutes a run", "B", "k", "runs of the search"]
     lines = [
         [
             f"{row['epsilon']:g}", BY_NAME[row["recipe"]].about, method(row["method"]).title,

@@ -172,7 +172,8 @@ def record_search(cell: Cell) -> Search:
     def run_of(point: Point) -> TrainingRun:
         return run_at(cell, point, cell["centres"][cell["points"].index([point.batch_size, point.epochs])])
 
-    first = [Point(*cell["points"][0], factor=factor) for factor in cell["near"]]
+    size, epochs = cell["points"][0]
+    first = [Point(size, epochs, factor) for factor in cell["near"]]
     tuned = yield from climb(first, cell["moves"], partial(_moved, cell), run_of)
     row, results = yield from climbed(cell, tuned)
     chosen: TrainingRun = tuned["run"]

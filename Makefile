@@ -28,8 +28,9 @@ lint: .venv/ready
 docs: .venv/ready
 	$(BIN)/mkdocs build --strict
 
+# One process a core, each with one thread: numbers do not depend on how many cores there are.
 test: .venv/ready lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 slow: .venv/ready
 	$(BIN)/python -m pytest -m slow

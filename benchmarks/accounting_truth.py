@@ -145,7 +145,6 @@ def row(number: int) -> dict[str, Any]:
         "slack_share": certified.certificate.details.get("slack_share"),
         "estimate": sigma, "estimate_error": error, "estimate_by": method,
         "estimate_cpu_seconds": round(time.process_time() - began, 2), "ratio": certified.sigma / sigma,
-        "machine": measured_on("fixed-bins accountant", "fresh-bins accountant"),
     }  # fmt: skip
 
 
@@ -154,6 +153,9 @@ def main() -> None:
     for number in [int(text) for text in sys.argv[1:]] or range(len(SETTINGS)):
         stored[str(number)] = row(number)
         print(number, stored[str(number)], flush=True)
+        RESULTS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
+    if not sys.argv[1:]:  # all rows are of one machine and one code
+        stored["machine"] = measured_on("fixed-bins accountant", "fresh-bins accountant")
         RESULTS.write_text(json.dumps(stored, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -4,10 +4,7 @@
 """
 
 EXPERIMENTS: dict[str, tuple[str, str]] = {
-    "rmse-table": (
-        "reproduce.rmse_table:EXPERIMENT",
-        "the paper's RMSE table, every mechanism and ε, beside ours",
-    ),
+    "rmse-table": ("reproduce.rmse_table:EXPERIMENT", "the paper's RMSE table, every mechanism and ε, beside ours"),
     "fresh-bins-table": (
         "reproduce.fresh_bins_table:EXPERIMENT",
         "the RMSE table's twin with bins redrawn every epoch, beside the paper's fixed ones",

@@ -49,6 +49,7 @@ def root(
     """The paper's tables and figures, benchmarks, and training on known data sets."""
 
 
+Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")]
 FINE_TUNING = ("methods-imdb", "lambda-sweep", "amplified-sweep", "epochs-sweep")
 
 
@@ -70,9 +71,7 @@ def _command(name: str) -> Callable[..., None]:
                 help="methods-imdb and the sweeps: folder with a pretrained BERT (config.json, model.safetensors).",
             ),
         ] = None,
-        device: Annotated[
-            str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
-        ] = None,
+        device: Device = None,
         stop_after: Annotated[
             float | None, typer.Option("--stop-after", help="Begin no new cell after this many seconds.")
         ] = None,
@@ -108,9 +107,7 @@ app.command("faults")(fault_table.write)
 @app.command("prior")
 def make_prior(
     seconds: Annotated[float, typer.Option("--seconds", help="How long to train; again goes on.")] = 600.0,
-    device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
-    ] = None,
+    device: Device = None,
     out: Annotated[Path | None, typer.Option("--out", help="Where weights are kept; results/record/prior.pt.")] = None,
 ) -> None:
     """Learn features from images that a program draws, for the recipes of record that need them."""
@@ -126,9 +123,7 @@ def make_prior(
 def make_weights(
     seconds: Annotated[float, typer.Option("--seconds", help="How long to train.")] = 600.0,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with IMDb.")] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")
-    ] = None,
+    device: Device = None,
     out: Annotated[Path, typer.Option("--out", help="Folder for the weights, as --weights takes it.")] = Path("bert"),
 ) -> None:
     """Pretrain a small BERT on the reviews of IMDb's other split, without labels, for --weights."""
@@ -142,13 +137,11 @@ def make_weights(
 
 bench = typer.Typer(no_args_is_help=True, help="Measure the noise, or a whole training step, on this machine.")
 
-Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Write JSON here, after every measurement.")]
 StepModel = Annotated[
     list[str] | None,
     typer.Option(
-        "--model",
-        help=f"{', '.join(CASES)}; may be given more than once. Default: all, which on a CPU takes hours.",
+        "--model", help=f"{', '.join(CASES)}; may be given more than once. Default: all, which on a CPU takes hours."
     ),
 ]
 Precision = Annotated[

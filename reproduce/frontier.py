@@ -99,7 +99,8 @@ def _plans(quick: bool) -> PlanBook:
 def _climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
     """Search on the validation split: at k = 10 in full, at another k from where that ended."""
     grid = [int(size) for size in cell["rates"]]
-    top, moves = Point(cell["batch_size"], cell["epochs"]), FULL
+    top = Point(cell["batch_size"], cell["epochs"])
+    moves: tuple[str, ...] = FULL
     if "after" in cell:
         ended: Point = (yield from _climb(cell["after"]))["point"]
         top, moves = replace(ended, epochs=cell["epochs"]), SHORT

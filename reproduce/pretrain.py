@@ -58,7 +58,8 @@ def learn(
         vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=max(1, width // 64),
         intermediate_size=4 * width, max_position_embeddings=LENGTH,
     )  # fmt: skip
-    model: Any = BertForMaskedLM(config).to(device).train()
+    model: Any = BertForMaskedLM(config)
+    model.to(device).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
     began, done, losses = time.monotonic(), 0, torch.zeros((), device=device)
     while (share := (time.monotonic() - began) / seconds) < 1 and done != steps:

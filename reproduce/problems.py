@@ -215,17 +215,7 @@ TASKS: dict[str, Task] = {
             "digits", load_digits, digits.model, 2, 8, 1e-4, 0.25, 1.0, "1 437 handwritten digits of 8×8; no download"
         ),
         Task("cifar10", load_cifar10, CNN, 10, 128, 1e-5, 1.0, 0.3, "50 000 small photographs"),
-        Task(
-            "imdb",
-            load_imdb,
-            lambda: BagOfWords(VOCABULARY, 32, 2),
-            10,
-            128,
-            1e-5,
-            2.0,
-            1.0,
-            "25 000 film reviews",
-        ),
+        Task("imdb", load_imdb, lambda: BagOfWords(VOCABULARY, 32, 2), 10, 128, 1e-5, 2.0, 1.0, "25 000 film reviews"),
     )
 }
 
@@ -323,15 +313,7 @@ PROBLEMS: dict[str, Problem] = {
             },
             _images,
         ),
-        Problem(
-            "imdb",
-            load_imdb,
-            {
-                "words": DistinctWords,
-                "lstm": lambda: convert(ReviewLSTM()),
-            },
-            _pieces,
-        ),
+        Problem("imdb", load_imdb, {"words": DistinctWords, "lstm": lambda: convert(ReviewLSTM())}, _pieces),
     )
 }
 

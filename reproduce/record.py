@@ -53,7 +53,10 @@ _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: 
 _ALL = (1.0, 2.0, 4.0, 8.0)
 RECIPES: tuple[Recipe, ...] = (
     Recipe("prior-linear", "linear over a prior's features", "cifar10-prior", f"{PRIOR}:linear", _FIXED),
-    Recipe("scattering-linear", "linear over scattering", "cifar10-scattering", "linear", _FIXED),
+    Recipe(
+        "scattering-linear", "linear over scattering", "cifar10-scattering", "linear",
+        {OURS: ((1024, 40),), DP_SGD: ((2048, 40),)}, moves=("edge",),
+    ),
     Recipe("scattering-cnn", "two convolutions over scattering", "cifar10-scattering", "cnn", _FIXED),
     Recipe("prior-mean", "linear over a prior's 256 means", "cifar10-prior", f"{PRIOR}:mean", {OURS: _FIXED[OURS]}),
     Recipe("prior-mlp", "one hidden layer over a prior's features", "cifar10-prior", f"{PRIOR}:mlp", _FIXED),
@@ -169,7 +172,8 @@ def record_search(cell: Cell) -> Search:
     def run_of(point: Point) -> TrainingRun:
         return run_at(cell, point, cell["centres"][cell["points"].index([point.batch_size, point.epochs])])
 
-    first = [Point(*cell["points"][0], factor=factor) for factor in cell["near"]]
+    size, epochs = cell["points"][0]
+    first = [Point(size, epochs, factor) for factor in cell["near"]]
     tuned = yield from climb(first, cell["moves"], partial(_moved, cell), run_of)
     row, results = yield from climbed(cell, tuned)
     chosen: TrainingRun = tuned["run"]
@@ -182,18 +186,7 @@ def _share(value: float, error: float | None) -> str:
 
 
 def _found(rows: list[Row]) -> str:
-    header = [
-        "ε",
-        "recipe",
-        "method",
-        "test %",
-        "views",
-        "parameters",
-        "GPU minutes a run",
-        "B",
-        "k",
-        "runs of the search",
-    ]
+    header = ["ε", "recipe", "method", "test %", "views", "parameters", "minutes a run", "B", "k", "runs of the search"]
     lines = [
         [
             f"{row['epsilon']:g}", BY_NAME[row["recipe"]].about, method(row["method"]).title,

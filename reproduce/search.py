@@ -203,7 +203,7 @@ def _seconds(tuned: dict[str, Any], more: Sequence[Result]) -> float:
 
 # Climbing: a search over batch sizes and epochs too. Rates are comparable between these, and between methods, as
 # rate · RMSE / B, the size of the noise in the weights, so they are kept as multiples of the one where that is REACH.
-REACH = 0.15  # rate · RMSE / B that searches begin with; the best of methods-cifar had .10 to .13 at a constant rate
+REACH = 0.15  # rate · RMSE / B that searches begin with
 HIGHEST = 6.0  # that searches begin with: where noise is small, rates above 8 diverged in the sweeps
 CONSTANT = 1 / 1.5  # a constant rate, as a share of where a falling one begins
 CLIP = 0.3  # ζ that searches begin with

@@ -12,7 +12,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,9 +32,10 @@ from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
 from lambdacgd.training.privatize import Private, privatize
-from reproduce.data import Examples, Splits
+from reproduce.data import Splits
 from reproduce.framework import check_device
 from reproduce.problems import TASKS, Classifier, Task, make_pretrained, register_weights, reviews
+from reproduce.trainer import accuracy
 
 
 @dataclass(frozen=True)
@@ -322,16 +323,14 @@ class Session:
 
     def test_accuracy(self) -> float:
         """Accuracy on the test examples, of the averaged weights where an average is kept."""
-        if self.average is None:
-            return accuracy(self.model, self.splits.test, self.device)
-        with self.average.applied():
-            return accuracy(self.model, self.splits.test, self.device)
+        test = self.splits.test
+        inputs, labels = test.numbers(test.inputs).to(self.device), test.labels.to(self.device)
+        with self.average.applied() if self.average else nullcontext():
+            return accuracy(self.model, inputs, labels)
 
     def release(self) -> Path:
         """Export the weights (averaged where an average is kept) with their privacy card."""
-        if self.average is None:
-            return export(self.private, self.folder / "release")
-        with self.average.applied():
+        with self.average.applied() if self.average else nullcontext():
             return export(self.private, self.folder / "release")
 
 
@@ -340,17 +339,3 @@ def _released(key: SecretKey) -> list[Release]:
     ledger = key.ledger()
     newest = [ledger.newest(run) for run in ledger.runs()]
     return [release for release in newest if release is not None]
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, examples: Examples, device: torch.device, *, batch: int = 512) -> float:
-    """The share of ``examples`` that the model gets right."""
-    training = model.training
-    model.eval()
-    hits = 0
-    for start in range(0, len(examples), batch):
-        part = examples.part(slice(start, start + batch))
-        x, y = zip(*part.__getitems__(list(range(len(part)))), strict=True)
-        hits += int((model(torch.stack(x).to(device)).argmax(1).cpu() == torch.stack(y)).sum())
-    model.train(training)
-    return hits / len(examples)

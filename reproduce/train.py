@@ -151,7 +151,7 @@ def _train(session: Session, console: Console) -> None:
         row = bar.add_task("steps", total=plan.steps, completed=taken, epoch=epoch, shown="")
 
         def report(now: Progress) -> None:
-            shown = {}
+            shown: dict[str, Any] = {}
             if not math.isnan(now.loss):
                 speed = f"{now.examples_per_second:.0f} examples/s"
                 shown["shown"] = f"loss {now.loss:.3f}  accuracy {100 * now.accuracy:.1f}%  {speed}"

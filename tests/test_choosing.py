@@ -9,7 +9,7 @@ from lambdacgd import cache, choosing, plan
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.composed.simulation import estimate_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
-from lambdacgd.choosing import SHRINKAGE, Setting, choose, choose_lambda, normalizing_pays, shrink
+from lambdacgd.choosing import SHRINKAGE, Choice, Setting, choose, choose_lambda, normalizing_pays, shrink
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
 from lambdacgd.sampling import BallsInBins
@@ -36,7 +36,7 @@ def amplified_bands(bands: int, where: Setting) -> BandInvMF:
 
 
 @pytest.fixture(scope="module")
-def choice() -> object:
+def choice() -> Choice:
     with cache.disabled():
         return choose_lambda(SMALL, objective="amplified-rmse", epsilon=2.0, delta=1e-4)
 
@@ -51,50 +51,50 @@ def test_full_batch_wants_no_correlation() -> None:
     assert choose_lambda(Horizon(1, 50), objective="rmse").value == 0.0
 
 
-def test_amplification_wants_less_correlation(choice: object) -> None:
-    values = {c.objective: c.value for c in choice.candidates}  # type: ignore[attr-defined]
+def test_amplification_wants_less_correlation(choice: Choice) -> None:
+    values = {c.objective: c.value for c in choice.candidates}
     assert 0 <= values["guideline"] <= values["amplified-rmse"] <= values["rmse"] <= values["maxse"] < 1
-    assert choice.value == values["amplified-rmse"]  # type: ignore[attr-defined]
+    assert choice.value == values["amplified-rmse"]
 
 
-def test_the_amplified_minimiser_is_one(choice: object) -> None:
+def test_the_amplified_minimiser_is_one(choice: Choice) -> None:
     """RMSE at the minimiser against a grid, by the accountant's own estimates: never more than 2% above the best."""
 
     def error(lam: float) -> float:
         sigma = MonteCarlo(LambdaCGD(lam), SMALL).estimate_sigma(2.0, 1e-4, relative_error=0.05).sigma
         return error_norms(LambdaCGD(lam), SMALL.steps)[0] * sigma
 
-    chosen = error(choice.value)  # type: ignore[attr-defined]
+    chosen = error(choice.value)
     assert chosen < 1.02 * min(error(lam) for lam in (0.3, 0.6, 0.7, 0.8, 0.9))
-    by_name = {c.objective: c for c in choice.candidates}  # type: ignore[attr-defined]
+    by_name = {c.objective: c for c in choice.candidates}
     assert by_name["amplified-rmse"].rmse == pytest.approx(chosen, rel=0.02)
     assert by_name["amplified-rmse"].rmse <= by_name["guideline"].rmse * 1.01
 
 
 @pytest.fixture(scope="module")
-def fresh() -> object:
+def fresh() -> Choice:
     with cache.disabled():
         return choose_lambda(SMALL, objective="amplified-rmse", epsilon=2.0, delta=1e-4, bins="fresh")
 
 
-def test_fresh_bins_want_less_correlation_still(choice: object, fresh: object) -> None:
-    by_name = {c.objective: c for c in fresh.candidates}  # type: ignore[attr-defined]
-    assert by_name["rmse"].value < {c.objective: c.value for c in choice.candidates}["rmse"]  # type: ignore[attr-defined]
-    assert fresh.value < choice.value  # type: ignore[attr-defined]
-    best = {c.objective: c.rmse for c in choice.candidates}["amplified-rmse"]  # type: ignore[attr-defined]
+def test_fresh_bins_want_less_correlation_still(choice: Choice, fresh: Choice) -> None:
+    by_name = {c.objective: c for c in fresh.candidates}
+    assert by_name["rmse"].value < {c.objective: c.value for c in choice.candidates}["rmse"]
+    assert fresh.value < choice.value
+    best = {c.objective: c.rmse for c in choice.candidates}["amplified-rmse"]
     assert by_name["amplified-rmse"].rmse < best
 
 
-def test_the_minimiser_with_fresh_bins_is_one(fresh: object) -> None:
+def test_the_minimiser_with_fresh_bins_is_one(fresh: Choice) -> None:
     """Certified σ on both sides: never more than 1% above the best, and the candidate's own σ is within 1%."""
 
     def error(lam: float) -> float:
         sigma = FreshBins(lam, SMALL.steps_per_epoch, SMALL.epochs).sigma(2.0, 1e-4).sigma
         return error_norms(LambdaCGD(lam), SMALL.steps, restart_every=SMALL.steps_per_epoch)[0] * sigma
 
-    found = error(fresh.value)  # type: ignore[attr-defined]
+    found = error(fresh.value)
     assert found < 1.01 * min(error(lam) for lam in (0.4, 0.6, 0.75))
-    candidate = {c.objective: c for c in fresh.candidates}["amplified-rmse"]  # type: ignore[attr-defined]
+    candidate = {c.objective: c for c in fresh.candidates}["amplified-rmse"]
     assert candidate.rmse == pytest.approx(found, rel=0.01)
 
 
@@ -135,8 +135,8 @@ def test_the_normalised_variant_is_searched_too() -> None:
         assert rmse(LambdaCGD(found.value, True), SMALL) <= rmse(LambdaCGD(lam, True), SMALL) * (1 + 1e-9)
 
 
-def test_choices_are_serialisable(choice: object) -> None:
-    data = choice.to_dict()  # type: ignore[attr-defined]
+def test_choices_are_serialisable(choice: Choice) -> None:
+    data = choice.to_dict()
     assert [c["objective"] for c in data["candidates"]] == ["rmse", "maxse", "amplified-rmse", "guideline"]
 
 

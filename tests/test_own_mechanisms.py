@@ -105,6 +105,13 @@ def test_a_class_that_tells_accountants_something_else_is_refused(said):
         lc.plan(**SMALL, epsilon=2.0, mechanism=Two(0.5), sampling=lc.Cyclic())
 
 
+@pytest.mark.parametrize("kind", [list, np.array])
+def test_coefficients_may_be_a_list_or_an_array(kind):
+    given, known = BandedInverse(kind([1.0, -0.4])), BandedInverse((1.0, -0.4))
+    assert given == known
+    assert hash(given) == hash(known)
+
+
 def test_a_recurrence_of_another_type_is_a_sentence():
     @dataclass(frozen=True)
     class Bare(lc.Mechanism):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -13,6 +14,7 @@ import lambdacgd as lc
 from lambdacgd import cache
 from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
 from lambdacgd.accounting.accountants import exact_numbers
+from lambdacgd.accounting.certificate import tell
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.mechanisms.base import BandedInverse
 
@@ -440,19 +442,21 @@ def test_the_answer_is_told_before_it_is_certified() -> None:
 
 
 def test_a_terminal_counts_down_until_the_answer_is_certified(monkeypatch) -> None:
-    """What takes two seconds or more says first about what the answer will be, then how long it takes."""
-    lines: list[str] = []
+    """What takes two seconds or more says what the answer will be about, and how long it takes."""
+    shown = io.StringIO()
+    monkeypatch.setattr("sys.stderr", shown)
     monkeypatch.setattr("rich.console.Console.is_terminal", True)
-    monkeypatch.setattr("rich.console.Console.print", lambda self, *text, **how: lines.extend(map(str, text)))
-    told = lc.planning.Progress(lc.LambdaCGD(0.9), lc.BallsInBins(), 1.234, 15.678, 60.0)
-    with lc.planning._countdown(told):
-        pass
-    assert lines[0] == "λCGD λ=0.9: σ ≈ 1.23, RMSE ≈ 15.7"
-    quick = replace(told, seconds=0.5)
-    lines.clear()
-    with lc.planning._countdown(quick):
-        pass
-    assert not lines
+    mechanism = lc.LambdaCGD(0.9, normalized=True)
+
+    def expected(sigma: float, seconds: float) -> lc.planning.Progress:
+        return lc.planning.Progress(mechanism, lc.BallsInBins(), sigma, 10 * sigma, seconds)
+
+    with lc.planning._announcing(expected, None):
+        tell(1.0, 0.5)
+        assert not shown.getvalue()
+        tell(2.0, 30.0)
+        tell(1.234, 60.0)
+    assert "λCGD λ=0.9 normalised: σ ≈ 1.23, RMSE ≈ 12.3, certified in about 60 s" in shown.getvalue()
 
 
 def test_a_schedule_moves_lambda_and_errors_but_not_the_noise_of_a_given_lambda():

@@ -445,16 +445,10 @@ def plan(
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
 
-    display = contextlib.ExitStack()
+    def expected(sigma: float, seconds: float) -> Progress:
+        return Progress(resolved, bound, sigma, mean_error * sigma, seconds)
 
-    def tell(sigma: float, seconds: float) -> None:
-        told = Progress(resolved, bound, sigma, mean_error * sigma, seconds)
-        if progress is not None:
-            progress(told)
-        else:
-            display.enter_context(_countdown(told))
-
-    with display, listening(tell):
+    with _announcing(expected, progress):
         if noise_multiplier is None:
             assert epsilon is not None
             calibration = accountant.sigma(real, real_delta, estimate=estimate)
@@ -484,31 +478,47 @@ def plan(
 
 
 @contextlib.contextmanager
-def _countdown(told: Progress) -> Iterator[None]:
+def _announcing(
+    expected: Callable[[float, float], Progress], progress: Callable[[Progress], None] | None
+) -> Iterator[None]:
+    """Inside, what an accountant says of its answer before it is certified goes to ``progress``, or to a terminal."""
+    with contextlib.ExitStack() as display:
+
+        def tell(sigma: float, seconds: float) -> None:
+            answer = expected(sigma, seconds)
+            if progress is not None:
+                progress(answer)
+            elif seconds >= PATIENCE:
+                display.close()  # what was shown before: some accountants try several ways
+                display.enter_context(_countdown(answer))
+
+        with listening(tell):
+            yield
+
+
+@contextlib.contextmanager
+def _countdown(answer: Progress) -> Iterator[None]:
     """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
     from rich.console import Console
     from rich.errors import LiveError
     from rich.live import Live
+    from rich.text import Text
 
-    console, end = Console(stderr=True), time.monotonic() + told.seconds
+    console, end = Console(stderr=True), time.monotonic() + answer.seconds
 
-    def left() -> str:
+    def line() -> Text:
         seconds = end - time.monotonic()
-        return f"certifying it: {f'about {seconds:.0f} s left' if seconds >= 0.5 else 'a little longer'}"
+        left = f"in about {seconds:.0f} s" if seconds >= 0.5 else "soon"
+        return Text(f"{answer.mechanism}: σ ≈ {answer.sigma:.3g}, RMSE ≈ {answer.rmse:.3g}, certified {left}")
 
-    live = Live(get_renderable=left, console=console, refresh_per_second=2, transient=True)
-    shown = console.is_terminal and told.seconds >= PATIENCE
-    if shown:
-        console.print(f"{told.mechanism}: σ ≈ {told.sigma:.3g}, RMSE ≈ {told.rmse:.3g}", highlight=False)
-        try:
+    live = Live(get_renderable=line, console=console, refresh_per_second=2, transient=True)
+    if console.is_terminal:
+        with contextlib.suppress(LiveError):  # the caller shows a bar of its own
             live.start()
-        except LiveError:  # the caller shows a bar of its own
-            shown = False
     try:
         yield
     finally:
-        if shown:
-            live.stop()
+        live.stop()
 
 
 def real_budget(epsilon: float, delta: float) -> tuple[float, float]:

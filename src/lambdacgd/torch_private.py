@@ -56,7 +56,6 @@ KNOWN: dict[str, str] = {
     "torch.nn.Module._parameters": _SEEN,
     "torch.nn.modules.batchnorm._BatchNorm": _SEEN,
     "torch.nn.modules.batchnorm._LazyNormBase": _SEEN,
-    "torch.nn.modules.batchnorm._NormBase": _SEEN,
     "torch.nn.modules.conv._ConvNd": _SEEN,
     "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
     "torch.nn.modules.dropout._DropoutNd": _SEEN,
@@ -99,7 +98,6 @@ AnyConvolution = nn.modules.conv._ConvNd
 AnyDropout = nn.modules.dropout._DropoutNd
 AnyInstanceNorm = nn.modules.instancenorm._InstanceNorm
 AnyLazyNorm = nn.modules.batchnorm._LazyNormBase
-AnyNormWithStatistics = nn.modules.batchnorm._NormBase  # whatever may keep running statistics
 
 # Nested inputs and outputs of models.
 tree_flatten = _pytree.tree_flatten

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -314,6 +315,20 @@ def test_python_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "lambdacgd", "--version"], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert lc.__version__ in done.stdout
+
+
+@pytest.mark.parametrize(("given", "used"), [({}, "1"), ({"OMP_NUM_THREADS": "3"}, "3")])
+def test_the_command_works_with_one_thread_unless_told_otherwise(given, used):
+    """NumPy is not loaded yet when that is decided."""
+    program = """
+import os, sys
+from lambdacgd import cli
+cli.main = lambda: print('numpy' in sys.modules, os.environ['OMP_NUM_THREADS'])
+cli.entry()
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"} | given
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.split() == ["False", used]
 
 
 def test_one_step_is_one_step(capsys):

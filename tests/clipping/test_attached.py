@@ -200,9 +200,7 @@ def test_a_forward_pass_that_fails_after_the_probe_is_probed_again() -> None:
 
     model, x = Counts(), torch.randn(9, 4)
     clipper = attach(model)
-    interrupt = model.register_forward_hook(
-        lambda m, args, y: y / (len(y) < 9 or 1 // 0)
-    )  # the probe has eight
+    interrupt = model.register_forward_hook(lambda m, args, y: y / (len(y) < 9 or 1 // 0))  # the probe has eight
     with pytest.raises(ZeroDivisionError):
         step(model, x)
     interrupt.remove()

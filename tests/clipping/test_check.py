@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lambdacgd.clipping import ClippingError, attach, check_model
+from lambdacgd.clipping import ClippingError, Totals, attach, check_model
 from tests.clipping.small import mlp
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -67,6 +67,23 @@ def test_check_model_with_float32_tensors_of_the_loss() -> None:
     with pytest.raises(ClippingError, match="5 times too large"):
         check_model(mlp(), batch, loss=lambda m, b: weighted(m, b) * len(b[0]))
     assert check_model(mlp(), batch, loss=lambda m, b: F.cross_entropy(m(b[0]), b[1])).dtype == torch.float64
+
+
+def test_check_model_with_counters_and_power_iterations() -> None:
+    """What training accepts, `check_model` does, too."""
+
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+            self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.steps += 1
+            return self.layer(x) / (1 + self.steps)  # type: ignore[no-any-return]
+
+    report = check_model(Counting(), torch.randn(5, 4), loss=lambda m, x: m(x).square().sum(1).mean())
+    assert max(report.differences.values()) < 1e-9
 
 
 def test_check_model_hands_on_errors_of_the_loss() -> None:
@@ -170,6 +187,17 @@ def test_padding_that_every_batch_of_several_has() -> None:
 
     with pytest.raises(ClippingError, match="depends on the other"):
         attach(model).check_loss(loss, items, lambda items: nn.utils.rnn.pad_sequence(items, batch_first=True))
+
+
+def test_the_loss_of_a_sharded_model_is_compared_only_where_there_is_one_of_each_example() -> None:
+    model, items = mlp(), [torch.randn(4) for _ in range(4)]
+    clipper = attach(model, loss_reduction="none")
+    clipper.keep_sums_in(Totals())  # as for sharded parameters
+    clipper.check_loss(lambda m, x: m(x).square().sum(1), items, _collate)
+    with pytest.raises(ClippingError, match="depends on the other"):
+        clipper.check_loss(lambda m, x: (m(x) - m(x).mean(0)).square().sum(1), items, _collate)
+    with pytest.raises(ClippingError, match="is a vector"):
+        clipper.check_loss(lambda m, x: m(x).square().mean().sqrt(), items, _collate)
 
 
 def test_check_loss_with_dropout_and_random_collating() -> None:

@@ -260,3 +260,15 @@ def test_bags_that_are_not_the_batch_are_refused() -> None:
     attach(model)
     with pytest.raises(ClippingError, match="bags are not the examples"):
         step(model, torch.randn(6, 6, 4))  # six bags look like six examples
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_running_statistics_are_not_written_by_any_pass(gradients: bool) -> None:
+    """Frozen when clipping was attached; then somebody calls train()."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).eval(), nn.Linear(4, 2))
+    attach(model)
+    step(model, torch.randn(6, 4))
+    model.train()
+    with pytest.raises(ClippingError, match=r"'1' \(BatchNorm1d\)"), torch.set_grad_enabled(gradients):
+        model(torch.randn(6, 4))
+    assert not model[1].running_mean.any()

@@ -1,4 +1,4 @@
-"""Skips what is not installed; keeps the garbage collector from walking through every library at the end of each run."""
+"""Skips what is not installed, and keeps the garbage collector from walking through all libraries after each run."""
 
 from __future__ import annotations
 

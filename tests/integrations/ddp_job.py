@@ -1,14 +1,13 @@
-"""A training script for torchrun: ``torchrun --nproc-per-node 2 ddp_job.py OUT [--stop N]``."""
+"""A training job for one process, or for several that train together."""
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import secrets
 from pathlib import Path
 
-import torch
+from torch import distributed as dist
 from transformers import TrainerCallback
 
 import lambdacgd as lc
@@ -43,12 +42,9 @@ def train(out: Path, *, stop: int = 0, resume: bool = False) -> None:
     trainer.save_model(str(out / "final"))
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stop", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    train(given.out, stop=given.stop)
+def as_rank(out: Path, stop: int) -> None:
+    """`train` as one of the processes that `launch` has started, which torchrun would tell by the environment."""
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    train(out, stop=stop)
     gc.collect()  # accelerate holds the process group, too
-    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process

@@ -1,8 +1,7 @@
-"""Lightning in one process, or in two by torchrun: ``torchrun --nproc-per-node 2 lightning_job.py OUT [--stop N]``."""
+"""Lightning in one process, or in several that train together."""
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import warnings
@@ -11,6 +10,7 @@ from pathlib import Path
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -74,11 +74,8 @@ def train(out: Path, *, processes: int = 1, stop: int = 0, ckpt_path: Path | Non
         torch.save(module.state_dict(), out / "end.pt")
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--stop", type=int, default=0)
-    given = parser.parse_args()
-    torch.set_num_threads(1)
-    train(given.out, processes=2, stop=given.stop)
-    torch.distributed.destroy_process_group()  # a thread of gloo that outlives Python aborts the process
+def as_rank(out: Path, stop: int) -> None:
+    """`train` as one of the processes that `launch` has started, which torchrun would tell by the environment."""
+    rank, size = str(dist.get_rank()), dist.get_world_size()
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "NODE_RANK": "0", "WORLD_SIZE": str(size)}
+    train(out, processes=size, stop=stop)

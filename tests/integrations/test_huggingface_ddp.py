@@ -1,27 +1,17 @@
-"""The Trainer under torchrun: two processes end where one ends, and checkpoints change hands."""
+"""The Trainer in two processes ends where it ends in one, and checkpoints change hands."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
 from lambdacgd.errors import InvalidInput
 from tests.integrations import ddp_job, hf
-
-JOB = Path(__file__).with_name("ddp_job.py")
-ROOT = Path(__file__).resolve().parents[2]
+from tests.training.distributed import launch
 
 
-def on_two(*args):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB)]
-    done = subprocess.run([*launch, *map(str, args)], capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def on_two(out, stop=0):
+    launch.run(2, ddp_job.as_rank, out, stop, timeout=240)
 
 
 def same(folder, other):
@@ -32,7 +22,7 @@ def same(folder, other):
 
 def test_one_process_goes_on_where_two_stopped(tmp_path):
     ddp_job.train(tmp_path / "one")
-    on_two(tmp_path / "both", "--stop", 3)
+    on_two(tmp_path / "both", 3)
     ddp_job.train(tmp_path / "both", resume=True)
     same(tmp_path / "both", tmp_path / "one")
 

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 pytest.importorskip("lightning")
 from tests.integrations import lightning_job
-
-JOB = Path(__file__).with_name("lightning_job.py")
-ROOT = Path(__file__).resolve().parents[2]
+from tests.training.distributed import launch
 
 
-def on_two(*args):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(JOB)]
-    done = subprocess.run([*launch, *map(str, args)], capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+def on_two(out, stop=0):
+    launch.run(2, lightning_job.as_rank, out, stop, timeout=240)
 
 
 def same(folder, other):
@@ -32,7 +22,7 @@ def same(folder, other):
 
 def test_one_process_goes_on_where_two_stopped(tmp_path):
     lightning_job.train(tmp_path / "one")
-    on_two(tmp_path / "both", "--stop", 3)
+    on_two(tmp_path / "both", 3)
     lightning_job.train(tmp_path / "both", ckpt_path=tmp_path / "both" / "step=3.ckpt")
     same(tmp_path / "both", tmp_path / "one")
 

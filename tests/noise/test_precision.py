@@ -1,4 +1,4 @@
-"""How accurate the normals are: what lemma 2 of docs/noise-proof.md assumes, against 200-bit arithmetic."""
+"""The lemmas of docs/noise-proof.md: the normals against 200-bit arithmetic, the rest against their worst cases."""
 
 from __future__ import annotations
 
@@ -143,6 +143,57 @@ def test_composition_is_above_the_truth_and_near_it() -> None:
     assert stats.binom.cdf((-epsilon - n * down) / (up - down), n, 0.5) < delta
     heads = (epsilon / 1.2 - n * down) / (up - down)
     assert stats.binom.sf(heads, n, (1 + x) / 2) > delta
+
+
+NODES, WEIGHTS = np.polynomial.legendre.leggauss(40)
+
+
+def test_faces_that_move_change_a_cell_by_no_more_than_lemma_1_says() -> None:
+    """Random cells within 11.7σ and their ends moved outwards or inwards, seed 1. The bound is sharp."""
+    rng, nearest = np.random.default_rng(1), 0.0
+
+    def log_mass(low: float, high: float, middle: float) -> float:
+        z = (low + high) / 2 + NODES * (high - low) / 2
+        return math.log((WEIGHTS * np.exp((middle**2 - z**2) / 2)).sum() * (high - low))
+
+    for _ in range(2000):
+        w, z = 2.0 ** rng.uniform(-10, -2), rng.uniform(-11.7, 11.7)
+        h = w * w / 8 * 2.0 ** rng.uniform(-12, 0)
+        bound = 2 * h / w * (1 + w * (floating_point._LONGEST + 1) / 2)
+        for moved in (h, -h):
+            ratio = log_mass(z - w / 2 - moved, z + w / 2 + moved, z) - log_mass(z - w / 2, z + w / 2, z)
+            nearest = max(nearest, abs(ratio) / bound)
+    assert 0.9 < nearest <= 1
+
+
+def test_what_later_steps_show_of_a_pair_is_below_lemma_5() -> None:
+    """Ends of both cells and all positions in them moved by D in the worst directions, seed 2."""
+    rng = np.random.default_rng(2)
+
+    def log_likelihood(low: float, high: float, moved: float, beta: float, seen: float) -> float:
+        """log E e^g in a cell around its middle; ``seen`` is N + β(z − middle)."""
+        y = (low + high) / 2 + NODES * (high - low) / 2
+        law = WEIGHTS * np.exp(-(y**2) / 2)
+        place = y + moved - middle
+        return math.log((law * np.exp(beta * seen * place - (beta * place) ** 2 / 2)).sum() / law.sum())
+
+    for _ in range(300):
+        w, beta = 2.0 ** rng.uniform(-9, -2), 2.0 ** rng.uniform(-3, 4)
+        far = w * w / 8 * 2.0 ** rng.uniform(-14, 0)
+        kappa = 4 * far / w * (1 + w * (floating_point._LONGEST + 1) / 2)
+        later = rng.standard_normal(2) * rng.choice([0.1, 1, 3])
+        o = beta * w * (np.abs(later).sum() + 4 * beta * w)
+        most = least = 0.0
+        for n, middle in zip(later, np.clip(3 * rng.standard_normal(2), -8, 8), strict=True):
+            low, high, seen = middle - w / 2, middle + w / 2, n + beta * w / 2 * rng.choice([-1, 0, 1])
+            ideal = log_likelihood(low, high, 0.0, beta, seen)
+            moves = itertools.product((-far, far), (-far, far), (-far, 0.0, far))
+            found = [log_likelihood(low + a, high + b, c, beta, seen) - ideal for a, b, c in moves]
+            most, least = most + max(found), least + min(found)
+        shown = max(most, -least)
+        assert shown <= kappa * (2 + o / 2)
+        first = 4 * kappa * o * math.exp(min(2 * o, 300.0))
+        assert shown <= first or first > floating_point._SMALL or kappa > floating_point._SMALL
 
 
 def test_inverse_radii_have_the_moments_that_the_proof_takes() -> None:

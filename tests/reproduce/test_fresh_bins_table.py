@@ -1,11 +1,13 @@
-"""The fresh-bin table: one certified and one simulated cell, its page, and what is left out."""
+"""The fresh-bin table: certified cells, its page, and what is left out."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 
 from reproduce import fresh_bins_table as module
-from reproduce.framework import Settings
+from reproduce.framework import RESULTS, Settings
 
 
 def test_cells_cover_every_mechanism() -> None:
@@ -16,15 +18,19 @@ def test_cells_cover_every_mechanism() -> None:
 
 
 def test_a_cell_and_the_page() -> None:
+    banded = "BandMF (cyclic Poisson, p chosen)"
     rows = [
         {"row": title, "epsilon": 8.0, "delta": 1e-5} | module.compute({"row": title, "epsilon": 8.0}, Settings())
-        for title in ("DP-SGD", "BISR (p=4)")
+        for title in ("DP-SGD", banded)
     ]
-    assert rows[0]["kind"] == "bound"
-    assert rows[0]["rmse"] == pytest.approx(21.49, abs=0.05)
-    assert rows[1]["kind"] == "estimate"
-    assert rows[1]["rmse"] == pytest.approx(9.2, rel=0.02)
+    assert [row["kind"] for row in rows] == ["bound", "bound"]
+    assert [row["rmse"] for row in rows] == pytest.approx([21.49, 7.163], abs=0.05)
+    written = json.loads((RESULTS / "fresh-bins-table" / "fresh-bins-table.json").read_text())["rows"]
+    rows.append(next(row for row in written if (row["row"], row["epsilon"]) == ("BISR (p=4)", 8.0)))
+    assert rows[2]["kind"] == "estimate"
+    assert rows[2]["rmse"] == pytest.approx(9.2, rel=0.02)
     page = module.page(rows)
     assert "| DP-SGD | 21.4" in page
+    assert f"| {banded} | 7.16 (64) |" in page
     assert "~9." in page
     assert module.plot(rows) is not None

@@ -13,8 +13,7 @@ from reproduce.bench_models import CNN
 from reproduce.fused_norm import NormReLU, fuse
 
 CUDA = pytest.param(
-    "cuda",
-    marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
+    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 )
 DEVICES = ["cpu", CUDA]
 

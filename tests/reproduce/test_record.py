@@ -310,7 +310,7 @@ class Landscape:
 @pytest.mark.parametrize("factor", [0.25, 1.0, 4.0])
 @pytest.mark.parametrize("clip", [0.1, 0.3, 0.9])
 def test_a_search_finds_rate_batch_size_epochs_and_clip(factor: float, clip: float) -> None:
-    cell = next(c for c in record_cells(Settings()) if c["recipe"] == "scattering-linear" and c["method"] == OURS)
+    cell = next(c for c in record_cells(Settings()) if c["recipe"] == "scattering-cnn" and c["method"] == OURS)
     for size, epochs in cell["points"]:
         known = Landscape(factor, (size, epochs), clip, cell)
         row = stored(record_search(cell), known)

@@ -114,8 +114,7 @@ def test_every_method_gets_the_same_number_of_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("epsilon", "middle"),
-    [(4.0, 1.0), (1.0, math.sqrt(1.0 * 0.8)), (0.25, 0.8 * math.sqrt(0.8 / 1.0))],
+    ("epsilon", "middle"), [(4.0, 1.0), (1.0, math.sqrt(1.0 * 0.8)), (0.25, 0.8 * math.sqrt(0.8 / 1.0))]
 )
 def test_other_epsilons_begin_where_their_neighbours_ended(epsilon: float, middle: float) -> None:
     land = Landscape(1.0, lam=0.9, linear=-0.1)  # found at ε = 8 and 2; at ε = 0.5 the nearest rate tried is 0.8

@@ -159,27 +159,8 @@ def audit(
     docs/audit-laws.md for each test's law). That it passes proves nothing: differences too small for the number of
     canaries stay unseen.
     """
-    if not isinstance(plan, Plan):
-        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
-    plan.check()
-    if not plan.sigma or not math.isfinite(plan.epsilon):
-        raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")
-    if plan.steps > MOST_STEPS:
-        raise InvalidInput(
-            "plan",
-            f"The plan has {plan.steps} steps, and an audit takes at most {MOST_STEPS}. Audit a shorter plan of the "
-            "same mechanism and sampling.",
-        )
     number("max_grad_norm", max_grad_norm, above=0)
-    most = plan.examples - 1
-    if most < 32:
-        raise InvalidInput("plan", f"The plan has {plan.examples} examples, and an audit needs at least 33.")
-    size = min(most, max(64, LARGEST // plan.steps))
-    if canaries is not None:
-        size = integer("canaries", canaries, minimum=32, maximum=most, why=" (the examples without one)")
-    if runs is None:
-        runs = 2 if size * plan.steps > LARGEST // 2 else min(10, max(2, math.ceil(20_000 / size)))
-    runs = integer("runs", runs, minimum=1)
+    runs, size = _sizes(plan, runs, canaries)
     begun, rng = time.monotonic(), np.random.default_rng(seed)
     measured: list[Measured] = []
     scores: tuple[list[Array], list[Array]] = ([], [])
@@ -209,3 +190,27 @@ def audit(
     ideal = ideal_scores(plan, min(runs * size, 10 * LARGEST // plan.steps), rng)
     expected = lower_bound(*ideal, delta=plan.delta, confidence=confidence).epsilon
     return Report(plan, answers, level, bound, expected, attacks, runs, size, time.monotonic() - begun)
+
+
+def _sizes(plan: Plan, runs: int | None, canaries: int | None) -> tuple[int, int]:
+    """How often canaries are trained, and how many of them; refuses a plan that cannot be audited."""
+    if not isinstance(plan, Plan):
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+    plan.check()
+    if not plan.sigma or not math.isfinite(plan.epsilon):
+        raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")
+    if plan.steps > MOST_STEPS:
+        raise InvalidInput(
+            "plan",
+            f"The plan has {plan.steps} steps, and an audit takes at most {MOST_STEPS}. Audit a shorter plan of the "
+            "same mechanism and sampling.",
+        )
+    most = plan.examples - 1
+    if most < 32:
+        raise InvalidInput("plan", f"The plan has {plan.examples} examples, and an audit needs at least 33.")
+    size = min(most, max(64, LARGEST // plan.steps))
+    if canaries is not None:
+        size = integer("canaries", canaries, minimum=32, maximum=most, why=" (the examples but the first)")
+    if runs is None:
+        runs = 2 if size * plan.steps > LARGEST // 2 else min(10, max(2, math.ceil(20_000 / size)))
+    return integer("runs", runs), size

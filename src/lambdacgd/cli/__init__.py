@@ -105,5 +105,10 @@ def _complain(program: str, message: str, *, code: int = 2) -> int:
 
 
 def entry() -> None:
-    """The console script."""
+    """The console script.
+
+    It works with one thread, unless ``OMP_NUM_THREADS`` says otherwise: accountants multiply small matrices, and on a
+    busy machine BLAS threads that wait for each other take many times longer than one.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.exit(main())

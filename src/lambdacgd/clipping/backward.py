@@ -504,28 +504,28 @@ class BackwardPass:
     ) -> None:
         per_layer = self.settings.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
-        merged = resolve_sums({name: merge(uses) for name, uses in pending.items()})
-        packs, alone = pack_small(merged, apart=per_layer or self.sharded)
+        records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
+        if not (per_layer or self.sharded):
+            records = pack_small(records)
         groups: dict[str, list[Norm]] = {}
-        for names, norm in norm_pass.finish(alone, shared):
+        for names, norm in norm_pass.finish(records, shared):
             if per_layer:
                 for name, row in zip(names, norm.rows(), strict=True):
                     groups.setdefault(self.settings.group(name), []).append(row)
             else:
                 groups.setdefault("", []).append(norm)
-        for pack in packs:
-            groups.setdefault("", []).append(Norm(bounds.squared_norms(pack.flat)))
         factors = self._factors(list(groups.values()), batch, weights)
         if self.looking is not None:
             return
         factor_of = dict(zip(groups, factors.weight.unbind(0), strict=True))
 
         def add(keep: Tensor | None) -> None:
-            for record in alone:
+            for record in records:
                 factor = factor_of[self.settings.group(record.name)]
-                self.totals.add(record, self._parameters[record.name], factor, keep)
-            for pack in packs:
-                self.totals.add_pack(pack, factor_of[""], keep)
+                if isinstance(record, Pack):
+                    self.totals.add_pack(record, factor, keep)
+                else:
+                    self.totals.add(record, self._parameters[record.name], factor, keep)
             self.totals.finish()
 
         try:
@@ -665,36 +665,30 @@ class NormPass:
 # --- sums -------------------------------------------------------------------------------------------------------------
 
 
-class Pack:
+class Pack(Stored):
     """Small per-example gradients side by side: one norm and one product for all biases and scales of a model."""
 
     def __init__(self, records: list[Stored]) -> None:
+        super().__init__("", torch.cat([r.flat() for r in records], 1))
         self.records = records
-        self.flat = torch.cat([r.flat() for r in records], 1)
-
-    @property
-    def key(self) -> tuple[str, ...]:
-        return tuple(r.name for r in self.records)
 
     def buffers(self) -> tuple[Tensor, dict[str, Tensor]]:
         """One buffer for the sums of all, and its views by name."""
-        whole = torch.empty(self.flat.shape[1], dtype=self.flat.dtype, device=self.flat.device)
+        whole = torch.empty(self.size, dtype=self.gradients.dtype, device=self.gradients.device)
         parts = whole.split([r.size for r in self.records])
         return whole, {r.name: p.view(r.gradients.shape[1:]) for r, p in zip(self.records, parts, strict=True)}
 
 
-def pack_small(records: list[Record], *, apart: bool) -> tuple[list[Pack], list[Record]]:
-    """Split records into packs of small stored ones, by type, and the rest. Odd sizes go last, to keep the others
-    aligned.
-    """
+def pack_small(records: list[Record]) -> list[Record]:
+    """The records, small stored ones in packs by type. Odd sizes go last in them, to keep the others aligned."""
     kinds: dict[torch.dtype, list[Stored]] = {}
     alone: list[Record] = []
     for record in records:
-        if not apart and isinstance(record, Stored) and record.size <= _SMALL:
+        if isinstance(record, Stored) and record.size <= _SMALL:
             kinds.setdefault(record.gradients.dtype, []).append(record)
         else:
             alone.append(record)
-    return [Pack(sorted(rs, key=lambda r: r.size % 64 != 0)) for rs in kinds.values()], alone
+    return [*alone, *(Pack(sorted(rs, key=lambda r: r.size % 64 != 0)) for rs in kinds.values())]
 
 
 class Totals:
@@ -708,24 +702,24 @@ class Totals:
     def add(self, record: Record, like: Tensor, factor: Tensor, keep: Tensor | None) -> None:
         name = record.name
         fresh = name not in self.filled
-        total = self.filled.get(name)
-        if total is None:
-            total = self._buffers.get(name)
-        if total is None:
-            total = torch.empty(like.shape, dtype=bounds.accumulator(like.dtype), device=like.device)
-            self._buffers[name] = total
-        self.filled[name] = total
+        if fresh:
+            if name not in self._buffers:
+                kind = bounds.accumulator(like.dtype)
+                self._buffers[name] = torch.empty(like.shape, dtype=kind, device=like.device)
+            self.filled[name] = self._buffers[name]
+        total = self.filled[name]
         record.add(total, factor.to(total.dtype), keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
-        known = self._packs.get(pack.key)
+        names = tuple(r.name for r in pack.records)
+        known = self._packs.get(names)
         if known is None and len(self._packs) < _PACKS:
-            known = self._packs[pack.key] = pack.buffers()
+            known = self._packs[names] = pack.buffers()
         if known is not None:
             whole, views = known
             fresh = not any(name in self.filled for name in views)
             if fresh or all(self.filled.get(name) is view for name, view in views.items()):
-                Stored("", pack.flat).add(whole, factor.to(whole.dtype), keep, fresh=fresh)
+                pack.add(whole, factor.to(whole.dtype), keep, fresh=fresh)
                 self.filled.update(views)
                 return
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one

@@ -37,7 +37,6 @@ from lambdacgd.torch_private import (
     AnyBatchNorm,
     AnyInstanceNorm,
     AnyLazyNorm,
-    AnyNormWithStatistics,
     backward_hooks,
     backward_task,
     functorch_is_active,
@@ -307,7 +306,7 @@ class Clipper:
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
             if self._probes:
-                self._watch.begin_quietly(sharded)
+                self._watch.begin(sharded)
             return
         batch = self.count(args, kwargs)
         if batch == 0:
@@ -466,7 +465,6 @@ class Watch:
             for name in own_buffers(module)
             if name not in non_persistent_buffers(module)
         ]
-        self._norms = [(path, m) for path, m in model.named_modules() if isinstance(m, AnyNormWithStatistics)]
         self._counted = [p for _, p, *_ in self._known if not p.is_inference()]  # how often they were written
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
@@ -532,13 +530,6 @@ class Watch:
         self._unseen.update(written)
         self._refuse_unseen()
         self._due |= bool(written)  # to be compared in the next forward pass
-
-    def begin_quietly(self, sharded: bool) -> None:
-        """Before a forward pass without gradients. PyTorch's kernels write running statistics without counting it."""
-        for path, m in self._norms:
-            if m.training and m.running_mean is not None:
-                raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
-        self.begin(sharded)
 
     def end_quietly(self) -> None:
         """After a forward pass without gradients. Counters tell nothing about examples."""
@@ -685,6 +676,8 @@ def _guard(module: nn.Module, path: str) -> Undo:
     def refuse(m: nn.Module, args: Any) -> None:
         if _uses_the_batch(m) and torch.is_grad_enabled():
             raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
+        if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
+            raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
     return module.register_forward_pre_hook(refuse).remove
 

@@ -488,12 +488,17 @@ def check_loss(
         def norms(some: Sequence[Any], stage: str) -> Tensor:
             again()
             backward_pass.looking = []
-            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared where there is one each
+            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared, one of each example
             try:
                 with noise.passing(stage, len(some)), torch.set_grad_enabled(not sharded):
                     value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
+                    if sharded and value.shape != (len(some),):
+                        raise ClippingError(
+                            "the loss of a sharded model can be looked at where it is a vector, one number for each "
+                            f"example. This one has shape {tuple(value.shape)}."
+                        )
                     if sharded:
-                        return value.detach().double() if value.dim() == 1 else torch.ones(len(some)).double()
+                        return value.detach().double()
                     value.backward(torch.ones_like(value))
                 if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
                     raise ClippingError(
@@ -974,11 +979,15 @@ def mark(value: Any) -> tuple[int, int]:
 
 @torch.no_grad()
 def fingerprints(parameters: Iterable[Tensor]) -> list[int]:
-    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts."""
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-    plain = (p.detach() for p in parameters)
-    real = (torch.view_as_real(p) if p.is_complex() else p for p in plain)
-    return [0 if p.is_meta else int(p.view(whole.get(p.element_size(), torch.int64)).sum()) for p in real]
+    """A number of each that changes with its bits: ``p.data.copy_(…)`` is a write that no version counts. Zero for what
+    is no plain tensor (quantised weights).
+    """
+    whole, found = {1: torch.uint8, 2: torch.int16, 4: torch.int32}, []
+    for p in parameters:
+        plain = type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta
+        bits = torch.view_as_real(p) if p.is_complex() else p
+        found.append(int(bits.view(whole.get(bits.element_size(), torch.int64)).sum()) if plain else 0)
+    return found
 
 
 def _copy(value: Any) -> Any:

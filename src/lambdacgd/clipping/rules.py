@@ -378,7 +378,7 @@ class FusedTap(torch.autograd.Function):
         y, *kept = operation.forward(x, weight)
         ctx.operation, ctx.call = operation, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
-        return y  # type: ignore[no-any-return]
+        return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:

@@ -32,6 +32,9 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
     Args:
         data: the name and the parameters.
 
+    Returns:
+        The mechanism.
+
     Raises:
         InvalidInput: the name is not that of a mechanism of this package.
         ValueError: a parameter is not known, or its value cannot be used.

@@ -170,7 +170,16 @@ def inverse_pullback(column: Array, inverse: Array, gradient: Array) -> Array:
 
 
 @dataclass(frozen=True)
-class BandedInverse:
+class _Recurrence:
+    """What the three recurrences share: lists and arrays become tuples of floats, so that equal ones are the same."""
+
+    def __post_init__(self) -> None:
+        for numbers in fields(self):
+            object.__setattr__(self, numbers.name, tuple(map(float, getattr(self, numbers.name))))
+
+
+@dataclass(frozen=True)
+class BandedInverse(_Recurrence):
     """x_t = Σ_{j<p} a_j z_{t−j}: C⁻¹ has p bands, so the noise can be computed again from the last p fields."""
 
     coefficients: tuple[float, ...]
@@ -187,7 +196,7 @@ class BandedInverse:
 
 
 @dataclass(frozen=True)
-class BandedStrategy:
+class BandedStrategy(_Recurrence):
     """x_t = (z_t − Σ_{1≤j<p} c_j x_{t−j}) / c_0: C has p bands; the last p−1 *outputs* must be kept."""
 
     coefficients: tuple[float, ...]
@@ -207,7 +216,7 @@ class BandedStrategy:
 
 
 @dataclass(frozen=True)
-class BufferedToeplitz:
+class BufferedToeplitz(_Recurrence):
     """x_t = z_t − Σ_j ω_j S_j, then S_j ← θ_j S_j + x_t: one buffer S_j per pair (θ, ω), zero at the start."""
 
     decays: tuple[float, ...]

@@ -97,6 +97,7 @@ class _OptimizedBands(Banded):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
     coefficients: tuple[float, ...] | None = None
+    bands_are_of_the_inverse: ClassVar[bool]
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +123,22 @@ class _OptimizedBands(Banded):
 
     def _optimize(self, horizon: Horizon) -> Array:
         raise NotImplementedError
+
+    def _minimise(self, horizon: Horizon, start: Array, *, upper: float | None = None) -> Array:
+        """The coefficients with the smallest RMSE, the first of them 1, searched from ``start`` for the others."""
+        n = horizon.steps
+
+        def objective(tail: Array) -> tuple[float, Array]:
+            bands = np.concatenate([[1.0], tail])
+            inverse, padded = series_inverse(bands, n), np.pad(bands, (0, n - len(bands)))
+            if self.bands_are_of_the_inverse:
+                value, by_inverse, by_bands = log_squared_rmse(inverse, padded, horizon)
+            else:
+                value, by_bands, by_inverse = log_squared_rmse(padded, inverse, horizon)
+            gradient = by_bands[: len(bands)] + inverse_pullback(bands, inverse, by_inverse)
+            return value, gradient[1:]
+
+        return np.concatenate([[1.0], minimize_smooth(objective, [start], upper=upper)])
 
     def _known(self) -> tuple[float, ...]:
         if self.coefficients is None:
@@ -151,6 +168,7 @@ class BandInvMF(_OptimizedBands):
         kw_only=True,
         metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
     )
+    bands_are_of_the_inverse: ClassVar[bool] = True
     name: ClassVar[str] = "bandinvmf"
     title: ClassVar[str] = "BandInvMF"
 
@@ -166,20 +184,12 @@ class BandInvMF(_OptimizedBands):
 
     def _optimize(self, horizon: Horizon) -> Array:
         n = horizon.steps
-
-        def objective(tail: Array) -> tuple[float, Array]:
-            noising = np.concatenate([[1.0], tail])
-            strategy = series_inverse(noising, n)
-            value, by_strategy, by_noising = log_squared_rmse(strategy, np.pad(noising, (0, n - len(noising))), horizon)
-            gradient = by_noising[: self.bands] + inverse_pullback(noising, strategy, by_strategy)
-            return value, gradient[1:]
-
         start = BISR(self.bands).noising(n)[1:]
-        free = np.concatenate([[1.0], minimize_smooth(objective, [start])])
+        free = self._minimise(horizon, start)
         if _inverse_is_non_negative(free, n):
             return free
-        # C = 1/a(x) has no negative entry if a has none but a_0 that is positive
-        return _first_non_negative(free, np.concatenate([[1.0], minimize_smooth(objective, [start], upper=0.0)]), n)
+        # C = 1/a(x) has no negative entry if a_0 is the only positive coefficient.
+        return _first_non_negative(free, self._minimise(horizon, start, upper=0.0), n)
 
 
 def _inverse_is_non_negative(noising: Array, n: int) -> bool:
@@ -226,6 +236,7 @@ class BandMF(_OptimizedBands):
         default=4,
         metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4); auto for bandmf with poisson."},
     )
+    bands_are_of_the_inverse: ClassVar[bool] = False
     name: ClassVar[str] = "bandmf"
     title: ClassVar[str] = "BandMF"
 
@@ -243,18 +254,8 @@ class BandMF(_OptimizedBands):
         return BandedStrategy(self._known())
 
     def _optimize(self, horizon: Horizon) -> Array:
-        n = horizon.steps
-
-        def objective(tail: Array) -> tuple[float, Array]:
-            bands = np.concatenate([[1.0], tail])
-            noising = series_inverse(bands, n)
-            value, by_strategy, by_noising = log_squared_rmse(np.pad(bands, (0, n - len(bands))), noising, horizon)
-            gradient = by_strategy[: len(bands)] + inverse_pullback(bands, noising, by_noising)
-            return value, gradient[1:]
-
         assert self.bands != "auto"
-        start = BSR(self.bands).strategy(n)[1 : self.bands]
-        return np.concatenate([[1.0], minimize_smooth(objective, [start])])
+        return self._minimise(horizon, BSR(self.bands).strategy(horizon.steps)[1 : self.bands])
 
 
 @dataclass(frozen=True)

@@ -541,7 +541,7 @@ def add_on_cpu(
 
     cut = pieces(jobs)
     threads = torch.get_num_threads()
-    if threads == 1 or len(cut) == 1:
+    if threads == 1 or len(cut) <= 1:
         return all([work(piece) for piece in cut])
     return all(list(_pool(os.getpid(), threads).map(work, cut)))
 

@@ -103,7 +103,17 @@ class BinSortedParquet:
         return opened, (self.path, self.sampling)
 
     def rows(self, step: int) -> range:
-        """The rows of the file that step ``step`` (1 … n) trains on; an empty range for an empty bin."""
+        """Look up which rows of the file a step trains on.
+
+        Args:
+            step: 1 … n.
+
+        Returns:
+            A stretch of rows, empty for an empty bin.
+
+        Raises:
+            InvalidInput: the step is beyond the horizon.
+        """
         integer("step", step, maximum=self.sampling.steps, why=": the horizon is fixed")
         place = (step - 1) % self.sampling.steps_per_epoch
         return range(int(self.offsets[place]), int(self.offsets[place + 1]))
@@ -115,7 +125,17 @@ class BinSortedParquet:
             yield np.arange(rows.start, rows.stop)
 
     def fetch(self, rows: Indices) -> Any:
-        """The given rows as a pyarrow Table, in the order given."""
+        """Read rows, each row group once.
+
+        Args:
+            rows: row numbers, in any order.
+
+        Returns:
+            A pyarrow Table of these rows, in the order given.
+
+        Raises:
+            InvalidInput: the file is damaged.
+        """
         import pyarrow
 
         rows = np.asarray(rows, dtype=np.int64)

@@ -489,7 +489,18 @@ class Cyclic(Sampling):
         return self._bound_to(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=size)
 
     def order(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> Indices:
-        """The permutation of the N examples: sorted by 64 pseudorandom bits each, ties by index."""
+        """Draw the permutation of the N examples: sorted by 64 pseudorandom bits each, ties by index.
+
+        Args:
+            key: the secret key.
+            run: the run's id.
+
+        Returns:
+            All N indices. Those behind the last batch of an epoch are never used.
+
+        Raises:
+            InvalidInput: the sampling is not bound.
+        """
         self._check_bound()
         words = prf64_range(key.derive("run", run, "order"), self.examples)
         return np.argsort(words, kind="stable").astype(np.int64)
@@ -509,6 +520,9 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
 
     Args:
         data: the name and the fields. Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
+
+    Returns:
+        The sampling.
 
     Raises:
         InvalidInput: the name or a field is not known, a number cannot be used, or those that bind it are missing.

@@ -84,7 +84,9 @@ class Chain:
         if not self.amplitudes:
             return root, self.gain * self.peak_variance + self.nugget
         h = float(self.end_effect(float(j)))
-        return root * self.amplitudes[j], self.gain * self.amplitudes[j] ** 2 * (float(self.covariance(0.0)) - self.tail * h * h)
+        return root * self.amplitudes[j], self.gain * self.amplitudes[j] ** 2 * (
+            float(self.covariance(0.0)) - self.tail * h * h
+        )
 
     @property
     def stationary(self) -> Chain:
@@ -267,7 +269,7 @@ def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     """
     if bins * epochs == 1:
         return stationary_chain(lam, bins, epochs, sigma)
-    if 1 < bins <= FEW_BINS and 1 < epochs and bins * (1 - lam) < LONG_EPOCH and bins**2 * epochs <= LARGEST_COLUMNS:
+    if 1 < bins <= FEW_BINS and epochs > 1 and bins * (1 - lam) < LONG_EPOCH and bins**2 * epochs <= LARGEST_COLUMNS:
         plain = plain_chain(lam, bins, epochs, sigma)
         return replace(plain, amplitudes=normalized_amplitudes(lam, bins, epochs))
     if epochs > 1:

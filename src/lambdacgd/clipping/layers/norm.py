@@ -68,7 +68,7 @@ class LayerNormOf:
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient, x, self.shape, mean, rstd, weight, self.bias, (True, False, False))
-        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]  # type: ignore[no-any-return]
+        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
 
 
 @register(nn.LayerNorm, pointwise=True)
@@ -81,7 +81,12 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
         return tap(layer, layer.hidden(input), recorder, input)
     if layer.recorder is None:
         kernel = partial(gpu.layer_norm_sums, size=m.weight.numel())
-        options = {"normalise": _standardised, "over": _trailing(m), "names": layer.names, "kernel": kernel}
+        options: dict[str, Any] = {
+            "normalise": _standardised,
+            "over": _trailing(m),
+            "names": layer.names,
+            "kernel": kernel,
+        }
         layer.recorder = partial(affine_records, **options)
     operation = LayerNormOf(m.normalized_shape, None if m.bias is None else m.bias.detach(), m.eps)
     return apply_fused(layer.anchor, x, m.weight.detach(), operation, Call(layer, layer.recorder))
@@ -110,11 +115,11 @@ class GroupNormOf:
     eps: float
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.aten.native_group_norm.default(x, weight, self.bias, *self._sizes(x), self.eps)  # type: ignore[no-any-return]
+        return torch.ops.aten.native_group_norm.default(x, weight, self.bias, *self._sizes(x), self.eps)
 
     def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient.contiguous(), x, mean, rstd, weight, *self._sizes(x), (True, False, False))
-        return torch.ops.aten.native_group_norm_backward.default(*given)[0]  # type: ignore[no-any-return]
+        return torch.ops.aten.native_group_norm_backward.default(*given)[0]
 
     def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
         return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self.groups
@@ -154,7 +159,7 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.GroupNorm = layer.module  # type: ignore[assignment]
     groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
     x = input.float() if autocast_dtype(input) is not None else input
-    options = {"over": slice(2, None), "names": layer.names}
+    options: dict[str, Any] = {"over": slice(2, None), "names": layer.names}
     if not _is_ready(m, x) or not x.is_contiguous():
         options["normalise"] = partial(F.group_norm, num_groups=groups, eps=m.eps)
         return tap(layer, layer.hidden(input), partial(affine_records, **options), input)

@@ -174,7 +174,8 @@ class _OpenCell:
 
     def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
         mode = "LSTM" if isinstance(self, nn.LSTMCell) else "GRU" if isinstance(self, nn.GRUCell) else ""
-        h = c = input.new_zeros(*input.shape[:-1], self.hidden_size)
+        h: Any = input.new_zeros(*input.shape[:-1], self.hidden_size)
+        c: Any = h
         if hx is not None:
             h, c = hx if mode == "LSTM" else (hx, None)
         px, ph = F.linear(input, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)

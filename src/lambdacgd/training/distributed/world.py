@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import distributed as dist
 
-from lambdacgd.errors import InvalidInput, TrainingError
+from lambdacgd.errors import InvalidInput, TrainingError, shown
 from lambdacgd.keys import SubKey
 
 Result = TypeVar("Result")
@@ -127,8 +127,8 @@ class World:
             values = [other.get(name) for other in gathered]
             odd = [rank for rank, value in enumerate(values) if value != values[0]]
             if odd:
-                shown = f"{_short(values[0])} on rank 0, {_short(values[odd[0]])} on rank {odd[0]}"
-                lines.append(f"- {name}: {shown}. {advice.get(name, 'It must be the same on every rank')}")
+                both = f"{shown(values[0], 24)} on rank 0, {shown(values[odd[0]], 24)} on rank {odd[0]}"
+                lines.append(f"- {name}: {both}. {advice.get(name, 'It must be the same on every rank')}")
         if lines:
             raise TrainingError(f"{what}: the ranks differ, so no rank goes on.\n" + "\n".join(lines))
 
@@ -144,8 +144,3 @@ class World:
             return SubKey(box.tolist())
         finally:
             box.zero_()  # also if sending failed: the error's traceback holds this tensor
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 24 else text[:20] + "…'"

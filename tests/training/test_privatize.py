@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -233,11 +234,16 @@ def test_a_loss_is_looked_at_before_the_first_step(loss, collate, says):
     private = privatize(model, optimizer, dataset, oracle.plan(), **options)
     assert torch.equal(torch.get_rng_state(), before)
     assert private.card()["objective"].startswith(says)
-    for batch in private.loader:
-        _cross_entropy(model, batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in private.loader:
+            _cross_entropy(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
     assert private.finished
+    told = [warning for warning in caught if "privatize(…, loss=loss)" in str(warning.message)]
+    assert len(told) == (1 if loss is None else 0)  # by the first step
+    assert all(warning.filename == __file__ for warning in told)
 
 
 # --- what `privatize` returns: the loop as it is, groups, epochs, what was spent, and the way back -------------------

@@ -95,9 +95,13 @@ def train_once(train: Any, test: Any, plan: Any, method: Method, seed: int) -> f
     torch.manual_seed(seed)
     model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate)
-    private = privatize(model, optimizer, train, plan, max_grad_norm=method.max_grad_norm)
-    for x, y in private.loader:
-        F.cross_entropy(model(x), y).backward()
+
+    def loss(model: Any, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1])
+
+    private = privatize(model, optimizer, train, plan, max_grad_norm=method.max_grad_norm, loss=loss)
+    for batch in private.loader:
+        loss(model, batch).backward()
         optimizer.step()
         optimizer.zero_grad()
     private.detach()

@@ -367,6 +367,8 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
     """What a person wants to know of the card, by name."""
     mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
     certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
+    drawn, asked = facts["batch_size"], facts["requested_batch_size"]
+    batch_size = f"{drawn:.4g}" if drawn == asked else f"{drawn:.4g} ({asked} asked for)"
     return [
         ("Claim", facts["claim"]),
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
@@ -377,7 +379,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Sampling", _described(sampling)),
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
-        ("Expected batch size", f"{facts['batch_size']:.4g} ({facts['requested_batch_size']} asked for)"),
+        ("Expected batch size", batch_size),
         ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Floating point", _floating_point(facts["floating_point"])),

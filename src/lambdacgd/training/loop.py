@@ -61,6 +61,12 @@ _SCALER = (
     "loss.backward() and optimizer.step(). The batch was dropped; the loader yields it again"
 )
 
+_LOSS_NOT_CHECKED = (
+    "nobody has looked whether the training loss adds examples up, which the claim needs: class weights in a mean, a "
+    "mean over all tokens or a root of the mean do not. Give it to privatize(…, loss=loss), where loss(model, batch) "
+    "returns what your loop calls backward() on. The privacy card says that it was not checked"
+)
+
 
 class Chunk(NamedTuple):
     """A physical batch: part of the logical batch of ``step``, from its ``first`` example on."""
@@ -178,6 +184,7 @@ class Loop:
         averages: Running averages of the weights.
         after_step: Called after every logical step.
         when_moved: Called where the position has changed in another way than by the loader's next batch.
+        loss_checked: Whether anybody has seen that the loss adds examples up.
         resting: Whether the hooks do nothing, because a step is being captured that does all of it by itself.
         broken: Why this run must not go on in this process; None if it may.
     """
@@ -203,6 +210,7 @@ class Loop:
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
         self.when_moved: list[Callable[[], None]] = []
+        self.loss_checked = False
         self.resting = False
         self.attached = True
         self.broken: str | None = None
@@ -359,6 +367,8 @@ class Loop:
         self.gradients.check_clear(cycle.done)
         if cycle.phase is not Phase.WHOLE:
             return
+        if cycle.done == 0 and not self.loss_checked:
+            warnings.warn(_LOSS_NOT_CHECKED, stacklevel=3)
         self.note_changes()
         self._look_at(self.clipper.norms)
         try:

@@ -244,8 +244,6 @@ class Private(Loop):
     plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
-    #: Whether anybody has seen that the loss adds examples up.
-    loss_checked = False
 
     # --- where the run stands ----------------------------------------------------------------------------------------
 

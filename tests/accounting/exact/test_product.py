@@ -67,8 +67,10 @@ def plain(chain: Chain, product: TransferProduct, z: complex) -> complex:
 
 @pytest.mark.parametrize(
     "chain",
-    [plain_chain(0.8, b, k, 2.0 * k) for b in (2, 3, 4, 9) for k in (1, 2, 5)] + [Chain(0.6, 21, 3, 1.0, 0.0)]
-    + [normalized_chain(0.9, b, k, 1.5) for b in (2, 3, 9) for k in (1, 3)] + [normalized_chain(0.7, 40, 1, 1.0)],
+    [plain_chain(0.8, b, k, 2.0 * k) for b in (2, 3, 4, 9) for k in (1, 2, 5)]
+    + [Chain(0.6, 21, 3, 1.0, 0.0)]
+    + [normalized_chain(0.9, b, k, 1.5) for b in (2, 3, 9) for k in (1, 3)]
+    + [normalized_chain(0.7, 40, 1, 1.0)],
 )
 def test_product_equals_bin_by_bin_multiplication(chain: Chain) -> None:
     product = make(chain)

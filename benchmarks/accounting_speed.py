@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/accounting_speed.py [NAME …]
 
 writes results/accounting-speed.json. What stands there as ``before`` was measured before accounting left torch: on the
-same machine where it says "here", and by another person's machine where it says "issue 22".
+same machine where it says "here", and by another person's machine where it says "elsewhere".
 """
 
 from __future__ import annotations

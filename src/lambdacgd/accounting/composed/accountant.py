@@ -845,7 +845,8 @@ class FreshBins:
         middles = (np.arange(16)[:, None] + 0.5) / 16
         if chain.runs:  # a mean over places of the epoch, as below
             left, rate = b - middles * (b - d), 2 * math.log(self.lam)
-            covariances = chain.gain * self.lam**d * np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+            falling = np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+            covariances = np.asarray(chain.gain * self.lam**d * falling, dtype=np.float64)
         elif chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows
             ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
             covariances = covariances - chain.gain * chain.tail * ends

@@ -318,7 +318,8 @@ def normalized_runs(lam: float, bins: int) -> tuple[tuple[int, float], ...]:
 
     def lengths(allowed: float) -> list[int]:
         """Of the longest runs that add at most ``allowed`` each."""
-        found, start = [], 0
+        found: list[int] = []
+        start = 0
         while start < bins and len(found) < MOST_RUNS:
 
             def too_long(stop: int, start: int = start) -> bool:

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lambdacgd as lc
+from lambdacgd import cache
 from lambdacgd.accounting import Accountant, AccountingError, accountant_for, accountants, check_epsilon, methods
-from lambdacgd.accounting.gaussian import gaussian_delta
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
 from lambdacgd.accounting.monte_carlo import MonteCarlo
+from lambdacgd.accounting.reference import gram
 
 
 def fixed(b: int, k: int) -> lc.Sampling:
@@ -233,3 +235,18 @@ def test_only_balls_in_bins_is_cross_checked() -> None:
     drawn = accountant_for(lc.LambdaCGD(0.5), fixed(5, 2)).cross_check(3.0, 1.0)
     exact = accountant_for(lc.LambdaCGD(0.5), fixed(5, 2)).delta(3.0, 1.0).delta
     assert abs(drawn["delta"] - exact) < 5 * drawn["standard_error"] + 0.03 * exact
+
+
+def test_where_nothing_else_certifies_the_gaussian_mechanism_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    sampling = lc.BallsInBins(examples=2000, steps_per_epoch=20, epochs=2, bins="fixed")
+    accountant = accountant_for(lc.LambdaCGD(0.9).resolve(sampling.block), sampling)
+    with cache.disabled():
+        usual = accountant.sigma(2.0, 1e-5).sigma
+        monkeypatch.setattr(accountants.TransferMatrix, "sigma", refused)
+        monkeypatch.setattr(accountants.MonteCarlo, "sigma", refused)
+        answer = accountant.sigma(2.0, 1e-5)
+    matrix = gram(0.9, 20, 2)
+    assert answer.sigma == pytest.approx(math.sqrt(matrix.max()) * gaussian_sigma(2.0, 1e-5), rel=3e-4)
+    assert answer.sigma > usual
+    assert answer.certificate.kind == "bound"
+    assert {"transfer_matrix_refused", "sampling_refused"} <= answer.certificate.details.keys()

@@ -136,3 +136,32 @@ def test_smallest_fails_closed():
     assert smallest(lambda x: 0.0, 1e-5, limits=(1e-3, 1e3)) == pytest.approx(1e-3)
     steps = smallest(lambda x: 0.0 if x > 3 else 1.0, 1e-5)  # no slope to follow
     assert 3 < steps <= 3 * (1 + 1e-6)
+
+
+def test_a_bound_in_hand_is_returned_where_the_next_evaluation_refuses() -> None:
+    asked: list[float] = []
+
+    def evaluate(value: float, fine: bool) -> Bound:
+        asked.append(value)
+        if len(asked) > 1:
+            raise AccountingError("no more")
+        return Bound(value, 1.0, 1e-6, 0.0, "test")
+
+    bound, _ = smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4, skip_coarse=True)
+    assert bound is not None
+    assert (bound.sigma, len(asked)) == (asked[0], 2)
+    with pytest.raises(AccountingError, match="no more"):
+        smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4, skip_coarse=True)
+
+
+def test_a_search_may_end_near_enough() -> None:
+    def evaluate(value: float, fine: bool) -> Bound:
+        asked.append(value)
+        return Bound(value, 1.0, 1e-5 * (2.0 / value) ** 10, 0.0, "test")
+
+    for enough, most in ((0.0, 2e-4), (5e-3, 5e-3)):
+        asked: list[float] = []
+        bound, _ = smallest_certified(evaluate, 1e-5, 2.008, Secant(-10.0), rtol=1e-4, skip_coarse=True, enough=enough)
+        assert bound is not None
+        assert 2.0 <= bound.sigma <= 2.0 * (1 + most)
+        assert (len(asked) == 1) is (enough > 0)

@@ -397,7 +397,12 @@ class _FixedBins(_BallsInBins):
                     return found
         try:
             drawn = _asked(self._accountant, question, first, second, estimate=estimate)
-        except AccountingError:
+        except AccountingError as error:
+            exact = self._exact
+            if found is None and question == "sigma" and isinstance(exact, TransferMatrix):  # what is certain is told
+                alone = exact.unamplified(first, second)
+                claim = _with(alone.certificate(second), refused | {"sampling_refused": str(error)})
+                return Calibration(alone.sigma, claim)
             if found is None:
                 raise
             return found

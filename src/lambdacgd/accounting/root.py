@@ -209,6 +209,7 @@ def smallest_certified(
     within: float = 0.25,
     most: int = 25,
     skip_coarse: bool = False,
+    enough: float = 0.0,
 ) -> tuple[Bound | None, float]:
     """The bound at the smallest value (of σ or ε) with δ ≤ ``target``: coarse evaluations first, fine ones last.
 
@@ -225,9 +226,14 @@ def smallest_certified(
         within: how near to that excess the coarse phase ends.
         most: fine evaluations at most.
         skip_coarse: whether ``start`` is good enough to begin with the fine phase.
+        enough: how near, relatively, a value that passes may be to the smallest one and end the search.
 
     Returns:
-        The best bound that passed in the fine phase, or None, and the last log(δ/target).
+        The best bound that passed in the fine phase, or None, and the last log(δ/target). A bound in hand is returned
+        also where ``evaluate`` refuses to go on.
+
+    Raises:
+        AccountingError: ``evaluate`` refused before any bound passed.
     """
     best: tuple[float, Bound] | None = None
 
@@ -258,14 +264,16 @@ def smallest_certified(
         find_root(coarse, x, strategy, lambda value: abs(value - excess) < within, aim=lambda: -excess)
         x = strategy.next(-excess)
         strategy.restart()
-    _, value = find_root(
-        fine,
-        x,
-        strategy,
-        lambda value: -one_step() <= value <= 0,
-        place=place,
-        most=most,
-    )
+
+    def near(value: float) -> bool:
+        return -max(one_step(), enough * abs(strategy.slope)) <= value <= 0
+
+    value = math.nan
+    try:
+        _, value = find_root(fine, x, strategy, near, place=place, most=most)
+    except AccountingError:
+        if best is None:
+            raise
     return (None if best is None else best[1]), value
 
 

@@ -598,6 +598,9 @@ QUICK_EXCESS = 0.11
 """about the logarithm of a quick δ over a fine one"""
 OPERATIONS_A_SECOND, FREQUENCIES = 3e10, 900
 """of one core, and of one fine evaluation: only to tell how long an answer will take"""
+DEAR, DEAR_ACCURACY = 6e10, 5e-3
+"""operations of a fine evaluation (more where there are more than 1000 bins) from which a search ends within this
+relative distance of the smallest σ"""
 FEWEST_BINS = 12
 """of a thinned chain, about"""
 THINNED = 0.82
@@ -731,13 +734,17 @@ class FreshBins:
         def evaluate(sigma: float, fine: bool) -> Bound:
             return self._evaluate(sigma, epsilon, delta, FINAL)
 
-        begin = max(near.sigma, math.exp(strategy.limits[0]))
-        bound, _ = smallest_certified(evaluate, delta, begin, strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True)
+        enough = DEAR_ACCURACY if near.work > DEAR * max(1.0, self.steps_per_epoch / 1000) else 0.0
+        begin = max(near.sigma, math.exp(strategy.limits[0])) * (1 + enough / 2)
+        bound, _ = smallest_certified(
+            evaluate, delta, begin, strategy, rtol=rtol, most=MOST_FINE, skip_coarse=True, enough=enough
+        )
         if bound is None:
             raise AccountingError(
                 f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ"
             )
-        return self._checked(bound)
+        searched = {"search_sigma_loss": log_ratio(delta, bound.delta) / -strategy.slope}
+        return self._checked(replace(bound, details=bound.details | searched))
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         """About the smallest σ, to about 0.5%, in a fraction of a second: for comparing λ, no claim."""
@@ -838,7 +845,8 @@ class FreshBins:
         middles = (np.arange(16)[:, None] + 0.5) / 16
         if chain.runs:  # a mean over places of the epoch, as below
             left, rate = b - middles * (b - d), 2 * math.log(self.lam)
-            covariances = chain.gain * self.lam**d * np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+            falling = np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+            covariances = np.asarray(chain.gain * self.lam**d * falling, dtype=np.float64)
         elif chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows
             ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
             covariances = covariances - chain.gain * chain.tail * ends
@@ -897,10 +905,14 @@ class FreshBins:
 
 @dataclass(frozen=True)
 class _Near:
-    """About the smallest σ, −d log δ/d log σ there, and about how many seconds it will take to certify it."""
+    """About the smallest σ, −d log δ/d log σ there, and about what it will take to certify it.
+
+    ``work`` is in operations of one fine evaluation, ``seconds`` are those of all of them.
+    """
 
     sigma: float
     slope: float
+    work: float
     seconds: float
 
 
@@ -930,5 +942,5 @@ def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float 
     x -= (value - QUICK_EXCESS) / strategy.slope
     each = (time.monotonic() - began) / len(strategy.points)
     chain, _ = accountant.one_epoch.working_chain(math.exp(x), 5.0, coarse=False, affordable=AFFORDABLE)
-    dearer = cost(chain, 5.0) / OPERATIONS_A_SECOND if chain.lam else 0.0
-    return _Near(math.exp(x), -strategy.slope, 2 * (4 * each + FREQUENCIES * dearer))
+    work = FREQUENCIES * cost(chain, 5.0) if chain.lam else 0.0
+    return _Near(math.exp(x), -strategy.slope, work, 2 * (4 * each + work / OPERATIONS_A_SECOND))

@@ -55,7 +55,7 @@ from lambdacgd.accounting.exact.lattice import (
     value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
-from lambdacgd.accounting.root import Secant, log_ratio, smallest, smallest_certified
+from lambdacgd.accounting.root import Secant, log_ratio, rounded_up, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05
@@ -396,8 +396,9 @@ def put_bound(strike: float, width: float, window: Window, transform: NDArray[An
 
 # δ in each direction
 
-EXTENDED_LIMIT = 3e10
-"""the most real operations spent in extended precision on one evaluation (half a minute)"""
+EXTENDED_LIMIT, MOST_EXTENDED = 3e10, 1e11
+"""the most real operations spent in extended precision on one evaluation (half a minute), and on all of a
+search, after which the best bound in hand is returned"""
 
 
 @dataclass(frozen=True)
@@ -658,14 +659,25 @@ class TransferMatrix:
         for name, value in (("rtol", rtol), ("start", start)):
             if value is not None:
                 real(name, value, 1e-300)
-        low = math.log(self.smallest_sigma * 1.001)
-        # Without amplification the Gaussian mechanism needs this much (Kahane: no two bins correlate more than fully).
-        alone = math.sqrt(self.chain(1.0).loss_variance)
-        most = smallest(lambda sigma: one_bin_delta(epsilon, alone / sigma), delta, start=alone, rtol=1e-3)
+        low, most = math.log(self.smallest_sigma * 1.001), self.unamplified(epsilon, delta).sigma
         strategy = Secant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
         begin = min(max(start or 0.35 * most, math.exp(low)), most)
         scale = Scale(math.exp(epsilon), delta, _first_slope(epsilon, delta))
         return self._solve(lambda sigma: (sigma, epsilon), begin, strategy, scale, delta, float(rtol))
+
+    def unamplified(self, epsilon: float, delta: float) -> Bound:
+        """The bound at a σ that suffices whatever the bins do: that of the Gaussian mechanism.
+
+        No two bins correlate more than fully (Lemma 7), and then they are one.
+        """
+        alone = math.sqrt(self.chain(1.0).loss_variance)
+
+        def value(sigma: float) -> float:
+            return one_bin_delta(epsilon, alone / sigma) * (1 + 1e-9)
+
+        sigma = rounded_up(smallest(value, delta, start=alone, rtol=1e-4), RTOL)
+        details = {"remove": "gaussian", "add": "gaussian", "slack_share": 1.0}
+        return Bound(sigma, epsilon, value(sigma), value(sigma), METHOD, {"no amplification": value(sigma)}, details)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         """About the smallest σ, to about 0.5%: for comparing λ, no claim."""
@@ -747,7 +759,7 @@ class TransferMatrix:
         """Both directions at one (σ, ε), tuned to ``scale``. Valid whatever the tuning; tight only if it fits."""
         if self.steps_per_epoch == 1:
             value = one_bin_delta(epsilon, math.sqrt(self.chain(sigma).loss_variance)) * (1 + 1e-9)
-            details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian"}
+            details: dict[str, Any] = {"remove": "gaussian", "add": "gaussian", "operations": 0.0}
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
         law = loss_law(chain, scale, precision, direction="remove")
@@ -758,6 +770,7 @@ class TransferMatrix:
             "add": add.method,
             "bins": float(chain.bins),
             "tail": chain.tail,
+            "operations": remove.work,
             "dominating_chain_sigma_loss": expected_loss,
         }
         budget = governing_budget(remove, add)
@@ -803,17 +816,20 @@ class TransferMatrix:
     ) -> Bound:
         """Search for a value; ``place(value)`` is the (σ, ε) that belongs to it. Each is tuned to those before it."""
         precision, guess = _final_precision(rtol), scale.slope
-        began, coarse, told = time.monotonic(), 0, False
+        began, coarse, told, extended = time.monotonic(), 0, False, 0.0
 
         def evaluate(value: float, fine: bool) -> Bound:
-            nonlocal scale, coarse, told
+            nonlocal scale, coarse, told, extended
             sigma, epsilon = place(value)
+            if extended > MOST_EXTENDED:
+                raise AccountingError(f"{extended:.1g} operations in extended precision did not reach δ = {delta:g}")
             if fine and not told:
                 tell(sigma, FINE_SECONDS * (time.monotonic() - began) / max(coarse, 1))
             coarse, told = coarse + (not fine), fine
             # A rounded slope: what an evaluation says does not hang on the last bits of the one before.
             tuned = replace(scale, strike=math.exp(epsilon), slope=1.1 ** round(math.log(scale.slope, 1.1)))
             bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)
+            extended += bound.details["operations"] if bound.details["remove"] == "extended" else 0.0
             excess = log_ratio(bound.delta, delta)
             if abs(excess) < 4:
                 scale = replace(scale, slope=min(max(bound.slope, 0.3), 3 * scale.slope))

@@ -318,7 +318,8 @@ def normalized_runs(lam: float, bins: int) -> tuple[tuple[int, float], ...]:
 
     def lengths(allowed: float) -> list[int]:
         """Of the longest runs that add at most ``allowed`` each."""
-        found, start = [], 0
+        found: list[int] = []
+        start = 0
         while start < bins and len(found) < MOST_RUNS:
 
             def too_long(stop: int, start: int = start) -> bool:
@@ -893,27 +894,35 @@ class IndependentProduct:
         return 8.0 * len(self.grid)
 
     def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-        values = power_of_transform(z, self.grid, self.table, self.bins)
+        values = self.transform(z, self.grid, self.table)
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
         return values
 
+    def transform(self, z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
+        """(Σ_i table_i e^{z·grid_i})^bins in the precision of its arguments.
 
-def power_of_transform(z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any], power: int) -> NDArray[Any]:
-    """(Σ_i table_i e^{z·grid_i})^power in the precision of its arguments.
+        Near 1 it goes through s = Σ table·(e^{zy} − 1), so that the rounding of the 1 is not repeated b times.
+        """
+        parts = [self._some(z[first : first + BATCH], grid, table) for first in range(0, len(z), BATCH)]
+        return np.concatenate(parts)
 
-    Near 1 it goes through s = Σ table·(e^{zy} − 1), so that the rounding of the 1 is not repeated ``power`` times.
-    """
-    exponents = np.outer(z, grid)
-    direct = np.exp(exponents) @ table
-    departure = np.expm1(exponents) @ table
-    small = np.abs(departure) < 0.5
-    s = np.where(small, departure, 0)
-    if np.iscomplexobj(z):
-        logarithm = 0.5 * np.log1p(s.real * (2 + s.real) + s.imag**2) + 1j * np.arctan2(s.imag, 1 + s.real)
-    else:
-        logarithm = np.log1p(s)
-    return np.where(small, np.exp(power * logarithm), direct**power)
+    def _some(self, z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
+        waves = _Waves(grid, z, 0.0)
+        real = (waves.departure @ table)[waves.which]
+        direct = np.where(real > -0.5, table.sum() + real, (waves.damping @ table)[waves.which])
+        if waves.turned is None:
+            small = np.abs(real) < 0.5
+            return np.asarray(
+                np.where(small, np.exp(self.bins * np.log1p(np.where(small, real, 0))), direct**self.bins)
+            )
+        turned = waves.turned @ table
+        real, imaginary = real + turned[: len(z)], turned[len(z) :]
+        small = np.hypot(real, imaginary) < 0.5
+        x, y = np.where(small, real, 0), np.where(small, imaginary, 0)
+        logarithm = 0.5 * np.log1p(x * (2 + x) + y * y) + 1j * np.arctan2(y, 1 + x)
+        whole = direct + turned[: len(z)] + 1j * imaginary
+        return np.asarray(np.where(small, np.exp(self.bins * logarithm), whole**self.bins))
 
 
 # Extended precision
@@ -929,7 +938,7 @@ def extended_transform(
     grid = product.grid.astype(np.longdouble)
     if isinstance(product, TransferProduct):
         return np.array([_extended_product(product, grid, wide(value), rounding) for value in z])
-    return power_of_transform(z.astype(wide), grid, product.table.astype(np.longdouble), product.bins)
+    return product.transform(z.astype(wide), grid, product.table.astype(np.longdouble))
 
 
 def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, rounding: Rounding) -> Any:

@@ -27,7 +27,7 @@ def loss(model, x, y):
     return F.cross_entropy(model(x), y)
 
 
-def build(optimizer="sgd", p=None, device="cuda", convolution=False, **options):
+def build(optimizer="sgd", p=None, device="cuda", convolution=False, key=None, **options):
     if convolution:
         torch.manual_seed(1)
         module = nn.Sequential(
@@ -39,8 +39,9 @@ def build(optimizer="sgd", p=None, device="cuda", convolution=False, **options):
     p = p or oracle.binned_plan(96, 12, 3)
     dataset = torch.utils.data.TensorDataset(*(t.to(device) for t in oracle.data(p.examples).tensors))
     chosen = OPTIMIZERS[optimizer](module.parameters())
-    private = privatize(module, chosen, dataset, p, max_grad_norm=0.7, key=oracle.key(), **options)
-    private.run._id = "one"
+    private = privatize(module, chosen, dataset, p, max_grad_norm=0.7, key=key or oracle.key(), **options)
+    if key is None:
+        private.run._id = "one"
     return private, dataset.tensors
 
 
@@ -122,15 +123,13 @@ def test_a_checkpoint_goes_on_captured(tmp_path, bins, at):
     key = oracle.key()
     key.save(tmp_path / "run.key")
     p = oracle.binned_plan(96, 12, 3, bins=bins)
-    whole, data = build("momentum", p)
-    whole.run.key, whole.run._id = key, None
+    whole, data = build("momentum", p, key=key)
     step = whole.captured_step(loss, data)
     step.run(at)
     whole.save(tmp_path / "c.pt")
     step.run()
     whole.detach()
-    again, data = build("momentum", p)
-    again.run.key, again.run._id = key, None
+    again, data = build("momentum", p, key=key)
     again.load(tmp_path / "c.pt")
     again.captured_step(loss, data).run()
     agree(whole, again, 1e-6)

@@ -230,7 +230,7 @@ def test_answers_are_kept_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_only_balls_in_bins_is_cross_checked() -> None:
-    with pytest.raises(lc.InvalidInput, match="two independent ways"):
+    with pytest.raises(lc.InvalidInput, match="two independent accountants"):
         accountant_for(lc.Identity(), cyclic(10, 2)).cross_check(1.0, 1.0)
     drawn = accountant_for(lc.LambdaCGD(0.5), fixed(5, 2)).cross_check(3.0, 1.0)
     exact = accountant_for(lc.LambdaCGD(0.5), fixed(5, 2)).delta(3.0, 1.0).delta

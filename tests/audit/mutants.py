@@ -143,7 +143,7 @@ def one_z_twice(patch: Patch) -> None:
 def key_and_run_reused(patch: Patch) -> None:
     from lambdacgd.keys import SecretKey
 
-    patch.setattr(Run, "_new_id", lambda self: "the same")
+    patch.setattr(Run, "_start", lambda self: "the same")
     patch.setattr(SecretKey, "generate", classmethod(lambda cls: cls.from_bytes(bytes(range(32)))))
 
 

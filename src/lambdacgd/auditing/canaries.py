@@ -124,6 +124,7 @@ def plain_loop(
 ) -> None:
     """The loop of the README, over canaries."""
     private = privatize(model, optimizer, dataset, plan, max_grad_norm=max_grad_norm)
+    private.loss_checked = True  # the mean below; to look at it would show the model examples outside any batch
     for batch in private.loader:
         model(batch).mean().backward()
         optimizer.step()

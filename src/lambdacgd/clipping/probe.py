@@ -889,9 +889,9 @@ Written = dict[Place, Any]
 class State:
     """What a model holds besides its parameters: buffers, and numbers and tensors that are plain attributes of modules.
 
-    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out differently where one example is exchanged
-    holds something of that example. Counters and power iterations come out the same; what is as long as the batch is a
-    cache.
+    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out
+    differently where one example is exchanged holds something of that example. Counters and power iterations come out
+    the same; what is as long as the batch is a cache.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -123,7 +123,7 @@ def check_key(key: object) -> None:
 
 
 def logged_claim(private: Private) -> dict[str, float]:
-    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed (a key for tests, an estimate), ε is inf."""
+    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed (key for tests, estimate), ε is inf."""
     epsilon = private.plan.epsilon if private.spent().private else math.inf
     return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
 

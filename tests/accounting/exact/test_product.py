@@ -185,7 +185,7 @@ def test_overflow_and_memory_are_errors_not_answers(monkeypatch: pytest.MonkeyPa
 
 
 def test_tables_that_overflow_are_refused_and_lose_no_value() -> None:
-    """Where e^X is beyond the largest float, a value of W is not a number: it must not pass for one that never comes."""
+    """Where e^X is beyond the largest float, a value of W is no number: it must not pass for one that never comes."""
     product = make(normalized_chain(0.999, 2, 2, 0.3))
     with pytest.raises(AccountingError, match="overflowed"):
         product(np.array([-1.0]), "up")

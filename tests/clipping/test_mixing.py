@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,30 +218,38 @@ def test_outputs_that_cannot_be_seen_are_refused_where_a_gradient_comes_from_the
     model(torch.randn(6, 4))
 
 
-@pytest.mark.parametrize("where", ["attribute", "list of a child"])
+#: Where a module keeps a loss: how it puts it there, and how the loop takes it out.
+KEPT: dict[str, tuple[Callable[[Any, Tensor], object], Callable[[Any], Tensor]]] = {
+    "attribute": (lambda m, loss: setattr(m, "balance", loss), lambda m: m.balance),
+    "list of a child": (lambda m, loss: setattr(m.first, "losses", [loss]), lambda m: m.first.losses[0]),
+    "list that the loop empties": (lambda m, loss: m.losses.append(loss), lambda m: m.losses.pop()),
+    "list in a dictionary": (lambda m, loss: m.lists["balance"].append(loss), lambda m: m.lists["balance"].pop()),
+    "object": (lambda m, loss: setattr(m.record, "balance", loss), lambda m: m.record.balance),
+}
+
+
+@pytest.mark.parametrize("where", KEPT)
 @pytest.mark.parametrize("mixes", [True, False])
 def test_losses_that_modules_keep(where: str, mixes: bool) -> None:
     """The balancing loss of a mixture of experts, which the loop adds to its own."""
+    keep, find = KEPT[where]
 
     def run(m: Any, x: Tensor) -> Tensor:
         gates = m.first(x).softmax(1)
-        loss = gates.mean(0).square().sum() if mixes else gates.square().sum(1).mean()
-        if where == "attribute":
-            m.balance = loss
-        else:
-            m.first.losses = [loss]
+        keep(m, gates.mean(0).square().sum() if mixes else gates.square().sum(1).mean())
         return m.last(gates)  # type: ignore[no-any-return]
 
     model: Any = Net(run)
+    model.losses, model.lists, model.record = [], {"balance": []}, SimpleNamespace()
     clipper = attach(model)
     for count in (6, 8):
         loss = model(torch.randn(count, 4)).square().sum(1).mean()
-        balance = model.balance if where == "attribute" else model.first.losses[0]
+        balance = find(model)
         if mixes:
             loss.backward(retain_graph=True)  # what is not used does no harm
             clipper.zero()
             loss = model(torch.randn(count, 4)).square().sum(1).mean()
-            balance = model.balance if where == "attribute" else model.first.losses[0]
+            balance = find(model)
             with pytest.raises(ClippingError, match="not the declared mean or sum"):
                 (loss + balance).backward()
         else:
@@ -249,11 +258,13 @@ def test_losses_that_modules_keep(where: str, mixes: bool) -> None:
 
 
 def test_what_a_probe_leaves_in_a_list_is_not_added() -> None:
-    """A list that only the loop clears: the losses of the probe's own passes are in it, too."""
+    """A list of the loop's own, outside the model: the losses of the probe's passes are in it, too."""
+    losses: list[Tensor] = []
 
     def run(m: Any, x: Tensor) -> Tensor:
         h = m.first(x)
-        m.losses.append(h.square().sum(1).mean())
+        losses.append(h.square().sum(1).mean())
+        m.losses.append(losses[-1])
         return m.last(h)  # type: ignore[no-any-return]
 
     model: Any = Net(run)
@@ -261,14 +272,14 @@ def test_what_a_probe_leaves_in_a_list_is_not_added() -> None:
     clipper = attach(model, math.inf)
     x = torch.randn(5, 4)
     model(x)
-    kept = len(model.losses)
-    assert kept > 1
-    torch.stack(model.losses).sum().backward()
-    model.losses.clear()
+    assert len(losses) > 1
+    assert len(model.losses) == 1, "what is in the model is taken back"
+    torch.stack(losses).sum().backward()
+    losses.clear()
     together = clipper.take()["first.weight"].clone()
     clipper.detach()
     model(x)
-    model.losses[0].backward()
+    losses[0].backward()
     torch.testing.assert_close(together, 5 * model.first.weight.grad)
 
 

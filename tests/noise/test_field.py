@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -217,3 +219,27 @@ def test_a_device_without_a_kernel_gets_the_cpu_noise_by_copy(monkeypatch: pytes
 def test_a_billion_values_have_the_law_of_normals() -> None:
     """2³⁰ values, as `test_cuda` asks of a GPU: minutes on one core."""
     law_of_normals("cpu", 1 << 24, 64)
+
+
+def test_an_interrupt_leaves_no_thread_that_writes_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of the noise: who drops the sums then must not find them written afterwards."""
+    sums, first = torch.zeros(4 * 61_440), threading.Lock()
+    add = noise_field._add_part
+
+    def slow(*args: object) -> bool:
+        if first.acquire(blocking=False):
+            raise KeyboardInterrupt
+        time.sleep(0.2)
+        return add(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(noise_field, "_add_part", slow)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            field({"w": (len(sums),)}).fill_({"w": sums}, 1)
+        sums.zero_()
+        time.sleep(0.5)
+    finally:
+        torch.set_num_threads(threads)
+    assert not sums.any()

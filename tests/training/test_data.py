@@ -118,6 +118,14 @@ def negatives(items):
     return {"positive": x, "negative": x.flip(0)}
 
 
+def repeats_the_first(items):
+    return default_collate([items[0]] * len(items))
+
+
+def draws_with_replacement(items):
+    return default_collate(random.choices(items, k=len(items)))
+
+
 def padded_and_mixed(items):
     batch = pads(items)
     return batch | {"other": batch["x"].flip(0)}
@@ -130,7 +138,7 @@ def test_mixing_is_seen_where_the_last_example_is_the_longest():
         KeepsApart(padded_and_mixed)(items[:4])
 
 
-@pytest.mark.parametrize("mixes", [mixup, cutmix, centred, negatives])
+@pytest.mark.parametrize("mixes", [mixup, cutmix, centred, negatives, repeats_the_first, draws_with_replacement])
 @pytest.mark.parametrize("size", [2, 6])
 def test_mixing_is_refused(mixes, size):
     with pytest.raises(lc.TrainingError, match="collate_fn mixes examples"):

@@ -256,3 +256,29 @@ def test_a_run_begun_under_another_noise_format_is_refused(tmp_path, earlier):
     state["identity"]["noise"] = earlier
     with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
         Noiser(oracle.plan(), noiser.run.key).load_state_dict(state)
+
+
+def test_an_interrupt_while_it_resumes_does_not_begin_the_run_again(tmp_path):
+    """Ctrl-C between the run and the position: step 1 under the run's noise would be a second sum."""
+    p = oracle.plan()
+    first = Noiser(p, file_key(tmp_path))
+    first.add(zeros())
+    first.add(zeros())
+    state = first.state_dict()
+    first.run.close()
+    again = Noiser(p, file_key(tmp_path))
+    resume = again.run.resume
+
+    def interrupted(*args):
+        resume(*args)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(again.run, "resume", interrupted), pytest.raises(KeyboardInterrupt):
+        again.load_state_dict(state)
+    assert again.run.id == first.run.id
+    assert again.steps_taken == 2
+    again.run.close()
+    refused = Noiser(p, file_key(tmp_path))
+    with pytest.raises(CheckpointError):
+        refused.load_state_dict(state | {"step": 1})
+    assert refused.steps_taken == 0

@@ -297,6 +297,27 @@ def test_a_run_that_began_does_not_become_another(tmp_path):
         other.load(tmp_path / "c.pt")
 
 
+def test_an_interrupt_just_as_the_run_becomes_the_checkpoints(tmp_path, monkeypatch):
+    """Ctrl-C between the run and the position: step 1 under the run's noise would be a second sum."""
+    first = start(tmp_path)
+    steps(first, 3)
+    first.save(tmp_path / "c.pt")
+    first.detach()
+    again = start(tmp_path)
+    resume = again.run.resume
+
+    def interrupted(*args):
+        resume(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(again.run, "resume", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        again.load(tmp_path / "c.pt")
+    with pytest.raises(lc.TrainingError, match="failed half-way"):
+        steps(again, 1)
+    again.detach()
+
+
 def test_a_load_that_fails_half_way_does_not_begin_the_run_again(tmp_path, monkeypatch):
     """The run is the checkpoint's by then: step 1 under its noise, on other weights, would be a second sum."""
     first = start(tmp_path)

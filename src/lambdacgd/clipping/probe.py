@@ -436,7 +436,7 @@ def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) ->
 
 def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
     """What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
-    attributes, alone or in a list or dictionary (the balancing loss of a mixture of experts, say).
+    attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
     """
     return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
 
@@ -452,7 +452,7 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items():
             if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
                 continue
-            if isinstance(value, (Tensor, list, tuple, dict)):
+            if isinstance(value, (Tensor, list, tuple, dict)) or _is_object(value):
                 tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
                 held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
@@ -894,9 +894,9 @@ Written = dict[Place, Any]
 class State:
     """What a model holds besides its parameters: buffers, and numbers and tensors that are plain attributes of modules.
 
-    `take_back` undoes what a pass of the probe wrote. What then comes out differently where one example is exchanged
-    holds something of that example. Counters and power iterations come out the same; what is as long as the batch is a
-    cache.
+    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out
+    differently where one example is exchanged holds something of that example. Counters and power iterations come out
+    the same; what is as long as the batch is a cache.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -906,6 +906,13 @@ class State:
             self._slots[path, True], self._slots[path, False] = own_buffers(module), vars(module)
             self._kept |= {(path, name, True) for name in own_buffers(module).keys() - non_persistent_buffers(module)}
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
+        self._containers = [
+            kept
+            for (_, buffer), slots in self._slots.items()
+            for name, value in slots.items()
+            if not buffer and name not in _OF_MODULES
+            for kept in _contents(value)
+        ]
         self._caches = set[Place]()  # what is as long as the batch, and no state_dict holds
         self._versions = self._versions_now()
         self.touched = set[str]()  #: names of buffers that passes have written, if only with what they held
@@ -947,6 +954,8 @@ class State:
                     held.copy_(value)
         for place in self._before.keys() - values.keys():
             self._slots[place[0], place[2]].setdefault(place[1], self._before[place][0])
+        for container, items in self._containers:
+            _refill(container, items)
         self._versions = self._versions_now()
         return written
 
@@ -970,6 +979,27 @@ class State:
                     "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
                     "without running statistics: lambdacgd.clipping.convert(model)."
                 )
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
+
+
+def _contents(value: Any, depth: int = 2) -> Iterator[tuple[Any, Any]]:
+    """The lists and dictionaries in an attribute, each with a copy of what it holds."""
+    if depth and isinstance(value, (list, dict)):
+        yield value, value.copy()
+        for item in list(value.values() if isinstance(value, dict) else value):
+            yield from _contents(item, depth - 1)
+
+
+def _refill(container: Any, items: Any) -> None:
+    """Put back what a list or dictionary held, where that has changed."""
+    if isinstance(container, list):
+        if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+            container[:] = items
+    elif container.keys() != items.keys() or any(container[key] is not items[key] for key in items):
+        container.clear()
+        container.update(items)
 
 
 def mark(value: Any) -> tuple[int, int]:

@@ -123,8 +123,8 @@ def check_key(key: object) -> None:
 
 
 def logged_claim(private: Private) -> dict[str, float]:
-    """The plan's (ε, δ), for logs beside the loss. With a key for tests nothing is claimed."""
-    epsilon = math.inf if private.run.key.is_for_tests else private.plan.epsilon
+    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed (key for tests, estimate), ε is inf."""
+    epsilon = private.plan.epsilon if private.spent().private else math.inf
     return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
 
 

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any, NoReturn, Self
 
@@ -543,7 +543,13 @@ def add_on_cpu(
     threads = torch.get_num_threads()
     if threads == 1 or len(cut) <= 1:
         return all([work(piece) for piece in cut])
-    return all(list(_pool(os.getpid(), threads).map(work, cut)))
+    running = [_pool(os.getpid(), threads).submit(work, piece) for piece in cut]
+    try:
+        return all([each.result() for each in running])
+    finally:  # whoever drops these sums after Ctrl-C may be sure that no thread writes them any more
+        for each in running:
+            each.cancel()
+        wait(running)
 
 
 def _add_part(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, lattice: float, read: bool) -> bool:

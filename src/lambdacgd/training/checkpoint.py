@@ -146,8 +146,8 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             _check_fits(private, saved)
             seen = _view(source)
     world.agree("loading", {str(source): seen}, {str(source): "All ranks must see one file system"})
-    private.run.resume(facts["run"], facts["step"], _digest(source, world))
-    with private.going_on_from(facts["step"]):
+    digest = _digest(source, world)
+    with private.going_on_from(facts["step"], lambda: private.run.resume(facts["run"], facts["step"], digest)):
         with world.together("loading"):
             _apply(private, saved)
             extra: dict[str, Any] = saved.value("extra")

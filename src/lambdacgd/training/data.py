@@ -108,9 +108,10 @@ class KeepsApart:
     zeroing it out moves a sum by 2ζ, not ζ.
 
     A few examples are collated, and again with the last one exchanged for another, under the same random numbers: at
-    most one row of the result may change, where a row is read across all tensors and rows may come in any order. Where
-    padding changes shapes, nothing is concluded. Agreement is evidence, not proof. The dataset is not read again, and
-    the generators of the process stay where they are.
+    most one row of the result may change, where a row is read across all tensors and rows may come in any order. Nor
+    may equal rows go together with any one of the examples: it was drawn more than once. Where padding changes shapes,
+    nothing is concluded. Agreement is evidence, not proof. The dataset is not read again, and the generators of the
+    process stay where they are.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -125,8 +126,12 @@ class KeepsApart:
     def _look_at(self, items: list[Any]) -> None:
         for trial in range(_TRIALS):
             # If the last example decides how far all are padded, its turn comes elsewhere than last.
-            pairs = self._exchanged(items, trial) or self._exchanged([items[-1], *items[:-1]], trial)
-            if pairs is not None and (pairs[0] - pairs[1]).total() > 1:
+            lost = self._lost(items, trial)
+            if lost is None:
+                lost = self._lost([items[-1], *items[:-1]], trial)
+            of_each = (self._lost(items, trial, place) or Counter() for place in range(len(items)))
+            repeated = any(max(rows.values(), default=0) > 1 for rows in of_each)
+            if repeated or (lost is not None and lost.total() > 1):
                 raise TrainingError(
                     f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
                     "Clipping bounds a row, so an example in two rows counts twice (mixup, cutmix, negatives from the "
@@ -135,13 +140,14 @@ class KeepsApart:
                     "__getitem__"
                 )
 
-    def _exchanged(self, items: list[Any], trial: int) -> tuple[Counter[bytes], Counter[bytes]] | None:
-        """Rows with the last item and with another in its place, if there is one that leaves all shapes as they are."""
-        before = self._rows(items, trial)
-        for other in items[:-1]:
-            after = self._rows([*items[:-1], other], trial)
+    def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes] | None:
+        """Rows that are gone with another item in this one's place, if there is one that leaves all shapes alone."""
+        place %= len(items)
+        before, others = self._rows(items, trial), [*items[:place], *items[place + 1 :]]
+        for other in others:
+            after = self._rows([*others[:place], other, *others[place:]], trial)
             if before is not None and after is not None and before[0] == after[0]:
-                return before[1], after[1]
+                return before[1] - after[1]
         return None
 
     def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]] | None:

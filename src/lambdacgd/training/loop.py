@@ -453,15 +453,20 @@ class Loop:
             self.weights.settle()
 
     @contextlib.contextmanager
-    def going_on_from(self, step: int) -> Iterator[None]:
-        """Restore weights and the rest in this block, once the run is that of the checkpoint.
+    def going_on_from(self, step: int, become: Callable[[], None]) -> Iterator[None]:
+        """Restore weights and the rest in this block, once ``become`` has made the run that of the checkpoint.
 
-        The position is set first: should the block fail, no step that was released can be done again under its noise.
-        The run then refuses to go on.
+        Should the block fail, or Ctrl-C come before the position is set, the run refuses to go on: no step that was
+        released can be done again under its noise. An error of ``become`` leaves everything as it was.
         """
+        before, self.broken = self.broken, _HALF_LOADED
+        try:
+            become()
+        except Exception:
+            self.broken = before
+            raise
         with self.loading():
             self.stand_at(step)
-            self.broken = _HALF_LOADED
             yield
         self.broken = None
 

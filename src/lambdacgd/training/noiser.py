@@ -183,8 +183,12 @@ class Noiser:
         if self.layout is None:
             current.pop("layout")
         check_identity(state["identity"], current)
-        self.run.resume(state["run"], state["step"], content_digest(state))
-        self._done = state["step"]
+        self._done = state["step"]  # first: after Ctrl-C no step that was released is done again under its noise
+        try:
+            self.run.resume(state["run"], state["step"], content_digest(state))
+        except Exception:
+            self._done = 0
+            raise
         shapes = state["identity"]["shapes"]
         if shapes is not None:
             self._step.layout = Layout.of({name: tuple(shape) for name, shape in shapes.items()})

@@ -184,6 +184,13 @@ def test_overflow_and_memory_are_errors_not_answers(monkeypatch: pytest.MonkeyPa
         product(np.array([-1.0]), "up")
 
 
+def test_tables_that_overflow_are_refused_and_lose_no_value() -> None:
+    """Where e^X is beyond the largest float, a value of W is no number: it must not pass for one that never comes."""
+    product = make(normalized_chain(0.999, 2, 2, 0.3))
+    with pytest.raises(AccountingError, match="overflowed"):
+        product(np.array([-1.0]), "up")
+
+
 def at_50_digits(product: TransferProduct, z: complex) -> Any:
     """The same finite sums, for the same float64 tables and kernels, in 50-digit arithmetic."""
     mpmath.mp.dps = 50

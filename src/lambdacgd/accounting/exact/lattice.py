@@ -723,9 +723,11 @@ class TransferProduct:
         for site, j in zip(sites, (*range(len(lattice.interior)), 0, chain.bins - 1), strict=True):
             shift, variance = chain.emission(j)
             log_means = shift * site.means - 0.5 * variance - np.log(chain.all_bins)
-            emissions.append(round_lognormal(log_means, math.hypot(shift * site.deviation, chain.nugget**0.5), grid))
+            deviation = math.hypot(shift * site.deviation, chain.nugget**0.5)
+            with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays, and is refused when used
+                emissions.append(round_lognormal(log_means, deviation, grid))
         # Where W hardly varies most of the grid is never met.
-        met = np.max([table.max(axis=0) for table in emissions], axis=0) > NEVER
+        met = ~(np.max([table.max(axis=0) for table in emissions], axis=0) <= NEVER)
         self.grid = grid[met]
         *self.interior, self.left, self.right = (
             _Tables.of(site, table[:, met], chain.repeat) for site, table in zip(sites, emissions, strict=True)

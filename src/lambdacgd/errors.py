@@ -82,6 +82,20 @@ def counted(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}s"
 
 
+def rounded_up(value: float | str, digits: int = 4) -> str:
+    """So many digits, never less than the value: a bound must not be rounded down."""
+    if isinstance(value, str) or value == 0 or not math.isfinite(value):
+        return str(value)
+    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
+    return f"{math.ceil(value / unit) * unit:.{digits}g}"
+
+
+def at_least(value: float) -> str:
+    """A number of a claim, as people write it where six digits are enough; never less than it is."""
+    short = f"{value:g}"
+    return short if float(short) >= value else rounded_up(value, 6)
+
+
 def brief(text: object, length: int = 200) -> str:
     """``str(text)`` on one line, cut off where it is long, and such that every terminal shows it.
 

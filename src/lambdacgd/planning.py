@@ -18,7 +18,7 @@ import numpy as np
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
 from lambdacgd.choosing import Setting, choose
-from lambdacgd.errors import InvalidInput, brief, counted, integer, number, shown
+from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import (
     PREFIX_SUM,
@@ -200,7 +200,8 @@ class Plan:
         claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
             f"{self.mechanism}, {self.sampling.kind}:\n"
-            f"ε = {self.epsilon:g}, δ = {self.delta:g}, σ = {self.sigma:.5g}, RMSE {self.rmse:.4g} ({claim}),\n"
+            f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, σ = {self.sigma:.5g}, "
+            f"RMSE {self.rmse:.4g} ({claim}),\n"
             f"{counted(self.epochs, 'epoch')} × {counted(self.steps_per_epoch, 'step')} of about "
             f"{self.described_batch_size} of {self.examples} examples"
         )
@@ -223,7 +224,7 @@ class Plan:
         if certificate.kind != "bound":
             claim = f"{certificate.method}: an ESTIMATE, which claims nothing"
         rows = [
-            ("privacy", f"ε = {self.epsilon:g}, δ = {self.delta:g}, zero-out of one example"),
+            ("privacy", f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, zero-out of one example"),
             ("mechanism", str(self.mechanism)),
             ("sampling", self.sampling.kind),
             ("steps", f"{self.steps}: {counted(self.epochs, 'epoch')} of {self.steps_per_epoch}"),

@@ -10,15 +10,18 @@ import re
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, load_model
 from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
 from lambdacgd.accounting.gaussian import gaussian_delta
+from lambdacgd.errors import at_least, rounded_up
 from lambdacgd.noise import NoiseField
 from lambdacgd.training import TrainingError, export, privatize
-from lambdacgd.training.card import History, _rounded_up, card, replace_one
+from lambdacgd.training.card import History, card, replace_one
 from tests.training import oracle
 
 
@@ -199,8 +202,15 @@ def test_replacing_an_example():
     assert replace_one(p)[:2] == (2.0, pytest.approx((1 + math.e) * 1e-5))
     assert replace_one(dataclasses.replace(p, epsilon=1000.0))[:2] == (2000.0, 1.0)
     assert replace_one(oracle.plan(epsilon=math.inf))[:2] == (math.inf, 1.0)
-    assert _rounded_up(3.14151) == "3.142"
-    assert float(_rounded_up(2.0001)) >= 2.0001
+    assert rounded_up(3.14151) == "3.142"
+    assert float(rounded_up(2.0001)) >= 2.0001
+
+
+@given(st.floats(1e-12, 1e6))
+def test_no_claim_is_printed_smaller_than_it_is(value):
+    assert value <= float(at_least(value)) <= value * (1 + 1.1e-5)
+    assert at_least(2.0) == "2"
+    assert at_least(2.9574006) == "2.95741"
 
 
 def test_refusals(tmp_path):

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from lambdacgd.cli.options import flag, place_for, plan_flags, with_flags
-from lambdacgd.errors import InvalidInput
+from lambdacgd.errors import InvalidInput, at_least
 from lambdacgd.version import __version__
 
 
@@ -167,7 +167,7 @@ def epsilon(
         print(json.dumps({"epsilon": answer, "delta": delta}))
         return
     drawn = "Poisson sampling" if loaded is None else loaded.sampling.kind
-    print(f"ε = {answer:.6g} at δ = {delta:g} ({drawn}; zero-out of one example)")
+    print(f"ε = {at_least(answer)} at δ = {delta:g} ({drawn}; zero-out of one example)")
 
 
 def check(
@@ -266,7 +266,7 @@ def verify(
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)
     sure = "certain" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
-    told = f"certified anew: ε = {claim.epsilon:g} at δ = {claim.delta:g} ({claim.method}, {sure})"
+    told = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method}, {sure})"
     print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
 
 

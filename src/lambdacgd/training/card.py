@@ -18,7 +18,7 @@ from lambdacgd.accounting import Certificate, accountant_for
 from lambdacgd.accounting.certificate import DELTA_SHARE, set_aside
 from lambdacgd.accounting.floating_point import FloatingPointCost
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.errors import CheckpointError, InvalidInput, brief
+from lambdacgd.errors import CheckpointError, InvalidInput, at_least, brief, rounded_up
 from lambdacgd.files import read_json, write_new
 from lambdacgd.planning import Plan, html_table
 from lambdacgd.sampling import BallsInBins
@@ -85,7 +85,8 @@ class Spent:
         what = "" if self.certificate.kind == "bound" else " (a point estimate, not a claim)"
         if self.key_for_tests:
             what = " (not a claim: the key is one for tests)"
-        return f"(ε = {self.epsilon:g}, δ = {self.delta:g}){what}, {self.steps_taken} of {self.steps} steps taken"
+        claim = f"(ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)})"
+        return f"{claim}{what}, {self.steps_taken} of {self.steps} steps taken"
 
 
 def epsilon_after_epochs(plan: Plan) -> tuple[float, ...]:
@@ -324,7 +325,7 @@ def _claim(plan: Plan, history: History) -> str:
         return "none: the noise was a point estimate, not certified"
     if any(not math.isfinite(epsilon) for epsilon, _ in history.runs):
         return "none: an earlier run on these weights claimed nothing (ε = inf, an estimate, or not private at all)"
-    own = f"({_at_least(plan.epsilon)}, {_at_least(plan.delta)})-differentially private"
+    own = f"({at_least(plan.epsilon)}, {at_least(plan.delta)})-differentially private"
     if plan.certificate.confidence < 1:
         own += f", with confidence {plan.certificate.confidence} in the certificate"
     if history.changed:
@@ -333,26 +334,12 @@ def _claim(plan: Plan, history: History) -> str:
         return own
     epsilon, delta = (sum(parts) for parts in zip(*history.runs, (plan.epsilon, plan.delta), strict=True))
     before = _counted(history.runs)
-    together = f"({_at_least(epsilon)}, {_at_least(delta)})-differentially private together with {before}"
+    together = f"({at_least(epsilon)}, {at_least(delta)})-differentially private together with {before}"
     return f"{together} on these weights; the last: {own}"
 
 
 def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _rounded_up(value: float | str, digits: int = 4) -> str:
-    """So many digits, never less than the value: a bound must not be rounded down."""
-    if isinstance(value, str) or value == 0:
-        return str(value)
-    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
-    return f"{math.ceil(value / unit) * unit:.{digits}g}"
-
-
-def _at_least(value: float) -> str:
-    """A number of a claim, as people write it where six digits are enough."""
-    short = f"{value:g}"
-    return short if float(short) >= value else _rounded_up(value, 6)
 
 
 def write_card(facts: dict[str, Any], folder: Path) -> None:
@@ -374,7 +361,7 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("ε, δ", f"{facts['epsilon']}, {facts['delta']}"),
         ("Before this run", facts["history"]),
         ("Adjacency", facts["adjacency"]),
-        ("Replace-one", f"ε ≤ {_rounded_up(other['epsilon'])}, δ ≤ {_rounded_up(other['delta'])} ({other['reading']})"),
+        ("Replace-one", f"ε ≤ {rounded_up(other['epsilon'])}, δ ≤ {rounded_up(other['delta'])} ({other['reading']})"),
         ("Mechanism", _described(mechanism)),
         ("Sampling", _described(sampling)),
         ("Correlated noise", facts["correlation"]),
@@ -399,7 +386,7 @@ def _floating_point(cost: dict[str, Any] | None) -> str:
     if cost is None:
         return "no claim"
     return (
-        f"covered by ε and δ: rounding and finitely many bits take at most 2 · {_rounded_up(cost['epsilon'])} of ε; "
+        f"covered by ε and δ: rounding and finitely many bits take at most 2 · {rounded_up(cost['epsilon'])} of ε; "
         f"sums with noise are released in multiples of 2^-{cost['fineness']} of the noise's deviation or more"
     )
 

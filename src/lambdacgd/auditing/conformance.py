@@ -8,16 +8,18 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy import linalg, stats
 
 from lambdacgd.auditing.bounds import Array, in_blocks, likelihood_ratios, strategy_matrix
 from lambdacgd.auditing.canaries import LINEAR, Recording
+from lambdacgd.clipping.bounds import room_below, sensitivity_tolerance
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
 
 LOWEST_WEIGHT = 0.99
-"""Automatic clipping, and the room that clipping leaves below ζ, weigh a little less than ζ."""
+"""Of what clipping leaves of ζ: automatic clipping weighs a little less."""
 LARGEST_LAG = 64
 """Correlations of the noise are tested between steps up to this far apart."""
 SHIFTS = (1, 2, 16, 256)
@@ -41,7 +43,8 @@ class Measured:
 
     Attributes:
         taking_part: X, true where a canary that is in takes part in a step.
-        residual: R = W − CX/σ, independent standard normals if the run does what the plan says.
+        weight: a, an example's mean contribution in units of ζ, between what training leaves of ζ and 1.
+        residual: R = W − aCX/σ, independent standard normals if the run does what the plan says.
         scores: The canaries' log likelihood ratios.
         drawn: How many examples each step trained on.
         times: For each epoch, how often each example was seen.
@@ -64,11 +67,19 @@ class Measured:
             self.bins[epoch, ids] = place
             self.taking_part[step, column[ids][column[ids] >= 0]] = True
         self.bins[self.times != 1] = -1
-        self.residual: Array = whitened - in_blocks(plan, matrix, self.taking_part.astype(np.float64)) / plan.sigma
+        signal = in_blocks(plan, matrix, self.taking_part.astype(np.float64)) / plan.sigma
+        fitted = float((whitened * signal).sum() / max(float((signal**2).sum()), 1e-300))
+        self.weight = min(max(fitted, _least_weight(plan)), 1.0)
+        self.residual: Array = whitened - self.weight * signal
         places = self.bins[0, recording.ids] if isinstance(plan.sampling, Cyclic) else None
         if isinstance(plan.sampling, Poisson):
             places = recording.ids % max(1, plan.sampling.groups)
         self.scores = likelihood_ratios(plan, whitened, places)
+
+
+def _least_weight(plan: Plan) -> float:
+    """What clipping leaves of ζ in large batches (float32 sums)."""
+    return 1 / room_below(sensitivity_tolerance(torch.float32), plan.batch_size)
 
 
 def _without_stand_in(plan: Plan, seen: Sequence[NDArray[np.int64]], step: int) -> NDArray[np.int64]:
@@ -156,19 +167,21 @@ def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
 def _weights(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
     shape, matrix = (plan.epochs, plan.steps_per_epoch), strategy_matrix(plan)
     lengths = np.tile((matrix**2).sum(0), plan.steps // len(matrix))  # ‖C[:, t]‖² for each step
-    on_time, late = np.zeros((2, 2, plan.epochs))  # for each epoch ⟨CX, R⟩ and ‖CX‖²
+    on_time, late = np.zeros((2, 2, plan.epochs))  # for each epoch ⟨CX, R⟩, on time as if a = 1, and ‖CX‖²
     for run in runs:
         scores = in_blocks(plan, matrix.T, run.residual)
         later = [np.concatenate([values[1:], np.zeros_like(values[:1])]) for values in (scores, lengths)]
         for sums, (products, sizes) in ((on_time, (scores, lengths)), (late, later)):
             sums[0] += (run.taking_part * products).sum(1).reshape(shape).sum(1)
             sums[1] += (run.taking_part.sum(1) * sizes).reshape(shape).sum(1)
+        on_time[0] -= (1 - run.weight) * (run.taking_part.sum(1) * lengths).reshape(shape).sum(1) / plan.sigma
     excess, size = on_time
     if not size.all():
         yield Check("weight in an epoch", 0.0, "in some epoch no canary took part")
         return
     above = stats.norm.sf(excess / np.sqrt(size))
-    below = stats.norm.cdf((excess + (1 - LOWEST_WEIGHT) * size / plan.sigma) / np.sqrt(size))
+    lowest = LOWEST_WEIGHT * _least_weight(plan)
+    below = stats.norm.cdf((excess + (1 - lowest) * size / plan.sigma) / np.sqrt(size))
     worst = int(np.argmin(np.minimum(above, below)))
     weight = f"{1 + plan.sigma * excess[worst] / size[worst]:.4f} ± {plan.sigma / math.sqrt(size[worst]):.4f}"
     measured = f"{weight} clipping norms at worst, in epoch {worst + 1}"

@@ -130,6 +130,16 @@ def sensitivity_tolerance(dtype: torch.dtype) -> float:
     return 2.0**-30 if dtype == torch.float64 else 2.0**-10
 
 
+def room_below(tolerance: float, batch_size: float) -> float:
+    """By what factor less than ζ is clipped to in training, so that a contribution with its rounding stays within ζ.
+
+    Args:
+        tolerance: Of the clipper; it covers sums of 4096 examples.
+        batch_size: How many examples a sum has, about: a contribution is rounded with the sum that it is added to.
+    """
+    return 1 + tolerance * max(1.0, batch_size / 4096)
+
+
 def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Constants on the device, copied there once."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # no copies from the host in a CUDA graph

@@ -246,10 +246,9 @@ class Clipper:
         """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given.
 
         Args:
-            batch_size: How many examples a sum has, about. A contribution is rounded with the sum that it is added to,
-                so beyond 4096 examples it needs room in proportion.
+            batch_size: How many examples a sum has, about.
         """
-        self._settings.max_grad_norm /= 1 + self.sensitivity_tolerance * max(1.0, batch_size / 4096)
+        self._settings.max_grad_norm /= bounds.room_below(self.sensitivity_tolerance, batch_size)
 
     def weigh(self, weights: Tensor | None) -> None:
         """Give every example of the next backward pass a weight; one of weight zero contributes exactly zero.

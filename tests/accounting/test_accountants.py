@@ -137,7 +137,7 @@ def test_a_sampled_epsilon() -> None:
     sigma = accountant_for(mechanism, sampling).sigma(2.0, 1e-5).sigma
     found = accountant_for(mechanism, sampling).epsilon(sigma, 1e-5)
     assert found.epsilon == pytest.approx(2.0, rel=0.03)
-    assert found.method in ("monte-carlo", "transfer-matrix")  # whichever certifies less
+    assert found.method == "transfer-matrix"  # which certifies less here than sampling does
 
 
 @pytest.mark.parametrize("sampling", [cyclic(5, 2), fresh(1, 2)], ids=str)

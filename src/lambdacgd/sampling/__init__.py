@@ -1,6 +1,5 @@
 """Who takes part when: Balls-in-Bins, Poisson and cyclic sampling as pure functions of a secret key. No torch."""
 
-from lambdacgd.sampling.parquet import BinSortedParquet
 from lambdacgd.sampling.samplings import (
     BINS,
     DEFAULT_RUN,
@@ -18,7 +17,6 @@ __all__ = [
     "DEFAULT_RUN",
     "SAMPLINGS",
     "BallsInBins",
-    "BinSortedParquet",
     "Bins",
     "Cyclic",
     "Poisson",

@@ -13,13 +13,5 @@ from lambdacgd.sampling.samplings import (
 )
 
 __all__ = [
-    "BINS",
-    "DEFAULT_RUN",
-    "SAMPLINGS",
-    "BallsInBins",
-    "Bins",
-    "Cyclic",
-    "Poisson",
-    "Sampling",
-    "sampling_from_dict",
-]
+    "BINS", "DEFAULT_RUN", "SAMPLINGS", "BallsInBins", "Bins", "Cyclic", "Poisson", "Sampling", "sampling_from_dict",
+]  # fmt: skip

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import binom, chi2
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.keys import SecretKey, prf64
+from lambdacgd.keys import SecretKey, prf64, prf64_range
 from lambdacgd.mechanisms import BSR, Horizon, LambdaCGD
 from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
 from lambdacgd.sampling.samplings import _fallen, _sorted_by, _survival

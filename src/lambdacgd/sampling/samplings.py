@@ -461,7 +461,7 @@ class Cyclic(Sampling):
             )
 
     def bind(self, *, examples: int, steps_per_epoch: int, epochs: int, batch_size: int | None = None) -> Self:
-        """Bind the sampling; see ``Sampling.bind``. Without a ``batch_size`` it is the sampling's own, or else ⌊N/b⌋."""
+        """Bind the sampling; see ``Sampling.bind``. Not given, B is the sampling's own or else ⌊N/b⌋."""
         size = batch_size or self.batch_size or examples // steps_per_epoch
         return self._bound_to(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=size)
 

@@ -143,8 +143,7 @@ def choose_lambda(
         horizon: b steps an epoch, k epochs.
         objective: ``rmse`` and ``maxse`` ignore amplification and need neither ε nor δ. ``amplified-rmse`` minimises
             (1/√n)‖AC⁻¹‖_F·σ(λ) under Balls-in-Bins, σ by a closed form with fresh bins, whose minimum lies within 0.1%
-            of the accountant's, and else by the exact accountant (quickly, to about 0.5%; by sampling only where it
-            refuses). ``guideline`` takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0.
+            of the accountant's, and else by the exact accountant (quickly, to about 0.5%). ``guideline`` takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0.
         epsilon: ε, for the amplified objectives.
         delta: δ, likewise.
         normalized: whether the columns of C are scaled to norm 1.
@@ -250,7 +249,6 @@ def _best_lambda(normalized: bool, objective: Objective, setting: Setting) -> Ch
 
 
 def _best_gamma(bands: int, objective: Objective, setting: Setting) -> Choice:
-    """More than two bands have no exact accountant: their σ is sampled, with the same random numbers for every γ."""
     return _best(lambda x: GammaBIFR(bands, x), {"mechanism": GammaBIFR.name, "bands": bands}, objective, setting)
 
 
@@ -286,19 +284,17 @@ def _amplified_candidates(
     closed = search.closed_form(make(0.5)) is not None
 
     def error(x: float) -> float:
-        value = search.closed_form(make(x)) if closed else search.rmse(make(x))
-        assert value is not None
-        return value
+        return search.guess(make(x))
 
     smallest = _minimise(error, top, 1e-3 if closed else 0.05)
     chosen = plain | {"amplified-rmse": smallest, "guideline": shrink(smallest)}
     # The closed form is right up to a factor that changes slowly with λ: one accountant's σ sets it for all.
-    factor = search.rmse(make(smallest)) / error(smallest) if closed else 1.0
+    factor = search.rmse(make(smallest)) / error(smallest)
     candidates = []
     for name, x in chosen.items():
         mechanism = make(x)
         mean, largest = search.setting.norms(mechanism)
-        sigma = factor * error(x) / mean if closed else search.sigma(mechanism, effort=2)
+        sigma = factor * error(x) / mean
         candidates.append(Candidate(name, x, sigma, mean * sigma, largest * sigma, amplified=True))
     return candidates
 
@@ -343,8 +339,6 @@ def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> 
 class AmplifiedError:
     """(1/√n)‖AC⁻¹‖_F·σ under Balls-in-Bins, smooth from mechanism to mechanism.
 
-    σ comes from the exact accountant where it answers, and from few, common random numbers elsewhere.
-
     Args:
         setting: with a finite ε.
         tick: called after each σ, for a progress bar.
@@ -352,40 +346,29 @@ class AmplifiedError:
 
     def __init__(self, setting: Setting, tick: Callable[[int], None] = lambda amount: None) -> None:
         self.setting, self._tick = setting, tick
-        self._computed: dict[tuple[Mechanism, int], float] = {}
-        self._points: list[tuple[float, float]] = []  # log of the sensitivity, log of σ over it
+        self._computed: dict[Mechanism, float] = {}
 
-    def rmse(self, mechanism: Mechanism) -> float:
-        return self.setting.norms(mechanism)[0] * self.sigma(mechanism)
+    def guess(self, mechanism: Mechanism) -> float:
+        """By a closed form, up to a factor that changes slowly from mechanism to mechanism, or else ``rmse``."""
+        value = self.closed_form(mechanism)
+        return self.rmse(mechanism) if value is None else value
 
     def closed_form(self, mechanism: Mechanism) -> float | None:
         """About ``rmse``, in milliseconds; None where there is no closed form."""
         guess = accountant_for(mechanism, self.setting.sampling).first_guess(*self.setting.budget)
         return None if guess is None else self.setting.norms(mechanism)[0] * guess
 
-    def sigma(self, mechanism: Mechanism, *, effort: int = 1) -> float:
-        """σ to about 0.5%; ``effort`` takes so many times the usual samples, where it samples."""
-        if (mechanism, effort) in self._computed:
-            return self._computed[mechanism, effort]
-        norm = self.setting.sensitivity(mechanism)
-        accountant = accountant_for(mechanism, self.setting.sampling)
-        sigma = accountant.quick_sigma(*self.setting.budget, start=self._start(norm), effort=effort)
-        self._computed[mechanism, effort] = sigma
-        self._points.append((math.log(norm), math.log(sigma / norm)))
-        self._tick(1)
-        return sigma
-
-    def _start(self, norm: float) -> float | None:
-        """σ over the sensitivity changes slowly: a line through the two nearest points is a good start."""
-        if not self._points:
-            return None
-        x = math.log(norm)
-        nearest = sorted(set(self._points), key=lambda point: abs(point[0] - x))[:2]
-        value = nearest[0][1]
-        if len(nearest) == 2 and abs(nearest[1][0] - nearest[0][0]) > 1e-3:
-            slope = (nearest[1][1] - nearest[0][1]) / (nearest[1][0] - nearest[0][0])
-            value += min(max(slope * (x - nearest[0][0]), -0.5), 0.5)
-        return norm * math.exp(value)
+    def rmse(self, mechanism: Mechanism) -> float:
+        """With σ from the accountant, to about 0.5%."""
+        if mechanism not in self._computed:
+            start = None
+            if self._computed:  # σ over the sensitivity changes slowly
+                last, sigma = next(reversed(self._computed.items()))
+                start = sigma * self.setting.sensitivity(mechanism) / self.setting.sensitivity(last)
+            accountant = accountant_for(mechanism, self.setting.sampling)
+            self._computed[mechanism] = accountant.quick_sigma(*self.setting.budget, start=start)
+            self._tick(1)
+        return self.setting.norms(mechanism)[0] * self._computed[mechanism]
 
 
 # Bands of BandMF under cyclic Poisson sampling
@@ -450,8 +433,7 @@ def _amplified_blt(normalized: bool, setting: Setting) -> BLT:
             search = AmplifiedError(setting, tick)
 
             def error(x: NDArray[np.float64]) -> float:
-                mechanism = made(*parameters(x))
-                return search.closed_form(mechanism) or search.rmse(mechanism)
+                return search.guess(made(*parameters(x)))
 
             simplex = [[3.0, 1.0], [3.5, 1.0], [3.0, 1.5]]
             options = {"initial_simplex": simplex, "xatol": 0.01, "fatol": 1e-3}
@@ -463,9 +445,9 @@ def _amplified_blt(normalized: bool, setting: Setting) -> BLT:
 def _amplified_coefficients(bands: int, setting: Setting) -> tuple[float, ...]:
     """Coefficients of BandInvMF that minimise (1/√n)‖AC⁻¹‖_F·σ with σ under Balls-in-Bins.
 
-    Those after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, which
-    Balls-in-Bins accounting needs. The search starts at the best of γ-BIFR, BISR and the optimum without
-    amplification, each also with its correlation reduced. σ is a quick estimate with common random numbers.
+    Those after the first are searched among negative ones, −e^θ: then C = 1/(1 − Σ|a_j|x^j) ≥ 0, for which
+    Balls-in-Bins accounting is tight. The search starts at the best of γ-BIFR, BISR and the optimum without
+    amplification, each also with its correlation reduced. σ is that of a closed form.
     """
     integer("bands", bands, minimum=2, maximum=min(MOST_BANDS, setting.sampling.block.steps))
 
@@ -485,7 +467,7 @@ def _optimise(bands: int, search: AmplifiedError) -> list[float]:
     def error(logs: NDArray[np.float64]) -> float:
         if np.exp(logs).sum() >= 1.0:  # C would grow without bound
             return 1e300
-        return search.rmse(BandInvMF(bands, coefficients=coefficients(logs)))
+        return search.guess(BandInvMF(bands, coefficients=coefficients(logs)))
 
     gamma = _best_gamma(bands, "amplified-rmse", search.setting).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]

@@ -69,7 +69,7 @@ class Plan:
         sigma: σ, the standard deviation of the noise relative to the clipping norm.
         rmse: (1/√n)‖AC⁻¹‖_F·σ, with A the workload's.
         maxse: ‖AC⁻¹‖_{2→∞}·σ.
-        certificate: why σ suffices, and how surely.
+        certificate: why σ suffices.
         selection: how automatic parameters were chosen; None if there were none.
         workload: what the errors are of, and automatic parameters were chosen for: plain SGD unless it was given. No
             privacy rests on it.
@@ -78,10 +78,9 @@ class Plan:
     Guarantee
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
-    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, as far as ``certificate`` says
-    (also as floating-point numbers, for which it sets a share of ε and δ aside):
-    surely where its confidence is 1, else with that probability over the accountant's own coin flips. A certificate
-    of kind "estimate" claims nothing. Choosing hyperparameters by looking at the data is not covered.
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, also
+    as floating-point numbers, for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the
+    data is not covered.
     """
 
     mechanism: Mechanism
@@ -196,12 +195,10 @@ class Plan:
         ε = 2, δ = 1e-05, σ = 6.8297, RMSE 7.466 (analytic),
         2 epochs × 20 steps of about 50 of 1000 examples
         """
-        certificate = self.certificate
-        claim = certificate.method if certificate.kind == "bound" else f"{certificate.method}, an ESTIMATE"
         return (
             f"{self.mechanism}, {self.sampling.kind}:\n"
             f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, σ = {self.sigma:.5g}, "
-            f"RMSE {self.rmse:.4g} ({claim}),\n"
+            f"RMSE {self.rmse:.4g} ({self.certificate.method}),\n"
             f"{counted(self.epochs, 'epoch')} × {counted(self.steps_per_epoch, 'step')} of about "
             f"{self.described_batch_size} of {self.examples} examples"
         )
@@ -218,11 +215,6 @@ class Plan:
 
     def rows(self) -> list[tuple[str, str]]:
         """What a person wants to know about the plan, as names and values: the lines of its table."""
-        certificate = self.certificate
-        sure = "certain" if certificate.confidence == 1 else f"fails with probability {1 - certificate.confidence:.2g}"
-        claim = f"{certificate.method}, {sure}"
-        if certificate.kind != "bound":
-            claim = f"{certificate.method}: an ESTIMATE, which claims nothing"
         rows = [
             ("privacy", f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, zero-out of one example"),
             ("mechanism", str(self.mechanism)),
@@ -231,7 +223,7 @@ class Plan:
             ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
             ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
             ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
-            ("certificate", claim),
+            ("certificate", self.certificate.method),
         ]
         if self.workload != PREFIX_SUM:
             rows.insert(-1, ("workload", str(self.workload)))
@@ -377,7 +369,6 @@ def plan(
     sampling: Sampling | None = None,
     workload: Workload = PREFIX_SUM,
     steps_per_epoch: int | None = None,
-    estimate: bool = False,
     progress: Callable[[Progress], None] | None = None,
 ) -> Plan:
     """Plan a private training run: choose the mechanism's parameters and the noise that makes it (ε, δ)-DP.
@@ -397,7 +388,6 @@ def plan(
         workload: what errors are measured on and automatic parameters are chosen for: plain SGD at a constant rate, or
             ``lc.Workload(schedule="linear")``, say. Optimised coefficients (BandMF, BandInvMF, BLT) remain plain SGD's.
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
-        estimate: take a quick point estimate of σ instead of a certified one. Such a plan claims nothing.
         progress: called before σ is certified, with about which σ and RMSE it will be and in about how many seconds.
             By default a terminal shows this, and counts the seconds down, where it takes two of them or longer. Answers
             from the disk cache, and those that take no time, come without.
@@ -421,8 +411,6 @@ def plan(
         raise InvalidInput("epsilon", "Give either epsilon or noise_multiplier: one follows from the other.")
     if epsilon is not None:
         epsilon = number("epsilon", epsilon, above=0, include=(math.inf,))
-    elif estimate:
-        raise InvalidInput("estimate", "With a noise_multiplier ε is always certified: leave estimate out.")
     else:
         noise_multiplier = number("noise_multiplier", noise_multiplier, above=0)
     delta = number("delta", delta, above=0, below=1)
@@ -452,7 +440,7 @@ def plan(
     with _announcing(expected, progress):
         if noise_multiplier is None:
             assert epsilon is not None
-            calibration = accountant.sigma(real, real_delta, estimate=estimate)
+            calibration = accountant.sigma(real, real_delta)
         else:
             calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
             epsilon = claimed_epsilon(calibration.certificate.epsilon)

@@ -124,7 +124,7 @@ def noise_multiplier(
     return accountant.sigma(*real_budget(epsilon, delta)).sigma
 
 
-def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant:
+def _accountant(plan: Plan | None, sampling_rate: float | None, steps: int | None) -> Accountant | PoissonSampled:
     if plan is not None:
         if not isinstance(plan, Plan):
             raise InvalidInput("plan", f"A plan is what lc.plan returns, and this is {type(plan).__name__}.")
@@ -149,7 +149,6 @@ def compare(
     steps_per_epoch: int | None = None,
     bands: int | None = None,
     buffers: int = 3,
-    certify: bool = False,
 ) -> list[Plan]:
     """Plan the same run with every mechanism, as ``lambdacgd compare`` does.
 
@@ -168,8 +167,6 @@ def compare(
         steps_per_epoch: b, if it is not to follow from ``batch_size``.
         bands: of the banded mechanisms; 4, or the steps of a shorter epoch, if not given.
         buffers: of BLT.
-        certify: certify every σ. Otherwise mechanisms without an exact accountant get a quick estimate, whose
-            certificate says ``kind="estimate"`` and claims nothing.
 
     Returns:
         One plan per mechanism, in the order of the table that the command prints. ``plan.rmse`` is what to compare.
@@ -181,7 +178,7 @@ def compare(
     if epsilon == math.inf:
         raise InvalidInput("epsilon", "Without noise all mechanisms are the same: compare at a finite ε.")
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch, "estimate": not certify}
+    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch}
     # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
     free = make_plan(**request, mechanism=Identity(), sampling=sampling, epsilon=math.inf)
     rows = _rows(sampling, bands=min(4, free.block.steps) if bands is None else bands, buffers=buffers)

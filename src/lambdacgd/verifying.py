@@ -10,8 +10,6 @@ from pathlib import Path
 
 from lambdacgd import cache
 from lambdacgd.accounting import Certificate, accountant_for
-from lambdacgd.accounting.monte_carlo.accountant import METHOD as SAMPLED
-from lambdacgd.accounting.monte_carlo.accountant import MonteCarlo
 from lambdacgd.errors import AccountingError, InvalidInput, brief, number, shown
 from lambdacgd.files import read_json
 from lambdacgd.mechanisms import Mechanism, mechanism_from_dict
@@ -20,7 +18,6 @@ from lambdacgd.sampling import Sampling, sampling_from_dict
 
 CARD = "privacy-card.json"
 ROUNDING = 1e-9  # relative, of δ: the same sums on another machine
-SAMPLING = 0.02  # relative, of σ: how far two certificates by Monte Carlo may lie apart, each with its random margin
 
 
 def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
@@ -39,9 +36,9 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
 
     Guarantee
     ---------
-    If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ:
-    surely where the confidence is 1, else with that probability (and to 2% in σ, by which two random certificates may
-    differ). It says nothing about whether the weights were trained that way.
+    If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ.
+    It says nothing about whether the weights were trained that way. A σ that an earlier release certified by sampling
+    may be a few percent smaller than what is certified now.
     """
     if isinstance(source, Plan):
         source.check()
@@ -118,13 +115,9 @@ def _certify(
             certificate = accountant.delta(sigma, epsilon)
             least = f"δ = {certificate.delta:.4g} is what its σ = {sigma:.6g} is certified for"
             holds = certificate.delta <= delta * (1 + ROUNDING)
-            # Other columns than the plan's may have answered, or other samples: ask again as a plan does.
-            if not holds and (certificate.confidence < 1 or "dominated_by" in certificate.details):
+            if not holds and "dominated_by" in certificate.details:  # other columns than the plan's may have answered
                 calibration = accountant.sigma(epsilon, delta)
-                if not (holds := calibration.sigma <= sigma * (1 + ROUNDING)) and SAMPLED in accountant.methods:
-                    calibration = MonteCarlo(mechanism, sampling.horizon).sigma(epsilon, delta)
-                    holds = calibration.sigma <= sigma * (1 + SAMPLING)
-                certificate = calibration.certificate
+                certificate, holds = calibration.certificate, calibration.sigma <= sigma * (1 + ROUNDING)
                 least = f"it needs σ = {calibration.sigma:.6g} and has {sigma:.6g}"
     except AccountingError as error:
         holds, least = False, str(error)

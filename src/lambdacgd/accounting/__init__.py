@@ -1,7 +1,7 @@
 """(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy, no torch."""
 
-from lambdacgd.accounting.accountants import accountant_for, adds_independent_noise, check_epsilon, methods
-from lambdacgd.accounting.certificate import Accountant, Calibration, Certificate
+from lambdacgd.accounting.accountants import Accountant, accountant_for, adds_independent_noise, check_epsilon, methods
+from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.errors import AccountingError
 
 __all__ = [

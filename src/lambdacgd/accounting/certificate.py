@@ -1,4 +1,4 @@
-"""What an accountant answers with, the protocol that all accountants follow, and what they share."""
+"""What accountants answer with, the protocol of what bounds δ, and what they share."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SMALLEST_EPSILON = 1e-3
 
 @dataclass(frozen=True)
 class Certificate:
-    """Why a noise multiplier suffices: which method says so, in which direction, and how surely.
+    """Why a noise multiplier suffices: which method says so, and in which direction.
 
-    ``confidence`` is the probability that the method's claim δ(ε) ≤ ``delta`` holds; it is 1 for deterministic methods.
-    ``kind`` tells a certificate ("bound") from a point estimate ("estimate"), which is not a privacy claim.
+    ``confidence`` and ``kind`` are those of plan files: every certificate made today is a "bound" of confidence 1. In
+    earlier releases some were sampled, with the chance of an error counted into δ, and an "estimate" claimed nothing.
     """
 
     method: str
@@ -62,7 +62,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class Bound:
-    """δ(ε) ≤ ``delta`` in both directions at noise multiplier ``sigma``, computed without sampling.
+    """δ(ε) ≤ ``delta`` in both directions at noise multiplier ``sigma``.
 
     ``budget`` says how much each inequality can have added to the larger direction. ``slope`` is about −d log δ/dε.
     """
@@ -124,17 +124,17 @@ def claimed_epsilon(real: float) -> float:
     return min(real / (1 - 2.0**-7), (real + 2.0**-10) / (1 - 2.0**-11))
 
 
-class Accountant(Protocol):
-    """Answers for one mechanism under one sampling. ``accountant_for`` returns one."""
+class Bounding(Protocol):
+    """Bounds δ for one mechanism under one sampling."""
 
-    def delta(self, sigma: float, epsilon: float) -> Certificate:
+    def delta(self, sigma: float, epsilon: float) -> Bound:
         """The smallest δ that is certified at noise multiplier σ and ε."""
 
-    def epsilon(self, sigma: float, delta: float) -> Certificate:
+    def epsilon(self, sigma: float, delta: float) -> Bound:
         """The smallest ε that is certified at noise multiplier σ and δ."""
 
-    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
-        """The smallest noise multiplier σ that is certified for (ε, δ); a point estimate if ``estimate`` allows it."""
+    def sigma(self, epsilon: float, delta: float) -> Bound:
+        """The smallest noise multiplier σ that is certified for (ε, δ)."""
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         """About that σ, to 0.5%, for comparing mechanisms. It claims nothing. ``start`` is a guess that saves time."""

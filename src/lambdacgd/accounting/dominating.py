@@ -26,18 +26,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize
-from scipy.signal import lfilter
+from scipy.signal import correlate, lfilter
 
 from lambdacgd.accounting.certificate import Array
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA, cost
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.monte_carlo.gram import LARGEST_DENSE, scaled_gram
 from lambdacgd.accounting.root import bisect
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
+from lambdacgd.mechanisms.error import participation_sum
 
+LARGEST_DENSE = 6000
+"""columns whose inner products are kept as a matrix"""
 MOST_STEPS = 100_000
 MOST_PAIRWISE = 10_000
 """steps up to which every pair of columns is looked at; beyond, C must be Toeplitz"""
@@ -45,6 +48,8 @@ SAFETY = 1 + 1e-9
 """for the rounding of sums of non-negative terms, and of powers of λ"""
 GRID = 64
 """points on the unit circle for each coefficient: the maximum of |r|² exceeds that on the grid by .12% at most"""
+MOST_WORK = 1e8
+"""real operations a frequency that columns over several epochs may take: a certified σ has some thousand frequencies"""
 _SAMPLED_ROWS = 64
 _FREQUENCIES = 48
 _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
@@ -116,12 +121,39 @@ def dominating(
     inner = _Inner(mechanism, steps)
     # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
-    goal = _Goal(inner, allowed / horizon.epochs if restarts else math.log1p(math.expm1(allowed) / horizon.epochs))
+    if restarts:
+        goal = _Goal(inner, allowed / horizon.epochs)
+    else:
+        goal = _Goal(inner, math.log1p(math.expm1(allowed) / horizon.epochs), folded=horizon)
     choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
     best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
-    return replace(best, loss=goal.loss(best.lam, best.columns))
+    columns = goal.affordable(best.lam, best.columns) or best.columns
+    return replace(best, columns=columns, loss=goal.loss(best.lam, columns))
+
+
+def first_guess(
+    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, restarts: bool = True
+) -> float:
+    """σ at which a Gaussian mechanism of the same E W² after all epochs would need (ε, δ), rows of G being sampled.
+
+    The arguments are those of ``dominating``.
+    """
+    b = horizon.steps_per_epoch
+    folded = Horizon(b, 1) if restarts else horizon
+    column = np.abs(np.asarray(mechanism.strategy(folded.steps), dtype=np.float64))
+    scales = mechanism.column_scales(folded.steps)
+    rows = _spread(b)
+    if scales is None:  # m_j is m_0 moved down by j
+        centre = participation_sum(column, folded)
+        ends = [centre[: folded.steps - i] for i in rows]
+        products = {int(i): correlate(end, end)[len(end) - 1 :][: b - i] for i, end in zip(rows, ends, strict=True)}
+    else:
+        matrix = scaled_gram(column, np.asarray(scales, dtype=np.float64), folded)
+        products = {int(i): matrix[i, i:] for i in rows}
+    allowed = gaussian_sigma(epsilon, delta) ** -2
+    return _at_budget(products, b, allowed / horizon.epochs if restarts else allowed) ** -0.5
 
 
 class _Inner:
@@ -158,28 +190,76 @@ class _Inner:
         return np.asarray(full * SAFETY)
 
 
-class _Goal:
-    """What is minimised: log E W² of one epoch at the σ where the mechanism itself meets ``budget``.
+def scaled_gram(column: Array, scales: Array, horizon: Horizon) -> Array:
+    """⟨m_i, m_j⟩ for C = T·D⁻¹, m_j being what bin j adds over all epochs, without an n×n matrix."""
+    n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
+    padded = np.concatenate([np.zeros(n), column])  # padded[n + i − s] = T[i, s]
+    gram = np.zeros((b, b))
+    weights = 1.0 / np.asarray(scales, dtype=np.float64)
+    block = max(1, 4_000_000 // b)
+    for top in range(0, n, block):
+        rows = np.arange(top, min(top + block, n))
+        centres = np.zeros((len(rows), b))
+        for epoch in range(k):
+            steps = epoch * b + np.arange(b)
+            centres += padded[n + rows[:, None] - steps[None, :]] * weights[steps]
+        gram += centres.T @ centres
+    return gram
 
-    Rows in the middle of equal parts of an epoch stand for all of them.
+
+def _spread(b: int) -> NDArray[np.int64]:
+    """Rows in the middle of equal parts of 0 … b−1, which stand for all."""
+    count = min(b, _SAMPLED_ROWS if b <= 2000 else _SAMPLED_ROWS // 4)
+    return np.unique(((np.arange(count) + 0.5) * b / count).astype(np.int64))
+
+
+def _log_moment(upper: dict[int, Array], steps: int, precision: float) -> float:
+    """log E W² at σ^−2 = ``precision`` from sampled rows (i, G_ii, G_i,i+1, …)."""
+    total = 0.0
+    for row in upper.values():
+        values = np.expm1(row * precision)
+        total += 2 * float(values.sum()) - float(values[0])
+    return math.log1p(total / len(upper) / steps)
+
+
+def _at_budget(upper: dict[int, Array], steps: int, budget: float) -> float:
+    """The precision σ^−2 at which log E W² is ``budget``."""
+    largest = max(float(row[0]) for row in upper.values())
+    low, high = 0.5 * math.log(largest / 600), 0.5 * math.log(largest / min(budget, 1.0)) + 1.0
+
+    def enough(log_sigma: float) -> bool:
+        return _log_moment(upper, steps, math.exp(-2 * log_sigma)) <= budget
+
+    return math.exp(-2 * bisect(enough, low, high, most=30))
+
+
+class _Goal:
+    """What is minimised: log E W² at the σ where the mechanism itself meets ``budget``, of columns that are affordable.
+
+    With fixed bins (``folded``) columns are summed up over epochs, and not all are affordable.
     """
 
-    def __init__(self, inner: _Inner, budget: float) -> None:
+    def __init__(self, inner: _Inner, budget: float, *, folded: Horizon | None = None) -> None:
         b = self.steps = inner.steps
-        count = min(b, _SAMPLED_ROWS if b <= 2000 else _SAMPLED_ROWS // 4)
-        self.rows = np.unique(((np.arange(count) + 0.5) * b / count).astype(np.int64))
+        rows = _spread(b)
         if b > MOST_PAIRWISE:
-            self.upper = {i: inner.by_distance[: b - i] for i in self.rows.tolist()}
+            self.upper = {int(i): inner.by_distance[: b - i] for i in rows}
         else:
-            wanted = set(self.rows.tolist())
+            wanted = set(rows.tolist())
             self.upper = {i: row for i, row in inner.from_last() if i in wanted}
-        largest = max(float(row[0]) for row in self.upper.values())
-        low, high = 0.5 * math.log(largest / 600), 0.5 * math.log(largest / min(budget, 1.0)) + 1.0
+        self.budget, self.precision = budget, _at_budget(self.upper, b, budget)
+        self.folded = folded
 
-        def enough(log_sigma: float) -> bool:
-            return self._log_moment(lambda i: self.upper[i], math.exp(-2 * log_sigma)) <= budget
-
-        self.budget, self.precision = budget, math.exp(-2 * bisect(enough, low, high, most=30))
+    def affordable(self, lam: float, columns: Columns) -> Columns | None:
+        """These columns or, where they take too long, those that do not feel the last step, or None."""
+        if self.folded is None or self.folded.epochs == 1 or lam == 0:
+            return columns
+        b, k = self.folded.steps_per_epoch, self.folded.epochs
+        sigma = math.sqrt(k / self.precision)
+        for tried in (columns, replace(columns, tail=0.0)):
+            if cost(tried.over(lam, b, k, sigma), 5.0) <= MOST_WORK:
+                return tried
+        return None
 
     def loss(self, lam: float, columns: Columns) -> float:
         """About how much more σ these columns need, relatively."""
@@ -193,26 +273,20 @@ class _Goal:
 
     def excess(self, lam: float, columns: Columns) -> float:
         """log E W² of these columns: the less the better."""
-        if (columns.chain + columns.nugget) * self.precision > 650:
+        taken = self.affordable(lam, columns)
+        if taken is None or (taken.chain + taken.nugget) * self.precision > 650:
             return math.inf
         if lam == 0:
-            return math.log1p(math.expm1((columns.chain + columns.nugget) * self.precision) / self.steps)
+            return math.log1p(math.expm1((taken.chain + taken.nugget) * self.precision) / self.steps)
         powers = lam ** np.arange(2 * self.steps + 1.0)
 
         def row(i: int) -> Array:
             left = self.steps - i
-            values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
-            values[0] += columns.nugget
+            values = taken.chain * (powers[:left] - taken.tail * powers[2 * left : left : -1])
+            values[0] += taken.nugget
             return np.asarray(values)
 
-        return self._log_moment(row, self.precision)
-
-    def _log_moment(self, row: Callable[[int], Array], precision: float) -> float:
-        total = 0.0
-        for i in self.rows.tolist():
-            values = np.expm1(row(i) * precision)
-            total += 2 * float(values.sum()) - float(values[0])
-        return math.log1p(total / len(self.rows) / self.steps)
+        return _log_moment({i: row(i) for i in self.upper}, self.steps, self.precision)
 
 
 def _independent(inner: _Inner) -> Dominating:

@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 from scipy.special import erfcx, log_ndtr, ndtr
 
-from lambdacgd.accounting.certificate import Calibration, Certificate
+from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import number
-from lambdacgd.mechanisms import Horizon, Mechanism, sensitivity
+from lambdacgd.mechanisms import Horizon, Mechanism, Sensitivity, sensitivity
 
 _ROOT_HALF = math.sqrt(0.5)
 _ROOT_HALF_PI = math.sqrt(math.pi / 2)
@@ -95,9 +95,17 @@ def _tail_difference(near: float, far: float, log_factor: float) -> float:
     return float(np.exp(upper) * -np.expm1(min(0.0, log_factor + log_ndtr(far) - upper)))
 
 
+METHOD = "analytic"
+
+
 @dataclass(frozen=True)
 class Unamplified:
     """Accountant of any mechanism whose examples take part in a fixed order: σ = sens(C)·σ_{ε,δ}.
+
+    Args:
+        mechanism: resolved, for the whole run or, if noise restarts, for one epoch.
+        horizon: b and k.
+        restart_every: b, if the noise restarts every epoch.
 
     Guarantee
     ---------
@@ -108,24 +116,25 @@ class Unamplified:
 
     mechanism: Mechanism
     horizon: Horizon
+    restart_every: int | None = None
 
-    @cached_property
-    def _sensitivity(self) -> tuple[float, dict[str, str]]:
-        known = sensitivity(self.mechanism, self.horizon)
-        return known.value, {"sensitivity_is": "exact" if known.exact else "upper bound", "because": known.because}
+    def delta(self, sigma: float, epsilon: float) -> Bound:
+        return self._bound(sigma, epsilon, gaussian_delta(epsilon, sigma / self._sensitivity.value))
 
-    def delta(self, sigma: float, epsilon: float) -> Certificate:
-        norm, details = self._sensitivity
-        return Certificate("analytic", "both", 1.0, epsilon, gaussian_delta(epsilon, sigma / norm), details=details)
+    def epsilon(self, sigma: float, delta: float) -> Bound:
+        return self._bound(sigma, gaussian_epsilon(sigma / self._sensitivity.value, delta), delta)
 
-    def epsilon(self, sigma: float, delta: float) -> Certificate:
-        norm, details = self._sensitivity
-        return Certificate("analytic", "both", 1.0, gaussian_epsilon(sigma / norm, delta), delta, details=details)
-
-    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
-        norm, details = self._sensitivity
-        sigma = norm * gaussian_sigma(epsilon, delta)
-        return Calibration(sigma, Certificate("analytic", "both", 1.0, epsilon, delta, details=details))
+    def sigma(self, epsilon: float, delta: float) -> Bound:
+        return self._bound(self.quick_sigma(epsilon, delta), epsilon, delta)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
-        return self.sigma(epsilon, delta).sigma
+        return self._sensitivity.value * gaussian_sigma(epsilon, delta)
+
+    @cached_property
+    def _sensitivity(self) -> Sensitivity:
+        return sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
+
+    def _bound(self, sigma: float, epsilon: float, delta: float) -> Bound:
+        known = self._sensitivity
+        said = {"sensitivity_is": "exact" if known.exact else "upper bound", "because": known.because}
+        return Bound(sigma, epsilon, delta, delta, METHOD, details=said)

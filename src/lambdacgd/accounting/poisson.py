@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from lambdacgd.accounting.certificate import Calibration, Certificate
+from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import Mechanism
 from lambdacgd.mechanisms.error import largest_column_norm
 from lambdacgd.sampling import Poisson
 
+METHOD = "pld"
 # What the FFTs of a composition can be off by: up to 5e-13 was seen (values that are 0 came out as −4e-14).
 ROUND_OFF = 2e-12
 
@@ -39,21 +40,21 @@ class PoissonSampled:
     norm: float = 1.0
     details: dict[str, Any] = field(default_factory=dict, compare=False)
 
-    def delta(self, sigma: float, epsilon: float) -> Certificate:
-        return self._certificate(epsilon, self._delta(sigma / self.norm, epsilon))
+    def delta(self, sigma: float, epsilon: float) -> Bound:
+        return self._bound(sigma, epsilon, self._delta(sigma / self.norm, epsilon))
 
-    def epsilon(self, sigma: float, delta: float) -> Certificate:
+    def epsilon(self, sigma: float, delta: float) -> Bound:
         _check_delta(delta)
         epsilon = 1.0
         for _ in range(2):  # the first answer says how finely to compute the second
             composed = _composed(sigma / self.norm, self.rate, self.steps, _interval(epsilon))
             epsilon = float(composed.get_epsilon_for_delta(delta - ROUND_OFF))
-        return self._certificate(epsilon, delta)
+        return self._bound(sigma, epsilon, delta)
 
-    def sigma(self, epsilon: float, delta: float, *, estimate: bool = False) -> Calibration:
+    def sigma(self, epsilon: float, delta: float) -> Bound:
         _check_delta(delta)
         sigma = smallest(lambda s: self._delta(s, epsilon), delta, rtol=2e-5, limits=(0.05, 1e7))
-        return Calibration(sigma * self.norm, self._certificate(epsilon, delta))
+        return self._bound(sigma * self.norm, epsilon, delta)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         return self.norm * smallest(lambda s: self._delta(s, epsilon, 10.0), delta, rtol=1e-3, limits=(0.05, 1e7))
@@ -63,8 +64,8 @@ class PoissonSampled:
         composed = _composed(sigma, self.rate, self.steps, coarser * _interval(epsilon))
         return max(float(composed.get_delta_for_epsilon(epsilon)), 0.0) + ROUND_OFF
 
-    def _certificate(self, epsilon: float, delta: float) -> Certificate:
-        return Certificate("pld", "both", 1.0, epsilon, delta, details=self.details)
+    def _bound(self, sigma: float, epsilon: float, delta: float) -> Bound:
+        return Bound(sigma, epsilon, delta, delta, METHOD, details=self.details)
 
 
 def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSampled:

@@ -84,13 +84,6 @@ def plan(
         typer.Option("--noise-multiplier", help="σ, instead of ε: which ε it gives is computed. λ must be given."),
     ] = None,
     steps_per_epoch: StepsPerEpoch = None,
-    estimate: Annotated[
-        bool,
-        flag("--estimate", help="A quick point estimate of σ instead of a certified one. Not a privacy claim."),
-    ] = False,
-    cross_check: Annotated[
-        bool, flag("--cross-check", help="Check the certified σ of λCGD against independent Monte Carlo.")
-    ] = False,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file: Plan.load reads it.")] = None,
     plot: Annotated[
@@ -105,9 +98,7 @@ def plan(
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
     with planner.caching(not no_cache):
-        planner.show_plan(
-            request | {"estimate": estimate} | described, as_json=as_json, out=out, plot=plot, cross_check=cross_check
-        )
+        planner.show_plan(request | described, as_json=as_json, out=out, plot=plot)
 
 
 def compare(
@@ -117,9 +108,6 @@ def compare(
     epsilon: Annotated[float, typer.Option("--epsilon", help="Privacy budget ε.")],
     delta: Delta,
     steps_per_epoch: StepsPerEpoch = None,
-    certify: Annotated[
-        bool, flag("--certify", help="Certify every σ, not only the exact ones; takes longer still.")
-    ] = False,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
     no_cache: NoCache = False,
@@ -129,7 +117,7 @@ def compare(
     from lambdacgd.cli import planner
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch, "certify": certify}
+    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch}
     with planner.caching(not no_cache):
         planner.show_comparison(request | described, as_json=as_json, plot=plot)
 
@@ -265,8 +253,7 @@ def verify(
 
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)
-    sure = "certain" if claim.confidence == 1 else f"fails with probability {1 - claim.confidence:.2g}"
-    told = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method}, {sure})"
+    told = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method})"
     print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
 
 

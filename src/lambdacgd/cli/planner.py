@@ -15,7 +15,6 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lambdacgd import cache
-from lambdacgd.accounting import accountant_for
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
@@ -34,25 +33,21 @@ def plots() -> ModuleType:
     return plots
 
 
-def show_plan(
-    request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None, cross_check: bool
-) -> None:
+def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None) -> None:
     """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
     if plot:  # before the work rather than after it
         plots().check_ending(plot)
     plan = make_plan(**plan_arguments(request))
-    accountant = accountant_for(plan.mechanism, plan.sampling)
-    check = accountant.cross_check(plan.sigma, plan.epsilon) if cross_check else None
     if out:
         plan.save(out)
     if plot:
         plots().plan_figure(plan, plot)
     if as_json:
-        print(json.dumps(plan.to_dict() | ({"cross_check": check} if check else {}), indent=2))
+        print(plan.to_json())
         return
     console = Console()
-    console.print(Panel(_plan_table(plan, check), title="Plan", expand=False))
+    console.print(Panel(_plan_table(plan), title="Plan", expand=False))
     for line in _remarks(plan):
         console.print(line)
     for name, path in (("plan", out), ("figure", plot)):
@@ -79,8 +74,6 @@ def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None
         "RMSE and MaxSE are of the sum of gradients, in units of the clipping norm.\n"
         "Stored: noise vectors of the model's size; 0 means that the noise is regenerated."
     )
-    if any(plan.certificate.kind == "estimate" for plan in plans):
-        console.print("[yellow]~ marks an estimate, not a privacy claim; --certify or plan give certified values.[/]")
     if plot:
         console.print(f"figure written to {plot}")
 
@@ -91,17 +84,10 @@ def _stored(plan: Plan) -> int:
     return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
 
 
-def _plan_table(plan: Plan, check: dict[str, Any] | None) -> Table:
+def _plan_table(plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2))
     for row in plan.rows():
         table.add_row(*row)
-    details = plan.certificate.details
-    if "estimate" in details:
-        error = details.get("estimate_standard_error", 0.0)
-        table.add_row("its estimate", f"σ ≈ {details['estimate']:.5g} ± {error:.2g}, which claims nothing")
-    if check:
-        told = f"Monte Carlo δ = {check['delta']:.4g} ± {check['standard_error']:.2g} at this σ"
-        table.add_row("cross-check", told)
     table.add_row("sensitivity", f"{plan.sensitivity:.6g}, of C")
     past = plan.mechanism.past_vectors(plan.block.steps)
     kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
@@ -113,11 +99,9 @@ def _remarks(plan: Plan) -> list[str]:
     lines = []
     if plan.epsilon == float("inf"):
         lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
-    if plan.certificate.kind == "estimate":
-        lines.append("[yellow]This σ is an estimate, not a privacy claim; leave out --estimate to certify it.[/]")
     if "transfer_matrix_refused" in plan.certificate.details:
         refusal = plan.certificate.details["transfer_matrix_refused"]
-        lines.append(f"[yellow]The exact accountant does not answer here, so this σ is sampled:[/] {escape(refusal)}")
+        lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
     if plan.delta * plan.examples > 1:
         lines.append(
             f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
@@ -141,8 +125,6 @@ def _remarks(plan: Plan) -> list[str]:
 _BRIEFLY = {
     "transfer-matrix": "exact",
     "transfer-matrix-composed": "exact",
-    "monte-carlo": "sampled",
-    "simulation-composed": "simulated",
 }
 
 
@@ -159,15 +141,14 @@ def _comparison_table(plans: list[Plan]) -> Table:
     table.add_column("certificate", overflow="ellipsis")
     best = min(plan.rmse for plan in plans)
     for plan in plans:
-        mark = "~" if plan.certificate.kind == "estimate" else ""
         apart = ""
         if plan.sampling.kind != usual.sampling.kind:
             apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
         table.add_row(
             str(plan.mechanism) + apart,
-            f"{mark}{plan.sigma:.4g}",
-            f"{mark}{plan.rmse:.4g}",
-            f"{mark}{plan.maxse:.4g}",
+            f"{plan.sigma:.4g}",
+            f"{plan.rmse:.4g}",
+            f"{plan.maxse:.4g}",
             str(_stored(plan)),
             _BRIEFLY.get(plan.certificate.method, plan.certificate.method),
             style="bold" if plan.rmse == best else "",

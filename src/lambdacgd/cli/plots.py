@@ -85,8 +85,7 @@ def _errors_over_lambda(plan: Plan, axes: Any) -> None:
         best = int(np.nanargmin(values))
         axes.plot(memories[best], values[best], "o", color=line.get_color())
     if here is not None:
-        mark = "" if plan.certificate.kind == "bound" else "~"
-        label = f"{mark}this plan, λ = {mechanism.resolved_lam:.4g}"  # type: ignore[attr-defined]
+        label = f"this plan, λ = {mechanism.resolved_lam:.4g}"  # type: ignore[attr-defined]
         axes.plot([here, here], [plan.rmse, plan.maxse], "k*", label=label)
     axes.set_xlabel("1 / (1 − λ)" + ("\n~: estimates, scaled to the plan's certified point" if amplified else ""))
     axes.set_ylabel("error, in clipping norms")
@@ -110,7 +109,7 @@ def _errors(plan: Plan, mechanism: LambdaCGD, amplified: bool) -> tuple[float, f
 
 
 def comparison_figure(plans: list[Plan], path: Path) -> None:
-    """Draw the RMSE of each plan as a bar: blue where no noise is stored, grey where it is; ~ marks an estimate.
+    """Draw the RMSE of each plan as a bar: blue where no noise is stored, grey where it is.
 
     Args:
         plans: what is compared.
@@ -123,9 +122,8 @@ def comparison_figure(plans: list[Plan], path: Path) -> None:
     axes = figure.subplots()
     axes.barh(labels, [plan.rmse for plan in ordered], color=colors)
     for row, plan in enumerate(ordered):
-        mark = "" if plan.certificate.kind == "bound" else "~"
-        axes.text(plan.rmse, row, f" {mark}{plan.rmse:.3g}", va="center")
-    axes.set_xlabel("RMSE in clipping norms\nblue: no noise stored; ~: an estimate, not certified")
+        axes.text(plan.rmse, row, f" {plan.rmse:.3g}", va="center")
+    axes.set_xlabel("RMSE in clipping norms\nblue: no noise stored")
     axes.set_title(f"ε = {plans[0].epsilon:g}, δ = {plans[0].delta:g}, n = {plans[0].steps}")
     axes.margins(x=0.12)
     _save(figure, path)

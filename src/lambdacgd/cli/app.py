@@ -67,7 +67,6 @@ Epochs = Annotated[int, typer.Option("--epochs", help="Epochs k.")]
 Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 1/N.")]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
 AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
-NoCache = Annotated[bool, flag("--no-cache", help="Compute everything anew, keep nothing on disk.")]
 COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
 
 
@@ -86,10 +85,6 @@ def plan(
     steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file: Plan.load reads it.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw RMSE and MaxSE over λ (and δ over ε) to this PNG, SVG or PDF.")
-    ] = None,
-    no_cache: NoCache = False,
     **described: Any,
 ) -> None:
     """How much noise a private training run needs, and how wrong it makes the model."""
@@ -97,8 +92,7 @@ def plan(
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
-    with planner.caching(not no_cache):
-        planner.show_plan(request | described, as_json=as_json, out=out, plot=plot)
+    planner.show_plan(request | described, as_json=as_json, out=out)
 
 
 def compare(
@@ -110,7 +104,6 @@ def compare(
     steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
-    no_cache: NoCache = False,
     **described: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
@@ -118,8 +111,7 @@ def compare(
 
     request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch}
-    with planner.caching(not no_cache):
-        planner.show_comparison(request | described, as_json=as_json, plot=plot)
+    planner.show_comparison(request | described, as_json=as_json, plot=plot)
 
 
 def epsilon(

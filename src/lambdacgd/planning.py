@@ -244,8 +244,8 @@ class Plan:
     def described_batch_size(self) -> str:
         """The average batch size in words, with what was asked for where that is another number."""
         drawn = f"{self.batch_size:.1f}".removesuffix(".0")
-        asked = self.requested_batch_size
-        return drawn if self.batch_size == asked else f"{drawn} ({asked} asked for)"
+        requested = self.requested_batch_size
+        return drawn if self.batch_size == requested else f"{drawn} ({requested} asked for)"
 
     def to_json(self) -> str:
         """The plan's file format as text; ``from_json`` reads it back."""
@@ -556,14 +556,14 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
     """
     if not mechanism.foreign:
         return
-    made = mechanism.recurrence(n)
-    if not isinstance(made, Recurrence):
+    recurrence = mechanism.recurrence(n)
+    if not isinstance(recurrence, Recurrence):
         raise InvalidInput(
             "mechanism",
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
-            f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
+            f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
         )
-    columns = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    columns = ((mechanism.strategy(n), recurrence.strategy(n)), (mechanism.noising(n), recurrence.noising(n)))
     if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
         raise InvalidInput(
             "mechanism",

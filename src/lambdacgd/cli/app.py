@@ -245,8 +245,8 @@ def verify(
 
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)
-    told = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method})"
-    print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
+    line = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method})"
+    print(json.dumps(claim.to_dict(), indent=2) if as_json else line)
 
 
 def demo(

@@ -257,18 +257,20 @@ class BallsInBins(Sampling):
             epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
         elif self.bins == "fresh":
             raise InvalidInput("epoch", f"Fresh bins are drawn every epoch: say which epoch, 1 to {self.epochs}.")
-        asked = np.asarray(ids)
-        if asked.size and (asked.dtype.kind not in "iu" or int(asked.min()) < 0 or int(asked.max()) >= self.examples):
+        numbers = np.asarray(ids)
+        if numbers.size and (
+            numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >= self.examples
+        ):
             raise InvalidInput(
-                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {asked.dtype}."
+                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {numbers.dtype}."
             )
-        if asked.size == 0:
-            return np.zeros(asked.shape, dtype=np.int64)
+        if numbers.size == 0:
+            return np.zeros(numbers.shape, dtype=np.int64)
         # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
         path: tuple[str | int, ...] = ("run", run, "bins")
         if self.bins == "fresh" and epoch is not None:
             path = (*path, epoch)
-        words = prf64(key.derive(*path), asked)
+        words = prf64(key.derive(*path), numbers)
         words %= np.uint64(self.steps_per_epoch)
         return words.astype(np.int64)
 

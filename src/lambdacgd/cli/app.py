@@ -39,11 +39,8 @@ def command(arguments: Sequence[str] = ()) -> Any:
     app.callback()(root)
     app.command()(with_flags(plan, flags))
     app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
-    app.command()(epsilon)
-    app.command()(check)
-    app.command()(audit)
-    app.command()(verify)
-    app.command()(demo)
+    for other in (epsilon, check, audit, verify, demo):
+        app.command()(other)
     return typer.main.get_command(app)
 
 
@@ -90,9 +87,9 @@ def plan(
     """How much noise a private training run needs, and how wrong it makes the model."""
     from lambdacgd.cli import planner
 
-    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
-    planner.show_plan(request | described, as_json=as_json, out=out)
+    planner.show_plan(request, as_json=as_json, out=out)
 
 
 def compare(
@@ -109,9 +106,9 @@ def compare(
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch}
-    planner.show_comparison(request | described, as_json=as_json, plot=plot)
+    planner.show_comparison(request, as_json=as_json, plot=plot)
 
 
 def epsilon(

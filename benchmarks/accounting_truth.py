@@ -23,11 +23,11 @@ import lambdacgd as lc
 from lambdacgd import cache
 from lambdacgd.accounting.accountants import accountant_for
 from lambdacgd.accounting.certificate import OneWay
-from lambdacgd.accounting.composed.simulation import Pool, Simulation
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.reference import gram, quadrature
 from reproduce.framework import measured_on
+from reproduce.sampled import Sampled
+from reproduce.simulated import Pool, Simulation
 
 RESULTS = Path(__file__).parent.parent / "results" / "accounting-truth.json"
 POOLS, MANY, LARGEST_GRAM = 4, 20, 1000
@@ -76,10 +76,9 @@ def truth(
             low, high = (low, middle) if passes else (middle, high)
         return math.exp(high), 0.0, "quadrature"
     if bins == "fixed":
-        drawn = MonteCarlo(mechanism, horizon).estimate_sigma(
-            epsilon, delta, relative_error=0.01, max_samples=max(4096, min(400_000, 60_000_000 // b))
-        )
-        return drawn.sigma, drawn.standard_error, "importance sampling"
+        most = max(4096, min(400_000, 60_000_000 // b))
+        drawn = Sampled(mechanism, horizon).sigma(epsilon, delta, relative_error=0.01, most=most)
+        return drawn.value, drawn.standard_error, "importance sampling"
     return (*simulated(mechanism, b, k, epsilon, delta, certified), "simulation")
 
 

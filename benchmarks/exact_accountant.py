@@ -46,13 +46,13 @@ def measure(lam: float, b: int, k: int, epsilon: float) -> dict[str, Any]:
 
 
 def monte_carlo(lam: float, b: int, k: int, epsilon: float) -> dict[str, Any]:
-    """Our own Monte Carlo on the same question: a point estimate of σ and its time."""
-    from lambdacgd.accounting.monte_carlo import MonteCarlo
+    """Our own importance sampling on the same question: a point estimate of σ and its time."""
     from lambdacgd.mechanisms import Horizon, LambdaCGD
+    from reproduce.sampled import Sampled
 
     started = time.perf_counter()
-    found = MonteCarlo(LambdaCGD(lam), Horizon(b, k)).estimate_sigma(epsilon, DELTA)
-    return {"sigma": found.sigma, "seconds": time.perf_counter() - started}
+    found = Sampled(LambdaCGD(lam), Horizon(b, k)).sigma(epsilon, DELTA)
+    return {"sigma": found.value, "seconds": time.perf_counter() - started}
 
 
 def figure(path: Path) -> None:

@@ -20,10 +20,10 @@ from typing import Any
 
 from lambdacgd import cache
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.composed.simulation import estimate_sigma
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, LambdaCGD
 from reproduce.framework import measured_on
+from reproduce.simulated import estimate_sigma
 
 DELTA = 1e-5
 LIMIT = 30.0

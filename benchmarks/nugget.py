@@ -24,15 +24,15 @@ from lambdacgd import cache
 from lambdacgd.accounting import accountant_for
 from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.composed.simulation import Pool, Simulation, estimate_sigma
 from lambdacgd.accounting.dominating import _Goal, _Inner, dominating, exact_columns
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate_add, evaluate_remove, loss_law
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.accounting.reference import dense_strategy, quadrature
 from reproduce.framework import measured_on
+from reproduce.sampled import Sampled
+from reproduce.simulated import Pool, Simulation, estimate_sigma
 
 WAYS: tuple[OneWay, OneWay] = ("remove", "add")
 OWN = lc.BandInvMF(3, coefficients=(1.0, -0.55, -0.25))
@@ -90,19 +90,17 @@ def buffers(delta: float = 1e-5) -> list[dict[str, Any]]:
 
 
 def fixed(delta: float = 1e-6) -> list[dict[str, Any]]:
-    """BLT with one buffer and fixed bins: Monte Carlo's certificate before, exact now."""
+    """BLT with one buffer and fixed bins, beside sampling."""
     mechanism, b, k, epsilon = lc.BLT(1, (0.9,), (0.3,)), 200, 6, 3.0
     sampling = lc.BallsInBins(examples=b, steps_per_epoch=b, epochs=k, bins="fixed")
-    old = MonteCarlo(mechanism, sampling.horizon).sigma(epsilon, delta, estimate=False).sigma
     began = time.process_time()
     new = accountant_for(mechanism, sampling).sigma(epsilon, delta).sigma
     spent = time.process_time() - began
-    drawn = MonteCarlo(mechanism, sampling.horizon).sigma(epsilon, delta, estimate=True)
-    error = float(drawn.certificate.details.get("sigma_standard_error", math.nan))
+    drawn = Sampled(mechanism, sampling.horizon).sigma(epsilon, delta)
     return [
         {"mechanism": str(mechanism), "bins": "fixed", "b": b, "k": k, "epsilon": epsilon, "delta": delta,
-         "before": old, "after": new, "estimate": drawn.sigma, "standard_error": error,
-         "ratio": new / drawn.sigma, "cpu_s": spent}
+         "after": new, "estimate": drawn.value, "standard_error": drawn.standard_error,
+         "ratio": new / drawn.value, "cpu_s": spent}
     ]  # fmt: skip
 
 

@@ -254,33 +254,30 @@ def child(task: dict[str, Any]) -> None:
 
 
 def ours(question: Question) -> dict[str, Any]:
-    """Our certificate on the same question: exact for λCGD, Monte Carlo for BISR; and the Monte Carlo estimate."""
+    """Our certificate on the same question, and the sampled estimate."""
     import torch
 
     from lambdacgd import cache
+    from lambdacgd.accounting import accountant_for
     from lambdacgd.accounting.exact import TransferMatrix
-    from lambdacgd.accounting.monte_carlo import MonteCarlo
     from lambdacgd.mechanisms import BISR, Horizon, LambdaCGD
+    from lambdacgd.sampling import BallsInBins
+    from reproduce.sampled import Sampled
 
     mechanism = LambdaCGD(question.lam) if question.lam is not None else BISR(question.bands or 0)
     row: dict[str, Any] = {}
     torch.set_num_threads(1)  # small matrices: on a busy machine a second thread only waits for the first
     with cache.disabled():
         TransferMatrix(0.9, 20, 2).sigma(2.0, 1e-3)  # warm-up: imports are not counted, ours no more than the peers'
-        sampled = MonteCarlo(mechanism, Horizon(question.b, question.k))
+        sampled = Sampled(mechanism, Horizon(question.b, question.k))
         started, cpu = time.perf_counter(), time.process_time()
-        estimate = sampled.estimate_sigma(question.epsilon, question.delta)
-        row |= {"estimate": estimate.sigma, "estimate_relative_error": estimate.standard_error / estimate.sigma}
+        estimate = sampled.sigma(question.epsilon, question.delta)
+        row |= {"estimate": estimate.value, "estimate_relative_error": estimate.standard_error / estimate.value}
         row |= {"estimate_seconds": time.perf_counter() - started, "estimate_cpu_seconds": time.process_time() - cpu}
         started, cpu = time.perf_counter(), time.process_time()
-        if question.lam is not None:
-            row["sigma"], _ = TransferMatrix(question.lam, question.b, question.k).sigma(
-                question.epsilon, question.delta
-            )
-            row["method"] = "transfer-matrix"
-        else:
-            row["sigma"] = sampled.certify(question.epsilon, question.delta).sigma
-            row["method"] = "Monte Carlo certificate"
+        bins = BallsInBins("fixed", examples=question.b, steps_per_epoch=question.b, epochs=question.k)
+        found = accountant_for(mechanism, bins).sigma(question.epsilon, question.delta)
+        row |= {"sigma": found.sigma, "method": found.certificate.method}
         row |= {"seconds": time.perf_counter() - started, "cpu_seconds": time.process_time() - cpu}
     return row
 

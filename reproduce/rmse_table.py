@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from lambdacgd.accounting import AccountingError, accountant_for
-from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism, error_norms
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson
 from reproduce.framework import Cell, Experiment, Row, Settings, panels, table
 from reproduce.paper import COLUMNS, DELTA, HORIZON, ROWS, Column, known_slip
+from reproduce.sampled import Sampled
 
 _EXAMPLES, _BATCH_SIZE = 50_000, 128
 _QUICK_ROWS = ("BandInvMF (p=2)", "BandInvMF (p=4)", "DP-λCGD (λ=0.9)", "BISR (p=4)", "BSR (p=4)", "DP-SGD")
@@ -64,9 +64,9 @@ def _sigma(mechanism: Mechanism, column: Column, relative_error: float) -> Row:
     elif isinstance(mechanism, LambdaCGD):
         sampling = BallsInBins("fixed", examples=_EXAMPLES, steps_per_epoch=b, epochs=k)  # the paper's
     else:
-        estimate = MonteCarlo(mechanism, HORIZON).estimate_sigma(column.epsilon, DELTA, relative_error=relative_error)
-        relative = estimate.standard_error / estimate.sigma
-        return {"sigma": estimate.sigma, "method": "monte-carlo estimate", "relative_standard_error": relative}
+        estimate = Sampled(mechanism, HORIZON).sigma(column.epsilon, DELTA, relative_error=relative_error)
+        relative = estimate.standard_error / estimate.value
+        return {"sigma": estimate.value, "method": "monte-carlo estimate", "relative_standard_error": relative}
     calibrated = accountant_for(mechanism, sampling).sigma(column.epsilon, DELTA)
     return {"sigma": calibrated.sigma, "method": calibrated.certificate.method, "relative_standard_error": 0.0}
 

@@ -1,5 +1,7 @@
 """Fresh bins simulated straight from C: losses of one epoch are sampled, then summed over all epochs.
 
+An estimate that claims nothing, and the tests' oracle.
+
 It shares no code with the certificates: neither Gram matrices nor discrete pairs. Losses of one epoch are drawn in all
 b coordinates, from P₁ and from P₁ with its centres moved further out (weighted back by exact densities), because
 rare large losses of one epoch matter. The pool is then convolved with itself, k times, which adds no noise of its own
@@ -17,7 +19,6 @@ from scipy.signal import fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.monte_carlo.gram import require_nonnegative
 from lambdacgd.accounting.root import Secant, find_root
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import Horizon, Mechanism
@@ -80,7 +81,8 @@ class Simulation:
         self.noising = np.asarray(mechanism.noising(steps), dtype=np.float64)
         scales = mechanism.column_scales(steps)
         self.divisors = np.ones(steps) if scales is None else np.asarray(scales, dtype=np.float64)
-        require_nonnegative(self.column)
+        if (self.column < 0).any():
+            raise AccountingError("the simulation is of C ≥ 0")
         # ‖C[:, j]‖² for j = 0 … b−1: column j is the first one, cut off at the end
         self.squares = np.cumsum(self.column**2)[::-1] / self.divisors**2
 

@@ -7,12 +7,12 @@ import pytest
 
 from lambdacgd import cache, choosing, plan
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.composed.simulation import estimate_sigma
-from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.choosing import SHRINKAGE, Choice, Setting, choose, choose_lambda, normalizing_pays, shrink
 from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms import BISR, BandInvMF, GammaBIFR, Horizon, LambdaCGD, Mechanism, error_norms, rmse
 from lambdacgd.sampling import BallsInBins
+from reproduce.sampled import Sampled
+from reproduce.simulated import estimate_sigma
 
 SMALL = Horizon(40, 4)
 
@@ -61,7 +61,7 @@ def test_the_amplified_minimiser_is_one(choice: Choice) -> None:
     """RMSE at the minimiser against a grid, by the accountant's own estimates: never more than 2% above the best."""
 
     def error(lam: float) -> float:
-        sigma = MonteCarlo(LambdaCGD(lam), SMALL).estimate_sigma(2.0, 1e-4, relative_error=0.05).sigma
+        sigma = Sampled(LambdaCGD(lam), SMALL).sigma(2.0, 1e-4, relative_error=0.05).value
         return error_norms(LambdaCGD(lam), SMALL.steps)[0] * sigma
 
     chosen = error(choice.value)
@@ -162,7 +162,7 @@ BANDED = Horizon(30, 3)
 
 
 def banded_error(mechanism: Mechanism) -> float:
-    sigma = MonteCarlo(mechanism, BANDED).estimate_sigma(1.0, 1e-4, relative_error=0.03).sigma
+    sigma = Sampled(mechanism, BANDED).sigma(1.0, 1e-4, relative_error=0.03).value
     return error_norms(mechanism, BANDED.steps)[0] * sigma
 
 

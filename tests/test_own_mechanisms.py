@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 import lambdacgd as lc
-from lambdacgd.accounting.monte_carlo import MonteCarlo
 from lambdacgd.mechanisms import error_norms
 from lambdacgd.mechanisms.base import BandedInverse
+from reproduce.sampled import gram_of
 
 SMALL = {"examples": 20, "batch_size": 5, "epochs": 2, "delta": 1e-3}
 SAMPLINGS = [{"sampling": sampling} for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh"), lc.Cyclic())]
@@ -65,7 +65,7 @@ def test_a_subclass_is_not_taken_for_its_parent():
         c = dense(mechanism, horizon.steps)
         centres = c[:, :4] + c[:, 4:]
         assert lc.sensitivity(mechanism, horizon).value == pytest.approx(np.linalg.norm(centres, axis=0).max())
-        gram = MonteCarlo(mechanism, horizon).gram
+        gram = gram_of(mechanism, horizon)
         assert float(gram.diagonal.max()) == pytest.approx(float((centres**2).sum(0).max()))
     errors = np.tril(np.ones((8, 8))) @ np.linalg.inv(dense(Further(0.5), 8))
     assert error_norms(Further(0.5), 8)[0] == pytest.approx(np.linalg.norm(errors) / np.sqrt(8))

@@ -12,11 +12,12 @@ import torch
 
 import lambdacgd as lc
 from lambdacgd import cache
-from lambdacgd.accounting import Calibration, Certificate, adds_independent_noise
+from lambdacgd.accounting import adds_independent_noise
 from lambdacgd.accounting.accountants import exact_numbers
 from lambdacgd.accounting.certificate import tell
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.mechanisms.base import BandedInverse
+from reproduce.sampled import Sampled
 
 PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
 
@@ -73,22 +74,6 @@ def test_fresh_bins_are_the_default_and_need_less_noise():
         assert lc.plan(**infinite, mechanism=mechanism).sampling.bins == "fresh"
 
 
-def test_a_point_estimate_is_given_to_those_who_ask_only(monkeypatch):
-    estimated = Calibration(1.0, Certificate("simulated", "both", 0.5, 2.0, 1e-5, "estimate"))
-    monkeypatch.setattr("lambdacgd.accounting.accountants._FreshBins._answer", lambda *_, **__: estimated)
-    small = {
-        "examples": 400,
-        "batch_size": 20,
-        "epochs": 2,
-        "epsilon": 2.0,
-        "delta": 1e-5,
-        "sampling": lc.BallsInBins(),
-    }
-    with pytest.raises(lc.InvalidInput, match="fresh bins': bisr has only a point estimate there"):
-        lc.plan(**small, mechanism=lc.BISR(3))
-    assert lc.plan(**small, mechanism=lc.BISR(3), estimate=True).certificate.kind == "estimate"
-
-
 def test_dp_sgd_under_balls_in_bins_is_lambda_zero():
     small = {
         "examples": 1000,
@@ -123,11 +108,9 @@ def test_other_mechanisms_are_certified_near_their_estimate(mechanism):
         "sampling": lc.BallsInBins("fixed"),
     }
     certified = lc.plan(**small, mechanism=mechanism)
-    quick = lc.plan(**small, mechanism=mechanism, estimate=True)
-    assert certified.certificate.kind == "bound"
-    assert certified.certificate.confidence >= 1 - 1e-7
-    assert quick.certificate.kind == "estimate"
-    assert quick.sigma * 0.995 < certified.sigma < quick.sigma * 1.04
+    drawn = Sampled(certified.mechanism, certified.horizon).sigma(*lc.planning.real_budget(4.0, 1e-4)).value
+    assert (certified.certificate.kind, certified.certificate.confidence) == ("bound", 1)
+    assert drawn * 0.995 < certified.sigma < drawn * 1.04
 
 
 def test_a_strategy_with_negative_entries_counts_by_their_sizes():
@@ -255,7 +238,7 @@ def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     assert less == pytest.approx(10 * plain, rel=1e-9)
     small = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-4}
     for sampling in (lc.BallsInBins("fixed"), lc.BallsInBins("fresh")):
-        scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), estimate=True, sampling=sampling)
+        scaled = lc.plan(**small, mechanism=_Scaled((0.5, -0.25)), sampling=sampling)
         exact = lc.plan(**small, mechanism=lc.LambdaCGD(0.5), sampling=sampling)
         assert scaled.sigma == pytest.approx(2 * exact.sigma, rel=0.02)
 
@@ -380,7 +363,6 @@ def test_lambda_may_be_chosen_by_what_needs_no_epsilon():
         ({"noise_multiplier": 1.0}, "automatic λ is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.GammaBIFR()}, "automatic γ is chosen for an ε"),
         ({"noise_multiplier": 1.0, "mechanism": lc.BandInvMF(amplified=True)}, "finite epsilon"),
-        ({"noise_multiplier": 1.0, "estimate": True}, "always certified"),
     ],
 )
 def test_noise_multipliers_refused(changes, match):

@@ -143,7 +143,8 @@ def choose_lambda(
         horizon: b steps an epoch, k epochs.
         objective: ``rmse`` and ``maxse`` ignore amplification and need neither ε nor δ. ``amplified-rmse`` minimises
             (1/√n)‖AC⁻¹‖_F·σ(λ) under Balls-in-Bins, σ by a closed form with fresh bins, whose minimum lies within 0.1%
-            of the accountant's, and else by the exact accountant (quickly, to about 0.5%). ``guideline`` takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0.
+            of the accountant's, and else by the exact accountant (quickly, to about 0.5%). ``guideline``
+            takes that minimiser and divides 1/(1−λ) by 3, down to λ = 0.
         epsilon: ε, for the amplified objectives.
         delta: δ, likewise.
         normalized: whether the columns of C are scaled to norm 1.

@@ -22,7 +22,7 @@ MECHANISMS = [lc.Identity(), lc.LambdaCGD(0.7), lc.LambdaCGD(0.7, normalized=Tru
 
 
 def small_plan(mechanism: lc.Mechanism, sampling: lc.Sampling) -> lc.Plan:
-    return lc.plan(60, 20, epochs=2, epsilon=2.0, delta=1e-3, mechanism=mechanism, sampling=sampling, estimate=True)
+    return lc.plan(60, 20, epochs=2, epsilon=2.0, delta=1e-3, mechanism=mechanism, sampling=sampling)
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)

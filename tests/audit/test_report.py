@@ -45,7 +45,7 @@ def without_attacks(monkeypatch: pytest.MonkeyPatch) -> None:
     ("mechanism", "sampling"), PLANS, ids=lambda value: value.kind if isinstance(value, lc.Sampling) else value.name
 )
 def test_every_kind_of_plan_passes(mechanism: lc.Mechanism, sampling: lc.Sampling) -> None:
-    plan = lc.plan(1003, 200, epochs=3, epsilon=2.0, delta=1e-2, mechanism=mechanism, sampling=sampling, estimate=True)
+    plan = lc.plan(1003, 200, epochs=3, epsilon=2.0, delta=1e-2, mechanism=mechanism, sampling=sampling)
     result = lc.audit(plan, runs=2, seed=0)
     assert result.passed, str(result)  # false alarms: 1e-4
 
@@ -64,7 +64,6 @@ def test_odd_shapes_pass(examples: int, batch_size: int, epochs: int) -> None:
             delta=1e-2,
             mechanism=mechanism,
             sampling=sampling,
-            estimate=True,
         )
         result = lc.audit(plan, runs=3, seed=0)
         assert result.passed, str(result)  # false alarms: 1e-4
@@ -133,7 +132,7 @@ def test_the_report_says_what_was_measured(tmp_path: Path) -> None:
     [
         ({"epsilon": float("inf")}, "no noise"),
         ({"examples": 20, "batch_size": 5}, "at least 33"),
-        ({"examples": 30_000, "batch_size": 2, "estimate": True, "sampling": lc.Cyclic()}, "at most 5000"),
+        ({"examples": 30_000, "batch_size": 2, "sampling": lc.Cyclic()}, "at most 5000"),
     ],
 )
 def test_what_cannot_be_audited_is_refused(changes: dict[str, Any], message: str) -> None:

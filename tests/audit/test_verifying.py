@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd import cache, cli
-from lambdacgd.accounting import accountants
 from lambdacgd.planning import _digest
 from lambdacgd.verifying import verify
 
@@ -66,20 +65,6 @@ def test_a_plan_that_was_asked_for_sigma_is_certified_again() -> None:
     settings = {"mechanism": lc.LambdaCGD(0.9), "sampling": lc.BallsInBins("fixed")}
     plan = lc.plan(400, 200, epochs=2, noise_multiplier=7.0, delta=1e-4, **settings)
     assert verify(plan).epsilon == plan.epsilon
-
-
-def test_a_certificate_by_monte_carlo_is_sampled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing_dominates(*_: Any, **__: Any) -> Any:
-        raise lc.AccountingError("nothing dominates it")
-
-    monkeypatch.setattr(accountants, "dominating", nothing_dominates)
-    settings = {"mechanism": lc.BISR(3), "sampling": lc.BallsInBins("fixed")}
-    plan = lc.plan(400, 100, epochs=2, epsilon=2.0, delta=1e-3, **settings)
-    assert 0 < 1 - verify(plan).confidence < 1e-6
-    share = 0.9
-    path = edited(tmp_path, plan, sigma=plan.sigma * share, rmse=plan.rmse * share, maxse=plan.maxse * share)
-    with pytest.raises(lc.InvalidInput, match="This plan is false"):
-        verify(path)
 
 
 @pytest.mark.parametrize(("bins", "examples"), [("fixed", 400), ("fresh", 60)])

@@ -110,7 +110,7 @@ def test_every_method_can_be_planned(name: str) -> None:
     asked = request | method.request(method.first(8.0))
     if isinstance(asked.get("bands"), int):
         asked["bands"] = min(asked["bands"], 4)
-    plan = lc.plan(**plan_arguments(asked), estimate=True)
+    plan = lc.plan(**plan_arguments(asked))
     assert plan.sigma > 0
 
 

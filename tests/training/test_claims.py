@@ -20,7 +20,8 @@ SMALL = {"examples": 60, "batch_size": 10, "epochs": 1, "epsilon": 8.0, "delta":
 
 
 def test_an_estimated_plan_is_said_to_claim_nothing():
-    plan = lc.plan(**SMALL, mechanism=lc.BISR(3), estimate=True)
+    plan = lc.plan(**SMALL, mechanism=lc.BISR(3), sampling=lc.Cyclic())
+    plan = dataclasses.replace(plan, certificate=dataclasses.replace(plan.certificate, kind="estimate"))
     model = torch.nn.Linear(2, 2)
     data = torch.utils.data.TensorDataset(torch.randn(60, 2), torch.zeros(60, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

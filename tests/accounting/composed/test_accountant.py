@@ -19,19 +19,17 @@ from lambdacgd.accounting.composed.accountant import (
     dominating_pair,
     one_epoch,
 )
-from lambdacgd.accounting.composed.simulation import simulate
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.reference import gram, quadrature
 from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
+from reproduce.simulated import simulate
 
 
-def fresh_bins(
-    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, estimate: bool = False
-) -> Calibration:
-    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta, estimate=estimate)
+def fresh_bins(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Calibration:
+    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta)
 
 
 def fresh(horizon: Horizon, bins: Bins = "fresh") -> BallsInBins:

@@ -9,10 +9,10 @@ import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
 from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
-from lambdacgd.accounting.composed.simulation import Simulation, estimate_sigma, simulate
 from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
+from reproduce.simulated import Simulation, estimate_sigma, simulate
 
 STEPS = 12
 BLOCK = Horizon(STEPS, 1)
@@ -21,10 +21,8 @@ MECHANISMS = [
 ]  # fmt: skip
 
 
-def fresh_bins(
-    mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float, estimate: bool = False
-) -> Calibration:
-    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta, estimate=estimate)
+def fresh_bins(mechanism: Mechanism, horizon: Horizon, *, epsilon: float, delta: float) -> Calibration:
+    return accountant_for(mechanism, fresh(horizon)).sigma(epsilon, delta)
 
 
 def fresh(horizon: Horizon, bins: Bins = "fresh") -> BallsInBins:
@@ -60,8 +58,8 @@ def test_the_certificate_lies_just_above_the_simulation_over_all_epochs() -> Non
     assert value - 5 * error <= 1e-4 <= value + 5 * error + 4e-6
 
 
-def test_plans_are_cross_checked() -> None:
-    found = accountant_for(LambdaCGD(0.5), fresh(Horizon(20, 4))).cross_check(2.0, 1.0)
+def test_delta_meets_the_simulation() -> None:
+    found = simulate(LambdaCGD(0.5), Horizon(20, 4), sigma=2.0, epsilon=1.0)
     bound = FreshBins(0.5, 20, 4).delta(2.0, 1.0).delta
     assert found["delta"] - 5 * found["standard_error"] <= bound <= 1.05 * found["delta"] + 5 * found["standard_error"]
 
@@ -78,11 +76,9 @@ def test_other_mechanisms_are_certified_above_what_they_need() -> None:
     horizon = Horizon(24, 4)
     mechanism = BISR(3).resolve(Horizon(24, 1))
     certified = fresh_bins(mechanism, horizon, epsilon=2.0, delta=1e-5)
-    estimated = fresh_bins(mechanism, horizon, epsilon=2.0, delta=1e-5, estimate=True)
+    estimated = estimate_sigma(mechanism, horizon, epsilon=2.0, delta=1e-5)
     assert (certified.certificate.method, certified.certificate.kind) == (METHOD, "bound")
-    assert estimated.certificate.kind == "estimate"
     assert 0.99 * estimated.sigma < certified.sigma < 1.04 * estimated.sigma
-    assert certified.certificate.details["estimate"] == estimated.sigma
 
 
 @pytest.mark.parametrize("mechanism", [LambdaCGD(0.5), BISR(3)], ids=lambda m: m.name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from types import FrameType
+from typing import Annotated, Any
 
 import typer
 
@@ -32,7 +35,34 @@ app = typer.Typer(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    return guarded(typer.main.get_command(app), argv, program="reproduce")
+    return terminable(typer.main.get_command(app), argv)
+
+
+def terminable(command: Callable[..., Any], argv: Sequence[str] | None) -> int:
+    """``guarded``, and SIGTERM ends the command as Ctrl-C does, so that worker processes end with it."""
+    ended_by: list[int] = []
+    with _terminable(ended_by):
+        code = guarded(command, argv, program="reproduce")
+    return 128 + ended_by[0] if ended_by else code  # typer has made 130 of the KeyboardInterrupt
+
+
+@contextlib.contextmanager
+def _terminable(ended_by: list[int]) -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt in this block, and its number is put into ``ended_by``."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        ended_by.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread: signals do not come here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _list(show: bool) -> None:

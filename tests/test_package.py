@@ -86,7 +86,7 @@ def test_planning_works_without(missing, plans, tmp_path):
 
 def test_without_matplotlib_a_plot_is_refused_in_a_sentence(tmp_path):
     code = "import sys; sys.modules['matplotlib'] = None\nfrom lambdacgd.cli import main\nsys.exit(main(sys.argv[1:]))"
-    asked = ["plan", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
+    asked = ["compare", "--examples", "100", "--batch-size", "20", "--epochs", "2", "--epsilon", "2", "--delta", "1e-3"]
     asked += ["--sampling", "cyclic", "--plot", str(tmp_path / "curves.png")]
     done = subprocess.run([sys.executable, "-c", code, *asked], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")

@@ -15,7 +15,6 @@ import tracemalloc
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -27,7 +26,6 @@ from lambdacgd.errors import CheckpointError, InvalidInput, KeyFileError, Ledger
 from lambdacgd.files import parse_json
 from lambdacgd.ledger import Ledger, _checksum
 from lambdacgd.planning import _digest
-from lambdacgd.sampling import BallsInBins, BinSortedParquet
 from lambdacgd.training import checkpoint
 from lambdacgd.training.card import History
 from tests import fuzzing
@@ -240,57 +238,6 @@ def test_noiser_states(tmp_path_factory, data):
         again.run.close()
 
 
-@pytest.fixture(scope="module")
-def parquet(tmp_path_factory):
-    pytest.importorskip("pyarrow")
-    import pyarrow
-    import pyarrow.parquet
-
-    sampling = BallsInBins("fixed", examples=40, steps_per_epoch=4, epochs=2)
-    key = oracle.key()
-    ids = np.arange(40)
-    bins = sampling.bin_of(key, ids)
-    order = np.argsort(bins, kind="stable")
-    path = tmp_path_factory.mktemp("parquet") / "sorted.parquet"
-    table = pyarrow.table({"id": ids[order], "bin": bins[order], "x": [float(i) for i in order]})
-    pyarrow.parquet.write_table(table, path, row_group_size=16)
-    return sampling, key, path.read_bytes()
-
-
-@fuzzed
-@given(data=st.data())
-def test_bin_sorted_parquet(parquet, tmp_path_factory, data):
-    sampling, key, good = parquet
-    path = tmp_path_factory.getbasetemp() / "fuzzed.parquet"
-    path.write_bytes(data.draw(fuzzing.files(good)))
-    with refused(InvalidInput):
-        read = BinSortedParquet(path, sampling)
-        read.verify(key)
-        for row in range(len(read)):
-            assert set(read[row]) <= {"id", "bin", "x"}
-
-
-@pytest.mark.parametrize("column", ["id", "bin"])
-@pytest.mark.parametrize(
-    "values",
-    [["a"] * 40, [None] * 40, [0.5] * 40, [[1]] * 40, [True] * 40, [2**63] * 40, [-1] * 40, [b"x"] * 40, [1e300] * 40],
-    ids=["text", "none", "half", "lists", "booleans", "huge", "negative", "bytes", "floats"],
-)
-def test_columns_of_other_kinds(parquet, tmp_path, column, values):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    sampling, key, good = parquet
-    (tmp_path / "good.parquet").write_bytes(good)
-    table = pq.read_table(tmp_path / "good.parquet")
-    kind = pa.uint64() if values[0] == 2**63 else None
-    table = table.set_column(table.schema.get_field_index(column), column, pa.array(values, type=kind))
-    pq.write_table(table, tmp_path / "odd.parquet")
-    with pytest.raises(InvalidInput) as error:
-        BinSortedParquet(tmp_path / "odd.parquet", sampling).verify(key)
-    assert re.search(r"\w+ \w+ \w+", str(error.value))
-
-
 SPARSE = 512 << 20
 
 
@@ -337,15 +284,3 @@ def test_a_file_does_not_decide_how_much_is_read(reader, released, tmp_path, mon
 def test_json_means_one_thing(text, told):
     with pytest.raises(ValueError, match=told):
         parse_json(text)
-
-
-def test_unsigned_bins_must_be_sorted_too(parquet, tmp_path):
-    """Differences of unsigned integers are never negative, so any order once passed for sorted."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    sampling, _, _ = parquet
-    table = pa.table({"id": range(40), "bin": pa.array([3, 0, 1, 2] * 10, type=pa.uint32())})
-    pq.write_table(table, tmp_path / "shuffled.parquet")
-    with pytest.raises(InvalidInput, match="not sorted"):
-        BinSortedParquet(tmp_path / "shuffled.parquet", sampling)

@@ -37,7 +37,7 @@ _enabled: ContextVar[bool] = ContextVar("cache_enabled", default=True)
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Compute everything anew inside this block (``--no-cache``)."""
+    """Compute everything anew inside this block (``LAMBDACGD_CACHE=off`` does so everywhere)."""
     token = _enabled.set(False)
     try:
         yield

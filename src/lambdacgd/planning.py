@@ -198,7 +198,7 @@ class Plan:
         return (
             f"{self.mechanism}, {self.sampling.kind}:\n"
             f"ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)}, σ = {self.sigma:.5g}, "
-            f"RMSE {self.rmse:.4g} ({self.certificate.method}),\n"
+            f"RMSE {self.rmse:.4g} ({self._certified_by}),\n"
             f"{counted(self.epochs, 'epoch')} × {counted(self.steps_per_epoch, 'step')} of about "
             f"{self.described_batch_size} of {self.examples} examples"
         )
@@ -223,7 +223,7 @@ class Plan:
             ("examples", f"{self.examples}, about {self.described_batch_size} a step"),
             ("noise", f"σ = {self.sigma:.6g}, relative to the clipping norm"),
             ("error", f"RMSE {self.rmse:.4g}, MaxSE {self.maxse:.4g} of the sum of gradients"),
-            ("certificate", self.certificate.method),
+            ("certificate", self._certified_by),
         ]
         if self.workload != PREFIX_SUM:
             rows.insert(-1, ("workload", str(self.workload)))
@@ -232,11 +232,20 @@ class Plan:
         return rows
 
     @property
+    def _certified_by(self) -> str:
+        """The method; and what plan files of earlier releases may say, which were sampled, or claimed nothing."""
+        certificate = self.certificate
+        if certificate.kind != "bound":
+            return f"{certificate.method}: an ESTIMATE, which claims nothing"
+        failing = f", fails with probability {1 - certificate.confidence:.2g}" * (certificate.confidence < 1)
+        return certificate.method + failing
+
+    @property
     def described_batch_size(self) -> str:
         """The average batch size in words, with what was asked for where that is another number."""
         drawn = f"{self.batch_size:.1f}".removesuffix(".0")
-        asked = self.requested_batch_size
-        return drawn if self.batch_size == asked else f"{drawn} ({asked} asked for)"
+        requested = self.requested_batch_size
+        return drawn if self.batch_size == requested else f"{drawn} ({requested} asked for)"
 
     def to_json(self) -> str:
         """The plan's file format as text; ``from_json`` reads it back."""
@@ -262,15 +271,13 @@ class Plan:
             OSError: the file cannot be read.
         """
         try:
-            text = read_bytes(path).decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise InvalidInput("plan", f"{path} is not a plan file: byte {error.start} is not UTF-8 text.") from None
+            content = read_bytes(path)
         except ValueError as error:
             raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
-        return cls.from_json(text)
+        return cls.from_json(content)
 
     @classmethod
-    def from_json(cls, text: str) -> Plan:
+    def from_json(cls, text: str | bytes) -> Plan:
         """Read a plan from ``to_json``'s text.
 
         Args:
@@ -288,13 +295,26 @@ class Plan:
             raise InvalidInput(
                 "plan", f"This is {shown(given)}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
             )
-        digest = data.pop("digest", None)
-        if digest != _digest(data):
+        if data.pop("digest", None) != _digest(data):
             raise InvalidInput(
                 "plan", "The plan file was changed after it was made: its digest differs. Make a new plan instead."
             )
+        first = data["format"] == FIRST_FORMAT
         try:
-            plan = cls._from_content(data)
+            plan = cls(
+                mechanism=mechanism_from_dict(data["mechanism"]),
+                sampling=sampling_from_dict(data["sampling"]),
+                epsilon=float(data["epsilon"]),
+                delta=data["delta"],
+                requested_batch_size=data["batch_size" if first else "requested_batch_size"],
+                **{name: data[name] for name in _RESULTS},
+                certificate=_certificate(data["certificate"]),
+                selection=data["choice" if first else "selection"],
+                workload=Workload(**data.get("workload", {})),
+                version=data["version"],
+            )
+            if not plan.mechanism.resolved:
+                raise ValueError(f"the parameters of {plan.mechanism.name} are missing")
         except InvalidInput:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -313,36 +333,13 @@ class Plan:
                 "plan",
                 f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
             )
-        for name in _DERIVED[:-1] if data["format"] == FIRST_FORMAT else _DERIVED:
+        for name in _DERIVED[:-1] if first else _DERIVED:
             if getattr(plan, name) != data.get(name):
                 raise InvalidInput(
                     name,
                     f"The plan file says {name} = {shown(data.get(name))}, and its sampling {getattr(plan, name)}.",
                 )
         return plan
-
-    @classmethod
-    def _from_content(cls, data: dict[str, Any]) -> Plan:
-        certificate = dict(data["certificate"])
-        certificate["epsilon"] = float(certificate["epsilon"])
-        if "kind" not in certificate:  # silence is not a claim
-            raise KeyError("kind")
-        mechanism = mechanism_from_dict(data["mechanism"])
-        if not mechanism.resolved:
-            raise ValueError(f"the parameters of {mechanism.name} are missing")
-        first = data["format"] == FIRST_FORMAT
-        return cls(
-            mechanism=mechanism,
-            sampling=sampling_from_dict(data["sampling"]),
-            epsilon=float(data["epsilon"]),
-            delta=data["delta"],
-            requested_batch_size=data["batch_size" if first else "requested_batch_size"],
-            **{name: data[name] for name in _RESULTS},
-            certificate=Certificate(**certificate),
-            selection=data["choice" if first else "selection"],
-            workload=Workload(**data.get("workload", {})),
-            version=data["version"],
-        )
 
 
 @dataclass(frozen=True)
@@ -424,7 +421,18 @@ def plan(
     if not isinstance(workload, Workload):
         raise InvalidInput("workload", workload, "it must be a Workload such as lc.Workload(schedule='linear')")
     sampling = BallsInBins("fresh") if sampling is None else sampling
-    bound = _bind(sampling, examples, batch_size, epochs=epochs, steps_per_epoch=steps_per_epoch)
+    _check_sampling(sampling)
+    epochs = integer("epochs", epochs)
+    steps_per_epoch = integer(
+        "steps_per_epoch",
+        examples // batch_size if steps_per_epoch is None else steps_per_epoch,
+        maximum=examples,
+        why=f" (the number of examples, {examples})",
+    )
+    if epochs * steps_per_epoch > MOST_STEPS:
+        why = f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned"
+        raise InvalidInput("epochs", epochs, why)
+    bound = sampling.bind(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
     if epsilon is not None:
         check_epsilon(bound, epsilon)
     real, real_delta = real_budget(math.inf if epsilon is None else epsilon, delta)
@@ -519,23 +527,6 @@ def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
     return epsilon - aside, delta * (1 - DELTA_SHARE)
 
 
-def _bind(sampling: Sampling, examples: int, batch_size: int, *, epochs: int, steps_per_epoch: int | None) -> Sampling:
-    _check_sampling(sampling)
-    epochs = integer("epochs", epochs)
-    if steps_per_epoch is None:
-        steps_per_epoch = examples // batch_size
-    steps_per_epoch = integer(
-        "steps_per_epoch", steps_per_epoch, maximum=examples, why=f" (the number of examples, {examples})"
-    )
-    if epochs * steps_per_epoch > MOST_STEPS:
-        raise InvalidInput(
-            "epochs",
-            epochs,
-            f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned",
-        )
-    return sampling.bind(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=batch_size)
-
-
 def _check_sampling(sampling: Any) -> None:
     """Refuse what is no sampling of this package: a class derived from one may draw other batches than it says."""
     if not isinstance(sampling, Sampling):
@@ -565,20 +556,25 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
     """
     if not mechanism.foreign:
         return
-    made = mechanism.recurrence(n)
-    if not isinstance(made, Recurrence):
+    recurrence = mechanism.recurrence(n)
+    if not isinstance(recurrence, Recurrence):
         raise InvalidInput(
             "mechanism",
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
-            f"(of lambdacgd.mechanisms), and it returned a {type(made).__name__}.",
+            f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
         )
-    columns = ((mechanism.strategy(n), made.strategy(n)), (mechanism.noising(n), made.noising(n)))
+    columns = ((mechanism.strategy(n), recurrence.strategy(n)), (mechanism.noising(n), recurrence.noising(n)))
     if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
         raise InvalidInput(
             "mechanism",
             f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "
             "override recurrence() alone, and column_scales() where columns are scaled.",
         )
+
+
+def _certificate(data: dict[str, Any]) -> Certificate:
+    """What a plan file holds. It must say of which kind it is: silence is not a claim."""
+    return Certificate(**data | {"kind": data["kind"], "epsilon": float(data["epsilon"])})
 
 
 def _plain(value: Any) -> Any:

@@ -42,16 +42,9 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     """
     if isinstance(source, Plan):
         source.check()
-        claim, details = (source.epsilon, source.delta), source.certificate.details
-        return _certify(
-            "plan",
-            source.mechanism,
-            source.sampling,
-            claim,
-            source.sigma,
-            bound=source.certificate.kind == "bound",
-            floating_point="floating_point" in details,
-        )
+        claim = (source.epsilon, source.delta) if source.certificate.kind == "bound" else None
+        covered = "floating_point" in source.certificate.details
+        return _certify("plan", source.mechanism, source.sampling, claim, source.sigma, floating_point=covered)
     path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
         data = read_json(path)
@@ -78,8 +71,8 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         raise InvalidInput("source", f"{path} is not a whole privacy card ({brief(error)}).") from None
     if sentence is not None:  # or it says that nothing is claimed
         _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
-    bound &= sentence is not None
-    return _certify("card", mechanism, sampling, runs[-1], sigma, bound=bound, floating_point=True)
+    claim = runs[-1] if bound and sentence is not None else None
+    return _certify("card", mechanism, sampling, claim, sigma, floating_point=True)
 
 
 def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[float, float]) -> None:
@@ -95,20 +88,17 @@ def _certify(
     source: str,
     mechanism: Mechanism,
     sampling: Sampling,
-    claim: tuple[float, float],
+    claim: tuple[float, float] | None,
     sigma: float,
     *,
-    bound: bool,
     floating_point: bool,
 ) -> Certificate:
     """``floating_point``: whether a share of the claim is for floating point, so that σ must do with the rest of it."""
-    epsilon, delta = claim
-    if not bound or not math.isfinite(epsilon):
+    if claim is None or not math.isfinite(claim[0]):
         raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
-    number("delta", delta, above=0, below=1)
+    number("delta", claim[1], above=0, below=1)
     number("sigma", sigma, above=0)
-    if floating_point:
-        epsilon, delta = real_budget(epsilon, delta)
+    epsilon, delta = real_budget(*claim) if floating_point else claim
     try:
         with cache.disabled():
             accountant = accountant_for(mechanism, sampling)

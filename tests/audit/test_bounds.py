@@ -9,9 +9,8 @@ import pytest
 from scipy import stats
 
 import lambdacgd as lc
-from lambdacgd.auditing import lower_bound, one_run_bound
+from lambdacgd.auditing import lower_bound
 from lambdacgd.auditing.bounds import (
-    _one_run_p_value,
     bound_of_counts,
     ideal_scores,
     in_blocks,
@@ -118,63 +117,3 @@ def test_ideal_canaries_come_near_the_claim_and_not_above(bins: str) -> None:
     plan = lc.plan(4000, 1000, epochs=3, epsilon=2.0, delta=1e-2, mechanism=lc.LambdaCGD(0.9), sampling=sampling)
     bound = lower_bound(*ideal_scores(plan, 400_000, np.random.default_rng(3)), delta=1e-2, confidence=0.999)
     assert 0.75 * plan.epsilon < bound.epsilon <= plan.epsilon
-
-
-# --- one training run ------------------------------------------------------------------------------------------------
-
-
-def test_the_p_value_is_that_of_the_paper() -> None:
-    """The main theorem for (ε, δ), written out as a loop."""
-    for m, guesses, right, epsilon, delta in (
-        (100, 50, 40, 0.7, 1e-3),
-        (200, 200, 120, 0.1, 1e-5),
-        (10, 3, 0, 1, 0.1),
-    ):
-        law = stats.binom(guesses, math.exp(epsilon) / (1 + math.exp(epsilon)))
-        mass = np.cumsum([law.pmf(right - i) for i in range(1, right + 1)])
-        worst = max((between / (i + 1) for i, between in enumerate(mass)), default=0.0)
-        expected = min(1.0, law.sf(right - 1) + 2 * m * delta * worst)
-        assert _one_run_p_value(m, guesses, right, epsilon, delta) == pytest.approx(expected, rel=1e-9)
-
-
-def test_one_run_bounds_hold_at_their_confidence() -> None:
-    rng, epsilon, m = np.random.default_rng(2), 1.0, 500
-    keep = math.exp(epsilon) / (1 + math.exp(epsilon))
-    above, bounds = 0, []
-    for _ in range(100):
-        present = rng.random(m) < 0.5
-        scores = np.where(rng.random(m) < keep, present, ~present).astype(float)
-        bounds.append(
-            one_run_bound(scores[present], scores[~present], delta=0.0, confidence=0.9, guesses=(100, 100)).epsilon
-        )
-        above += bounds[-1] > epsilon
-    assert above <= stats.binom.isf(1e-6, 100, 0.1)  # false alarms: 1e-6
-    assert np.mean(bounds) > 0.3
-
-
-def test_one_run_says_how_much_lower_it_must_be() -> None:
-    plan = lc.plan(4000, 1000, epochs=3, epsilon=2.0, delta=1e-5, mechanism=lc.LambdaCGD(0.9))
-    included, excluded = ideal_scores(plan, 2000, np.random.default_rng(0))
-    bound = one_run_bound(included, excluded, delta=plan.delta, plan=plan, seed=1)
-    assert 0 < bound.epsilon < bound.details["ceiling"]
-    assert 0 < bound.details["ideal"] < plan.epsilon == bound.details["claimed"]
-    perfect = one_run_bound(np.ones(50), np.zeros(50), delta=0.0)
-    assert perfect.epsilon == pytest.approx(perfect.details["ceiling"])
-
-
-def test_ties_and_the_order_of_the_lists_do_not_help() -> None:
-    assert one_run_bound(np.zeros(500), np.zeros(500), delta=1e-5).epsilon < 0.3
-
-
-@pytest.mark.parametrize(
-    "given", [{"included": [1.0], "excluded": [0.0]}, {"included": [math.nan] * 9, "excluded": [0.0] * 9}]
-)
-def test_scores_that_cannot_be_used_are_refused(given: dict[str, list[float]]) -> None:
-    with pytest.raises(lc.InvalidInput):
-        one_run_bound(given["included"], given["excluded"], delta=1e-5)
-
-
-def test_guesses_fixed_in_advance_must_fit() -> None:
-    with pytest.raises(lc.InvalidInput, match="guesses"):
-        one_run_bound([1.0] * 8, [0.0] * 8, delta=1e-5, guesses=(10, 10))
-    assert one_run_bound([1.0] * 8, [0.0] * 8, delta=0.0, guesses=(8, 8)).epsilon > 1

@@ -53,17 +53,6 @@ def cyclic_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
     return max(np.linalg.norm(sum(np.abs(C)[:, j + e * b] for e in range(k))) for j in range(b))
 
 
-def min_separation_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
-    """Supremum over all sets of at most k columns at least b apart, for C ≥ 0 (then signs and directions align)."""
-    n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
-    best = 0.0
-    for size in range(1, k + 1):
-        for columns in itertools.combinations(range(n), size):
-            if all(later - earlier >= b for earlier, later in itertools.pairwise(columns)):
-                best = max(best, float(np.linalg.norm(np.abs(C)[:, list(columns)].sum(axis=1))))
-    return best
-
-
 def once_an_epoch_sensitivity(C: np.ndarray, horizon: Horizon) -> float:
     """Supremum over one column of each epoch, anywhere in it: signs do not matter, as |C| shows."""
     b, k = horizon.steps_per_epoch, horizon.epochs

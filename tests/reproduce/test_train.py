@@ -18,11 +18,10 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import lambdacgd as lc
-from lambdacgd.cli import guarded
 from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.training import checkpoint
 from reproduce import session as sessions
-from reproduce.__main__ import main
+from reproduce.__main__ import main, terminable
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
@@ -228,7 +227,7 @@ def test_sigterm_ends_a_command_as_ctrl_c_does():
     before = signal.getsignal(signal.SIGTERM)
     app = typer.Typer(pretty_exceptions_enable=False)
     app.command()(lambda: signal.raise_signal(signal.SIGTERM))
-    assert guarded(typer.main.get_command(app), [], program="test") == 143
+    assert terminable(typer.main.get_command(app), []) == 143
     assert signal.getsignal(signal.SIGTERM) is before
 
 

@@ -354,6 +354,18 @@ def test_a_prepared_run_does_not_start_again_behind_weights_that_were_handed_bac
         steps(start(tmp_path, run_id=run_id), 1)
 
 
+def test_a_prepared_run_that_released_weights_does_not_start_over(tmp_path):
+    """Contract 4: the same run id means the same noise."""
+    first = start(tmp_path)
+    run_id = first.run.key.ledger().new_run()
+    first.run.key.ledger().record(run_id, 3, digest="weights", kind="checkpoint")
+    first.detach()
+    with pytest.raises(LedgerError, match="released weights after step 3"):
+        steps(start(tmp_path, run_id=run_id), 1)
+    with pytest.raises(lc.InvalidInput, match="A prepared run is in the ledger"):
+        start(tmp_path, run_id=run_id, key=lc.SecretKey.generate())
+
+
 def test_an_optimizers_state_loaded_by_hand_is_no_way_to_resume(tmp_path):
     private = start(tmp_path)
     steps(private, 2)

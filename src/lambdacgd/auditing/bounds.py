@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from scipy import linalg, stats
 from scipy.special import logsumexp
 
-from lambdacgd.errors import InvalidInput, number
+from lambdacgd.errors import number
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins, Poisson
 
@@ -158,103 +158,3 @@ def _threshold(hits: Array, misses: Array, delta: float) -> float:
     low = right - 2 * np.sqrt(right * (1 - right) / len(hits))
     high = wrong + 2 * np.sqrt(np.maximum(wrong, 1 / len(misses)) / len(misses)) + 2 / len(misses)
     return float(candidates[np.argmax(np.maximum(low - delta, 1e-12) / high)])
-
-
-# --- one training run of a model of one's own ------------------------------------------------------------------------
-
-
-def one_run_bound(
-    included: Array | list[float],
-    excluded: Array | list[float],
-    *,
-    delta: float,
-    confidence: float = 0.95,
-    guesses: tuple[int, int] | None = None,
-    plan: Plan | None = None,
-    seed: int | None = None,
-) -> LowerBound:
-    """Bound ε from below by one training run of any model, from scores of many canaries.
-
-    The method is that of Steinke, Nasr and Jagielski, *Privacy Auditing with One (1) Training Run* (NeurIPS 2023,
-    arXiv 2305.08846): of m canaries, each put into the training data by a fair coin of its own, an attacker guesses
-    "in" for the highest scores, "out" for the lowest, and abstains in between. Under (ε, δ)-DP the number of right
-    guesses is hardly larger than Binomial(r, e^ε/(1 + e^ε)), whatever the model does.
-
-    Args:
-        included: Scores of canaries that were trained on, such as minus their loss after training.
-        excluded: Scores of canaries that the coins left out.
-        delta: The δ of the claim.
-        confidence: Of the bound.
-        guesses: How many guesses "in" and "out", fixed before looking. By default 18 pairs are tried, each with an
-            18th of the error.
-        plan: If given, ``details["ideal"]`` is what an attacker would get on average who sees every gradient of an
-            exact run of this plan.
-        seed: Of that simulation.
-
-    Returns:
-        The bound. ``details["ceiling"]`` is the largest bound that so many canaries can give, all guesses right: a
-        claim above it cannot be refuted.
-
-    Raises:
-        InvalidInput: There are too few scores, or a number cannot be used.
-
-    Guarantee
-    ---------
-    If every canary was put in or left out by its own fair coin and training is (ε, δ)-DP for zero-out (or addition and
-    removal) of one example, the bound exceeds ε with probability at most 1 − ``confidence``. Canaries need not be
-    independent of each other.
-    """
-    inside, outside = np.asarray(included, dtype=np.float64), np.asarray(excluded, dtype=np.float64)
-    number("delta", delta, above=0, below=1, include=(0,))
-    number("confidence", confidence, above=0, below=1)
-    m = len(inside) + len(outside)
-    if inside.ndim != 1 or outside.ndim != 1 or m < 8 or not (np.isfinite(inside).all() and np.isfinite(outside).all()):
-        raise InvalidInput("included", f"Give finite scores of eight or more canaries, in two lists: there are {m}.")
-    sizes = [max(2, int(m * share)) for share in (0.5, 0.2, 0.08, 0.03, 0.01, 0.004)]
-    pairs = [pair for size in sizes for pair in ((size, 0), (size // 2, size - size // 2), (0, size))]
-    pairs = pairs if guesses is None else [guesses]
-    if any(min(pair) < 0 or not 0 < sum(pair) <= m for pair in pairs):
-        raise InvalidInput("guesses", guesses, f"it must be two numbers from 0, together at most {m} canaries")
-    error = (1 - confidence) / len(pairs)
-    best, (ups, downs) = _best_guesses(inside, outside, pairs, delta, error)
-    ceiling = max(_one_run_epsilon(m, sum(pair), sum(pair), delta, error) for pair in pairs)
-    details: dict[str, Any] = {"method": "Steinke, Nasr, Jagielski 2023", "guesses": [ups, downs], "ceiling": ceiling}
-    if plan is not None:
-        rng = np.random.default_rng(seed)
-        trials = [_best_guesses(*ideal_scores(plan, m, rng), pairs, delta, error)[0] for _ in range(3)]
-        details |= {"ideal": float(np.mean(trials)), "claimed": plan.epsilon}
-    return LowerBound(best, delta, confidence, m, details)
-
-
-def _best_guesses(
-    inside: Array, outside: Array, pairs: list[tuple[int, int]], delta: float, error: float
-) -> tuple[float, tuple[int, int]]:
-    m = len(inside) + len(outside)
-    # Ties are broken at random: the order of the two lists must not help.
-    order = np.lexsort([np.random.default_rng(m).random(m), np.concatenate([inside, outside])])
-    truth = order < len(inside)
-    right = [int(truth[m - ups :].sum()) + int((~truth[:downs]).sum()) for ups, downs in pairs]
-    bounds = [_one_run_epsilon(m, sum(pair), count, delta, error) for pair, count in zip(pairs, right, strict=True)]
-    return max(zip(bounds, pairs, strict=True))
-
-
-def _one_run_epsilon(m: int, guesses: int, right: int, delta: float, error: float) -> float:
-    """The largest ε that so many right guesses refute at this error; 0 if none."""
-    if _one_run_p_value(m, guesses, right, 0.0, delta) >= error:
-        return 0.0
-    low, high = 0.0, 64.0
-    for _ in range(40):
-        middle = (low + high) / 2
-        refuted = _one_run_p_value(m, guesses, right, middle, delta) < error
-        low, high = (middle, high) if refuted else (low, middle)
-    return low
-
-
-def _one_run_p_value(m: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """P(at least ``right`` of the guesses are right) under (ε, δ)-DP: β + 2mδ·max_i P(right > B ≥ right − i)/i."""
-    q = 1 / (1 + math.exp(-epsilon))
-    below = stats.binom.cdf(right - 1, guesses, q)
-    steps = np.arange(1, right + 1)
-    between = below - stats.binom.cdf(right - steps - 1, guesses, q)
-    worst = float((between / steps).max()) if right else 0.0
-    return min(1.0, float(stats.binom.sf(right - 1, guesses, q)) + 2 * m * delta * worst)

@@ -5,12 +5,9 @@ Bad input is one line and exit code 2.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from lambdacgd.errors import InvalidInput, LedgerError, TrainingError
@@ -30,21 +27,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program: str) -> int:
     """Call a command tree with arguments and return its exit code; bad input becomes one line on stderr.
 
-    SIGTERM ends a command as Ctrl-C does, so that worker processes end with it.
-
     Args:
         command: What ``typer.main.get_command`` returns.
         argv: The arguments; None means those of this process.
         program: How usage lines and complaints call the program.
     """
-    ended_by: list[int] = []
     try:
-        with _terminable(ended_by):
-            result = command(
-                args=list(sys.argv[1:] if argv is None else argv), prog_name=program, standalone_mode=False
-            )
-        if ended_by:  # typer has made 130 of the KeyboardInterrupt
-            return 128 + ended_by[0]
+        result = command(args=list(sys.argv[1:] if argv is None else argv), prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except InvalidInput as error:
         from lambdacgd.cli.options import flag_of
@@ -77,25 +66,6 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
         if not hasattr(error, "format_message"):
             raise
         return _complain(program, error.format_message(), code=getattr(error, "exit_code", 2))
-
-
-@contextlib.contextmanager
-def _terminable(ended_by: list[int]) -> Iterator[None]:
-    """SIGTERM raises KeyboardInterrupt in this block, and its number is put into ``ended_by``."""
-
-    def end(number: int, frame: FrameType | None) -> None:
-        ended_by.append(number)
-        raise KeyboardInterrupt
-
-    try:
-        before = signal.signal(signal.SIGTERM, end)
-    except ValueError:  # not the main thread: signals do not come here
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _complain(program: str, message: str, *, code: int = 2) -> int:

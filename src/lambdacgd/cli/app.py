@@ -39,11 +39,8 @@ def command(arguments: Sequence[str] = ()) -> Any:
     app.callback()(root)
     app.command()(with_flags(plan, flags))
     app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
-    app.command()(epsilon)
-    app.command()(check)
-    app.command()(audit)
-    app.command()(verify)
-    app.command()(demo)
+    for other in (epsilon, check, audit, verify, demo):
+        app.command()(other)
     return typer.main.get_command(app)
 
 
@@ -67,7 +64,6 @@ Epochs = Annotated[int, typer.Option("--epochs", help="Epochs k.")]
 Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 1/N.")]
 StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
 AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
-NoCache = Annotated[bool, flag("--no-cache", help="Compute everything anew, keep nothing on disk.")]
 COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
 
 
@@ -86,19 +82,14 @@ def plan(
     steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
     out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file: Plan.load reads it.")] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", help="Draw RMSE and MaxSE over λ (and δ over ε) to this PNG, SVG or PDF.")
-    ] = None,
-    no_cache: NoCache = False,
     **described: Any,
 ) -> None:
     """How much noise a private training run needs, and how wrong it makes the model."""
     from lambdacgd.cli import planner
 
-    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
-    with planner.caching(not no_cache):
-        planner.show_plan(request | described, as_json=as_json, out=out, plot=plot)
+    planner.show_plan(request, as_json=as_json, out=out)
 
 
 def compare(
@@ -110,16 +101,14 @@ def compare(
     steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
     plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
-    no_cache: NoCache = False,
     **described: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
+    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
     request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch}
-    with planner.caching(not no_cache):
-        planner.show_comparison(request | described, as_json=as_json, plot=plot)
+    planner.show_comparison(request, as_json=as_json, plot=plot)
 
 
 def epsilon(
@@ -253,8 +242,8 @@ def verify(
 
     with Console(stderr=True).status("certifying σ again …"):
         claim = verify(source)
-    told = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method})"
-    print(json.dumps(claim.to_dict(), indent=2) if as_json else told)
+    line = f"certified anew: ε = {at_least(claim.epsilon)} at δ = {at_least(claim.delta)} ({claim.method})"
+    print(json.dumps(claim.to_dict(), indent=2) if as_json else line)
 
 
 def demo(

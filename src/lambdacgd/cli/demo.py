@@ -7,9 +7,19 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from lambdacgd import digits
 from lambdacgd.errors import integer
 from lambdacgd.mechanisms import Identity, LambdaCGD, Mechanism
+from lambdacgd.planning import Plan
+from lambdacgd.planning import plan as make_plan
 from lambdacgd.sampling import BallsInBins, Poisson, Sampling
+from lambdacgd.training.privatize import privatize
 
 EPSILON, DELTA, EPOCHS, BATCH_SIZE = 2.0, 1e-4, 2, 8
 
@@ -35,63 +45,39 @@ METHODS = (
 def demo(seeds: int) -> None:
     """Train every method ``seeds`` times, with other weights, batches and noise, and print the test accuracies."""
     integer("seeds", seeds)
-    import torch
-    from rich.console import Console
-    from rich.table import Table
-
-    from lambdacgd import digits
-    from lambdacgd.planning import plan as make_plan
-
-    console, began = Console(), time.monotonic()
+    console, began = Console(highlight=False), time.monotonic()
     torch.set_num_threads(1)  # the model is so small that threads would only wait for each other
     train, test = digits.load()
+    run: dict[str, Any] = {"epochs": EPOCHS, "epsilon": EPSILON, "delta": DELTA}
     plans = []
     for method in METHODS:
         with console.status(f"calibrating the noise of {method.name}"):
-            plan = make_plan(
-                train,
-                BATCH_SIZE,
-                epochs=EPOCHS,
-                epsilon=EPSILON,
-                delta=DELTA,
-                mechanism=method.mechanism,
-                sampling=method.sampling,
-            )
+            plan = make_plan(train, BATCH_SIZE, **run, mechanism=method.mechanism, sampling=method.sampling)
         plans.append(plan)
-        console.print(
-            f"{method.name}: σ = {plan.sigma:.3f}, RMSE {plan.rmse:.2f} ({plan.certificate.method})",
-            highlight=False,
-        )
+        console.print(f"{method.name}: σ = {plan.sigma:.3f}, RMSE {plan.rmse:.2f} ({plan.certificate.method})")
     accuracies: list[list[float]] = [[] for _ in METHODS]
     table = Table(title=f"Test accuracy on {len(test)} digits, (ε = {EPSILON:g}, δ = {DELTA:g})", title_justify="left")
     for heading in ("seed", *(method.name for method in METHODS)):
         table.add_column(heading, justify="right")
     for seed in range(seeds):
-        for i, (method, plan) in enumerate(zip(METHODS, plans, strict=True)):
+        for method, plan, reached in zip(METHODS, plans, accuracies, strict=True):
             with console.status(f"seed {seed + 1} of {seeds}: {method.name}, {plan.steps} steps"):
-                accuracies[i].append(train_once(train, test, plan, method, seed))
-        table.add_row(str(seed + 1), *(f"{100 * values[-1]:.1f}%" for values in accuracies))
+                reached.append(train_once(train, test, plan, method, seed))
+        table.add_row(str(seed + 1), *(f"{100 * reached[-1]:.1f}%" for reached in accuracies))
     table.add_section()
-    table.add_row("mean", *(f"{_mean(values)}" for values in accuracies), style="bold")
+    table.add_row("mean", *map(_mean, accuracies), style="bold")
     console.print(table)
     console.print(
         "σ is the noise in clipping norms, RMSE what it does to the sum of all gradients: smaller is better. "
-        f"{EPOCHS} epochs of {plans[0].steps_per_epoch} steps, expected batch size {BATCH_SIZE}, SGD; λ = 0.8. "
-        "Learning rate and clipping norm were chosen for each method on a validation split beforehand, which ε does "
-        "not cover. Few epochs and small batches are where correlated noise pays most. "
-        f"{time.monotonic() - began:.0f} s.",
-        highlight=False,
+        f"{EPOCHS} epochs of {plans[0].steps_per_epoch} steps, about {BATCH_SIZE} examples a step, "
+        "SGD; λ = 0.8. Learning rate and clipping norm were chosen for each method on a validation split beforehand, "
+        "which ε does not cover. Few epochs and small batches are where correlated noise pays most. "
+        f"{time.monotonic() - began:.0f} s."
     )
 
 
-def train_once(train: Any, test: Any, plan: Any, method: Method, seed: int) -> float:
+def train_once(train: TensorDataset, test: TensorDataset, plan: Plan, method: Method, seed: int) -> float:
     """The test accuracy of one private run."""
-    import torch
-    from torch.nn import functional as F
-
-    from lambdacgd import digits
-    from lambdacgd.training.privatize import privatize
-
     torch.manual_seed(seed)
     model = digits.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=method.learning_rate)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from rich import box
@@ -14,57 +12,43 @@ from rich.markup import escape
 from rich.panel import Panel
 from rich.table import Table
 
-from lambdacgd import cache
 from lambdacgd.cli.options import number_or_auto, place_for, plan_arguments
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.questions import compare
 
 
-def caching(wanted: bool) -> contextlib.AbstractContextManager[None]:
-    """One command, with or without the disk cache."""
-    return contextlib.nullcontext() if wanted else cache.disabled()
-
-
-def plots() -> ModuleType:
-    """What draws figures: imported where one is asked for, because it needs matplotlib."""
-    from lambdacgd.cli import plots
-
-    return plots
-
-
-def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None, plot: Path | None) -> None:
+def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> None:
     """Make a plan and print it; ``request`` is described at ``plan_arguments``."""
     place_for("out", out)
-    if plot:  # before the work rather than after it
-        plots().check_ending(plot)
     plan = make_plan(**plan_arguments(request))
     if out:
         plan.save(out)
-    if plot:
-        plots().plan_figure(plan, plot)
     if as_json:
         print(plan.to_json())
         return
-    console = Console()
-    console.print(Panel(_plan_table(plan), title="Plan", expand=False))
+    console, table = Console(), Table.grid(padding=(0, 2))
+    for row in (*plan.rows(), ("past noise", _past_noise(plan))):
+        table.add_row(*row)
+    console.print(Panel(table, title="Plan", expand=False))
     for line in _remarks(plan):
         console.print(line)
-    for name, path in (("plan", out), ("figure", plot)):
-        if path:
-            console.print(f"{name} written to {path}")
+    if out:
+        console.print(f"plan written to {out}")
 
 
 def show_comparison(request: dict[str, Any], *, as_json: bool, plot: Path | None) -> None:
     """Make the plans that are compared and print them side by side; ``request`` is described at ``plan_arguments``."""
-    if plot:  # before the work rather than after it
-        plots().check_ending(plot)
+    if plot:  # matplotlib and the ending are looked at before the work rather than after it
+        from lambdacgd.cli import plots
+
+        plots.check_ending(plot)
     sizes = {name: value for name in ("bands", "buffers") if (value := request.pop(name, None)) is not None}
     if "bands" in sizes:
         sizes["bands"] = number_or_auto("bands", sizes["bands"])
     plans = compare(**plan_arguments(request), **sizes)
     if plot:
-        plots().comparison_figure(plans, plot)
+        plots.comparison_figure(plans, plot)
     if as_json:
         print(json.dumps([plan.to_dict() for plan in plans], indent=2))
         return
@@ -84,34 +68,27 @@ def _stored(plan: Plan) -> int:
     return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
 
 
-def _plan_table(plan: Plan) -> Table:
-    table = Table.grid(padding=(0, 2))
-    for row in plan.rows():
-        table.add_row(*row)
-    table.add_row("sensitivity", f"{plan.sensitivity:.6g}, of C")
+def _past_noise(plan: Plan) -> str:
     past = plan.mechanism.past_vectors(plan.block.steps)
-    kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
-    table.add_row("past noise", kept if past else "none needed")
-    return table
+    if not past:
+        return "none needed"
+    return f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
 
 
 def _remarks(plan: Plan) -> list[str]:
     lines = []
     if plan.epsilon == float("inf"):
         lines.append("[red bold]ε = inf: no noise is added and nothing is private.[/]")
-    if "transfer_matrix_refused" in plan.certificate.details:
-        refusal = plan.certificate.details["transfer_matrix_refused"]
+    if refusal := plan.certificate.details.get("transfer_matrix_refused"):
         lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
     if plan.delta * plan.examples > 1:
         lines.append(
             f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
         )
     if plan.selection:
-        lines.append(
-            f"{plan.selection['parameter']} was chosen by {plan.selection['objective']}: {plan.selection['because']}"
-        )
-        candidates = plan.selection.get("candidates", ())
-        if candidates:
+        selection = plan.selection
+        lines.append(f"{selection['parameter']} was chosen by {selection['objective']}: {selection['because']}")
+        if candidates := selection.get("candidates", ()):
             lines.append("What each objective would choose, by quick estimates:")
         for candidate in candidates:
             where = "" if candidate["amplified"] else " at unit noise"
@@ -122,10 +99,7 @@ def _remarks(plan: Plan) -> list[str]:
 
 
 # How the comparison calls methods whose names would not fit beside the numbers in 80 columns.
-_BRIEFLY = {
-    "transfer-matrix": "exact",
-    "transfer-matrix-composed": "exact",
-}
+_BRIEFLY = {"transfer-matrix": "exact", "transfer-matrix-composed": "exact"}
 
 
 def _comparison_table(plans: list[Plan]) -> Table:

@@ -55,29 +55,7 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
 
 
 __all__ = [
-    "BISR",
-    "BLT",
-    "BSR",
-    "MECHANISMS",
-    "PREFIX_SUM",
-    "Auto",
-    "BandInvMF",
-    "BandMF",
-    "BandedInverse",
-    "BandedStrategy",
-    "BufferedToeplitz",
-    "Diagonal",
-    "GammaBIFR",
-    "Horizon",
-    "Identity",
-    "LambdaCGD",
-    "Mechanism",
-    "Objective",
-    "Sensitivity",
-    "Workload",
-    "error_norms",
-    "maxse",
-    "mechanism_from_dict",
-    "rmse",
-    "sensitivity",
-]
+    "BISR", "BLT", "BSR", "MECHANISMS", "PREFIX_SUM", "Auto", "BandInvMF", "BandMF", "BandedInverse", "BandedStrategy",
+    "BufferedToeplitz", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD", "Mechanism", "Objective",
+    "Sensitivity", "Workload", "error_norms", "maxse", "mechanism_from_dict", "rmse", "sensitivity",
+]  # fmt: skip

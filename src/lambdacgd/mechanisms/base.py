@@ -334,11 +334,11 @@ class Mechanism:
 
     def strategy_bands(self, n: int) -> int:
         """How many bands C has over n steps: n unless the recurrence says that entries further down are zero."""
-        made = self.recurrence(n)
-        if isinstance(made, BufferedToeplitz):
+        recurrence = self.recurrence(n)
+        if isinstance(recurrence, BufferedToeplitz):
             return n
-        used = int(np.flatnonzero(made.coefficients)[-1]) + 1
-        return min(used, n) if used == 1 or isinstance(made, BandedStrategy) else n
+        used = int(np.flatnonzero(recurrence.coefficients)[-1]) + 1
+        return min(used, n) if used == 1 or isinstance(recurrence, BandedStrategy) else n
 
     def regenerates(self, n: int) -> bool:
         """Whether the noise can be computed again from the key alone, with nothing stored."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 from scipy.signal import lfilter
@@ -18,8 +17,6 @@ from scipy.signal import lfilter
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload
 from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
-
-Participation = Literal["cyclic", "min-separation"]
 
 # Largest number of entries of C that a column-scaled mechanism without a lemma may be summed over.
 _DENSE_LIMIT = 50_000_000
@@ -41,19 +38,12 @@ def participation_sum(column: Array, horizon: Horizon) -> Array:
     return np.cumsum(column.reshape(k, b), axis=0).reshape(-1)
 
 
-def sensitivity(
-    mechanism: Mechanism,
-    horizon: Horizon,
-    *,
-    participation: Participation = "cyclic",
-    restart_every: int | None = None,
-) -> Sensitivity:
+def sensitivity(mechanism: Mechanism, horizon: Horizon, *, restart_every: int | None = None) -> Sensitivity:
     """How far one example can move C·G, when it takes part once in each of ``horizon.epochs`` epochs.
 
     Args:
         mechanism: a resolved mechanism.
         horizon: the whole training, k epochs of b steps.
-        participation: "cyclic" (the same step of every epoch) or "min-separation" (any k steps at least b apart).
         restart_every: b, if the noise restarts every epoch (fresh bins); else None.
 
     Returns:
@@ -64,28 +54,24 @@ def sensitivity(
 
     Guarantee
     ---------
-    Adjacency is zero-out of one example. ``cyclic`` participation means exactly the same step of every epoch, which
-    is what Balls-in-Bins and a fixed order do; ``min-separation`` allows any steps at least b apart, at most k of
-    them. ``exact`` is False where the value is an upper bound: C with negative entries (|C| is used instead), or
-    min-separation without a lemma (the smallest non-increasing sequence above |c| is used instead).
+    Adjacency is zero-out of one example. It takes part in exactly the same step of every epoch, as with fixed bins and
+    in a fixed order. ``exact`` is False where the value is an upper bound: for C with negative entries |C| is used.
 
     With ``restart_every`` = b (fresh bins) C is block-diagonal, one block an epoch, so the columns of different epochs
     are orthogonal: the value is √k times the largest column norm of a block, for *any* place in each epoch and for
-    C of any sign. It is exact, and ``participation`` makes no difference.
+    C of any sign, and it is exact.
     """
     if not isinstance(mechanism, Mechanism):
         raise InvalidInput("mechanism", mechanism, "it must be a Mechanism such as LambdaCGD(0.9)")
     if not isinstance(horizon, Horizon):
         raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
-    if participation not in ("cyclic", "min-separation"):
-        raise InvalidInput("participation", participation, "it must be 'cyclic' or 'min-separation'")
     if restart_every is not None and restart_every != horizon.steps_per_epoch:
         raise InvalidInput(
             "restart_every", restart_every, f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
         )
     with np.errstate(over="ignore", invalid="ignore"):
         if restart_every is None:
-            answer = _sensitivity(mechanism, horizon, participation)
+            answer = _once_in_the_same_step(mechanism, horizon)
         else:
             value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, restart_every)
             answer = Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
@@ -104,27 +90,30 @@ def largest_column_norm(mechanism: Mechanism, n: int) -> float:
     return float(norms.max() if scales is None else (norms / scales).max())
 
 
-def _sensitivity(mechanism: Mechanism, horizon: Horizon, participation: Participation) -> Sensitivity:
-    n = horizon.steps
+def _once_in_the_same_step(mechanism: Mechanism, horizon: Horizon) -> Sensitivity:
+    """The sensitivity under participation in the same step of every epoch."""
+    b, n = horizon.steps_per_epoch, horizon.steps
     # Closed forms and lemmas are of the class itself: a subclass may correlate its noise in another way.
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
         return Sensitivity(closed_form_sensitivity(mechanism.resolved_lam, horizon), True, "closed form of λCGD")
-    scales = mechanism.column_scales(n)
-    column = mechanism.strategy(n)
-    magnitudes = np.abs(column)
-    signed = bool(np.any(column < 0))
-    if scales is not None:
-        return _scaled(mechanism, magnitudes, scales, horizon, participation, signed)
-    if participation == "cyclic":
+    scales, column = mechanism.column_scales(n), mechanism.strategy(n)
+    magnitudes, exact = np.abs(column), not np.any(column < 0)
+    if scales is None:
         # m_j is m_0 shifted down by j and cut off at n, so the first bin is the worst one.
         value = float(np.linalg.norm(participation_sum(magnitudes, horizon)))
-        because = "cyclic participation, |C| in place of C" if signed else "cyclic participation, C ≥ 0"
-        return Sensitivity(value, not signed, because)
-    majorant = np.maximum.accumulate(magnitudes[::-1])[::-1]
-    decreasing = not signed and bool(np.all(majorant == magnitudes))
-    value = float(np.linalg.norm(participation_sum(majorant, horizon)))
-    because = "non-increasing C ≥ 0 (Theorem 2)" if decreasing else "Theorem 2 for the least non-increasing c̄ ≥ |c|"
-    return Sensitivity(value, decreasing, because)
+        because = "cyclic participation, C ≥ 0" if exact else "cyclic participation, |C| in place of C"
+        return Sensitivity(value, exact, because)
+    if type(mechanism) is LambdaCGD:
+        return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, "lemma for column-normalised λCGD")
+    if type(mechanism) is Diagonal:  # columns are orthogonal and their norms 1/d_t decrease
+        return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, "diagonal C with decreasing entries")
+    if n * b > _DENSE_LIMIT:
+        raise InvalidInput(
+            "mechanism",
+            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for n·b ≤ {_DENSE_LIMIT}.",
+        )
+    value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
+    return Sensitivity(value, exact, "cyclic participation, all bins")
 
 
 def closed_form_sensitivity(lam: float, horizon: Horizon) -> float:
@@ -137,38 +126,13 @@ def closed_form_sensitivity(lam: float, horizon: Horizon) -> float:
     return math.sqrt(math.expm1(2 * rate * b) / math.expm1(2 * rate) * float(geometric @ geometric))
 
 
-def _scaled(
-    mechanism: Mechanism,
-    magnitudes: Array,
-    scales: Array,
-    horizon: Horizon,
-    participation: Participation,
-    signed: bool,
-) -> Sensitivity:
-    b, k, n = horizon.steps_per_epoch, horizon.epochs, horizon.steps
-    if type(mechanism) is LambdaCGD:
-        # The normalised lemma: the leftmost admissible columns are the worst, under either participation.
-        value = _bin_norm(magnitudes, scales, 0, horizon)
-        return Sensitivity(value, True, "lemma for column-normalised λCGD")
-    if type(mechanism) is Diagonal:
-        # Columns are orthogonal and their norms 1/d_t decrease, so again the leftmost are the worst.
-        return Sensitivity(float(np.linalg.norm(1 / scales[::b][:k])), True, "diagonal C with decreasing entries")
-    if participation == "min-separation" or n * b > _DENSE_LIMIT:
-        raise InvalidInput(
-            "participation",
-            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for cyclic participation "
-            f"only, and for n·b ≤ {_DENSE_LIMIT}.",
-        )
-    value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
-    return Sensitivity(value, not signed, "cyclic participation, all bins")
-
-
 def _bin_norm(magnitudes: Array, scales: Array, first: int, horizon: Horizon) -> float:
     """‖Σ_e |C|[:, first + e·b]‖ for C = T·D⁻¹."""
     n, b = horizon.steps, horizon.steps_per_epoch
+    magnitudes = np.trim_zeros(magnitudes, "b")
     total = np.zeros(n)
     for start in range(first, n, b):
-        total[start:] += magnitudes[: n - start] / scales[start]
+        total[start : start + len(magnitudes)] += magnitudes[: n - start] / scales[start]
     return float(np.linalg.norm(total))
 
 

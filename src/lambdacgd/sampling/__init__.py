@@ -1,6 +1,5 @@
 """Who takes part when: Balls-in-Bins, Poisson and cyclic sampling as pure functions of a secret key. No torch."""
 
-from lambdacgd.sampling.parquet import BinSortedParquet
 from lambdacgd.sampling.samplings import (
     BINS,
     DEFAULT_RUN,
@@ -14,14 +13,5 @@ from lambdacgd.sampling.samplings import (
 )
 
 __all__ = [
-    "BINS",
-    "DEFAULT_RUN",
-    "SAMPLINGS",
-    "BallsInBins",
-    "BinSortedParquet",
-    "Bins",
-    "Cyclic",
-    "Poisson",
-    "Sampling",
-    "sampling_from_dict",
-]
+    "BINS", "DEFAULT_RUN", "SAMPLINGS", "BallsInBins", "Bins", "Cyclic", "Poisson", "Sampling", "sampling_from_dict",
+]  # fmt: skip

@@ -257,18 +257,20 @@ class BallsInBins(Sampling):
             epoch = integer("epoch", epoch, maximum=self.epochs, why=": the horizon is fixed")
         elif self.bins == "fresh":
             raise InvalidInput("epoch", f"Fresh bins are drawn every epoch: say which epoch, 1 to {self.epochs}.")
-        asked = np.asarray(ids)
-        if asked.size and (asked.dtype.kind not in "iu" or int(asked.min()) < 0 or int(asked.max()) >= self.examples):
+        numbers = np.asarray(ids)
+        if numbers.size and (
+            numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >= self.examples
+        ):
             raise InvalidInput(
-                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {asked.dtype}."
+                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {numbers.dtype}."
             )
-        if asked.size == 0:
-            return np.zeros(asked.shape, dtype=np.int64)
+        if numbers.size == 0:
+            return np.zeros(numbers.shape, dtype=np.int64)
         # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
         path: tuple[str | int, ...] = ("run", run, "bins")
         if self.bins == "fresh" and epoch is not None:
             path = (*path, epoch)
-        words = prf64(key.derive(*path), asked)
+        words = prf64(key.derive(*path), numbers)
         words %= np.uint64(self.steps_per_epoch)
         return words.astype(np.int64)
 
@@ -378,31 +380,15 @@ class Poisson(Sampling):
             )
         return self if bands == max(1, self.groups) else self._bound_to(groups=bands)
 
-    def members(self, key: SecretKey, step: int, *, run: str = DEFAULT_RUN) -> Indices:
-        """Draw the batch of one step: a pure function of key, run and step, in time proportional to its size.
-
-        Args:
-            key: the secret key.
-            step: 1 … n.
-            run: the run's id.
-
-        Returns:
-            The indices of those who take part, in increasing order.
-
-        Raises:
-            InvalidInput: the step is beyond the horizon, or the sampling is not bound.
-        """
-        step = integer("step", step, maximum=self.steps, why=": the horizon is fixed")
-        groups = max(1, self.groups)
-        group = range((step - 1) % groups, self.examples, groups)
-        if groups == self.steps_per_epoch:
-            return np.arange(group.start, group.stop, group.step)
-        fallen = _fallen(key.derive("run", run, "poisson", step), len(group), groups, self.steps_per_epoch)
-        return group.start + groups * fallen
-
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
+        groups = max(1, self.groups)
         for step in range(start_step, self.steps + 1):
-            yield self.members(key, step, run=run)
+            group = range((step - 1) % groups, self.examples, groups)
+            if groups == self.steps_per_epoch:
+                yield np.arange(group.start, group.stop, group.step)
+            else:
+                fallen = _fallen(key.derive("run", run, "poisson", step), len(group), groups, self.steps_per_epoch)
+                yield group.start + groups * fallen
 
 
 def _fallen(subkey: bytes, size: int, groups: int, steps: int) -> Indices:
@@ -477,36 +463,13 @@ class Cyclic(Sampling):
             )
 
     def bind(self, *, examples: int, steps_per_epoch: int, epochs: int, batch_size: int | None = None) -> Self:
-        """Bind the sampling to a data set and a horizon; see ``Sampling.bind``.
-
-        Args:
-            examples: N, the number of training examples.
-            steps_per_epoch: b, the steps of an epoch.
-            epochs: k, the number of epochs.
-            batch_size: B; not given, it is the sampling's own or else ⌊N/b⌋.
-        """
+        """Bind the sampling; see ``Sampling.bind``. Not given, B is the sampling's own or else ⌊N/b⌋."""
         size = batch_size or self.batch_size or examples // steps_per_epoch
         return self._bound_to(examples=examples, steps_per_epoch=steps_per_epoch, epochs=epochs, batch_size=size)
 
-    def order(self, key: SecretKey, *, run: str = DEFAULT_RUN) -> Indices:
-        """Draw the permutation of the N examples: sorted by 64 pseudorandom bits each, ties by index.
-
-        Args:
-            key: the secret key.
-            run: the run's id.
-
-        Returns:
-            All N indices. Those behind the last batch of an epoch are never used.
-
-        Raises:
-            InvalidInput: the sampling is not bound.
-        """
-        self._check_bound()
-        words = prf64_range(key.derive("run", run, "order"), self.examples)
-        return np.argsort(words, kind="stable").astype(np.int64)
-
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
-        order = self.order(key, run=run)
+        # Sorted by 64 pseudorandom bits each, ties by index.
+        order = np.argsort(prf64_range(key.derive("run", run, "order"), self.examples), kind="stable").astype(np.int64)
         for step in range(start_step, self.steps + 1):
             place = (step - 1) % self.steps_per_epoch
             yield order[place * self.batch_size : (place + 1) * self.batch_size]

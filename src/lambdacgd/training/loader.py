@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
 from lambdacgd.errors import TrainingError
-from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
+from lambdacgd.sampling import Cyclic, Sampling
 from lambdacgd.torch_private import AnyConvolution
 from lambdacgd.training.loop import Chunk, Loop, Phase
 
@@ -154,7 +154,6 @@ class Loader:
         self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
         self._stands_at: tuple[int, bool] | None = None  # the step of the next chunk, and whether it has others before
         self._turn = 0
-        self._verified = False  # whether a bin-sorted file has been checked against the run
         loop.when_moved.append(self.restart)
 
     def __iter__(self) -> Iterator[Any]:
@@ -242,18 +241,8 @@ class Loader:
         return iter(loader)
 
     def batches(self, step: int) -> Iterator[np.ndarray]:
-        """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
-        data, run = self._dataset, self._loop.private_step.run
-        if not isinstance(data, BinSortedParquet):
-            return self._loop.private_step.batches(step)
-        if data.sampling != self._plan.sampling:
-            raise TrainingError(
-                f"{data.path} was sorted for {data.sampling}, and the plan samples {self._plan.sampling}"
-            )
-        if not self._verified:
-            data.verify(run.key, run=run.id)
-            self._verified = True
-        return data.batches(start_step=step)
+        """The plan's batches from ``step`` on."""
+        return self._loop.private_step.batches(step)
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""

@@ -97,8 +97,7 @@ def privatize(
             counts them.
         key: A ``SecretKey``; by default a new one in memory. Give one with a file to be able to save checkpoints. With
             several ranks only rank 0 needs one.
-        run_id: Names a run prepared with ``key.ledger().new_run()``, for data sorted by its bins
-            (``BinSortedParquet``).
+        run_id: Names a run prepared with ``key.ledger().new_run()``.
         loss_reduction: What your loss does with the examples of a batch: "mean", "sum", or "none" (a vector,
             ``loss.sum().backward()``).
         clipping_mode: "flat", "per-layer" or "automatic".

@@ -286,8 +286,8 @@ def test_layers_left_out_at_random_take_no_more_memory_with_every_batch() -> Non
         step(model, x)
         seen.append({n: t.clone() for n, t in clipper.take().items()})
     kept = [
-        *clipper._backward_pass.totals._buffers.values(),
-        *(whole for whole, _ in clipper._backward_pass.totals._packs.values()),
+        *clipper.totals._buffers.values(),
+        *(whole for whole, _ in clipper.totals._packs.values()),
     ]
     assert sum(t.numel() for t in kept) <= 5 * sum(p.numel() for p in model.parameters())
     for subset, found in list(zip(subsets, seen, strict=True))[-5:]:  # and the sums are those of a clipper of their own

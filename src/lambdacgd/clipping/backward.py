@@ -339,32 +339,6 @@ def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Settings:
-    """How the examples of a batch are clipped and added up; see `attach` for what the fields mean."""
-
-    max_grad_norm: float
-    loss_reduction: LossReduction = "mean"
-    mode: Mode = "flat"
-    views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
-
-    def __post_init__(self) -> None:
-        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode)):
-            given, allowed = getattr(self, name), get_args(kind)
-            if given not in allowed:
-                raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
-        zeta = self.max_grad_norm
-        if isinstance(zeta, bool) or not (isinstance(zeta, (int, float)) and zeta > 0):
-            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {zeta!r}.")
-        if self.mode == "automatic" and math.isinf(zeta):
-            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
-        self.max_grad_norm = float(zeta)
-
-    def group(self, name: str) -> str:
-        """Parameters of one group share a norm: those of a layer, or all."""
-        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
-
-
 @dataclass(eq=False)
 class Pass:
     """One forward pass of the model, as its backward pass sees it.
@@ -381,42 +355,153 @@ class Pass:
 
 
 class BackwardPass:
-    """Gathers the records of a backward pass and, when it ends, adds clipped sums to ``totals``.
+    """Gathers the records of a backward pass and, when it ends, adds clipped sums to ``totals``. `clipper.Clipper` is
+    one, with a model.
 
     Attributes:
-        anchor: A leaf that every tap hangs on; autograd reaches it in every pass that is for the parameters.
+        parameters: The trainable parameters by name; tied ones once.
+        loss_reduction: How the loss combines examples; see `attach`.
+        mode: How norms are taken; see `attach`.
+        views: K, the rows of every example, neighbours, whose gradients are averaged before clipping.
+        anchor: A leaf that every tap hangs on, on the device that gradients are computed on; autograd reaches it in
+            every pass that is for the parameters.
         totals: Where the sums are kept.
-        norms: Per-example norms of each pass since the last `forget`, and the examples' weights. Not private.
-        weights: One weight per example for the next pass, or None.
-        before_adding: Called before a pass writes the sums.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
 
-    def __init__(self, settings: Settings, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
-        self.settings, self._parameters = settings, parameters
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._groups = len({settings.group(name) for name in parameters})
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        max_grad_norm: float,
+        loss_reduction: LossReduction,
+        mode: Mode,
+    ) -> None:
+        for name, given, kind in (("loss_reduction", loss_reduction, LossReduction), ("mode", mode, Mode)):
+            if given not in get_args(kind):
+                raise ClippingError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, not {given!r}.")
+        if isinstance(max_grad_norm, bool) or not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
+        if mode == "automatic" and math.isinf(max_grad_norm):
+            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
+        self.parameters, self.loss_reduction, self.mode, self.views = parameters, loss_reduction, mode, 1
+        self._max_grad_norm = float(max_grad_norm)
+        self._groups = len({self._group(name) for name in parameters})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.totals = Totals()
-        self.norms: list[tuple[Tensor, Tensor | None]] = []
-        self.weights: Tensor | None = None
-        self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
         self.sharded = False
-        self.over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
+        self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
+        self._weights: Tensor | None = None  # for the next pass
+        self._before_adding: Callable[[], None] | None = None
+        self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
+
+    def _group(self, name: str) -> str:
+        """Parameters of one group share a norm: those of a layer, or all."""
+        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
+
+    # --- what a loop asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The clipped sums gathered since the last `take`, by parameter name."""
+        return self.totals.filled
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand out the sums of all trainable parameters and start the next logical batch.
+
+        Returns:
+            The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
+            next backward pass: use or copy them before.
+        """
+        totals = self.totals
+        sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
+        self.zero()
+        return sums
+
+    def zero(self) -> None:
+        """Forget the sums, norms and counts gathered so far."""
+        self.totals.clear()
+        self._norms = []
+
+    @property
+    def norms(self) -> Tensor:
+        """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
+        return torch.cat([norms for norms, _ in self._norms]) if self._norms else torch.zeros(0)
+
+    @property
+    def examples(self) -> int:
+        """How many examples backward passes have covered since the last `take`."""
+        return sum(len(norms) for norms, _ in self._norms)
+
+    @property
+    def dropped(self) -> int:
+        """How many examples with a weight had a non-finite gradient since the last `take`, and contributed zero. Not
+        private; waits for the device.
+        """
+        return sum(
+            int((~norms.isfinite() if weights is None else ~norms.isfinite() & (weights.to(norms) != 0)).sum())
+            for norms, weights in self._norms
+        )
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed while attached: noise is made for it."""
+        return self._max_grad_norm
+
+    @property
+    def sensitivity_tolerance(self) -> float:
+        """The noise scale must cover ``max_grad_norm · (1 + sensitivity_tolerance)``."""
+        return max(bounds.sensitivity_tolerance(bounds.accumulator(p.dtype)) for p in self.parameters.values())
+
+    # --- what a loop says ---------------------------------------------------------------------------------------------
+
+    def leave_room(self, batch_size: float = 1.0) -> None:
+        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given.
+
+        Args:
+            batch_size: How many examples a sum has, about.
+        """
+        self._max_grad_norm /= bounds.room_below(self.sensitivity_tolerance, batch_size)
+
+    def weigh(self, weights: Tensor | None) -> None:
+        """Give every example of the next backward pass a weight; one of weight zero contributes exactly zero.
+
+        Args:
+            weights: Numbers in [0, 1], one per example; None: all are one.
+
+        Raises:
+            ClippingError: A weight lies outside [0, 1], or ``weights`` is no vector.
+        """
+        if weights is not None:
+            if weights.dim() != 1:
+                raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
+            if not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
+                raise ClippingError(
+                    "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
+                )
+        self._weights = weights
+
+    def expect_views(self, views: int) -> None:
+        """Every example comes as this many rows of the model's arguments, which are neighbours.
+
+        The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
+        """
+        self.views = views
+
+    def call_before_adding(self, callback: Callable[[], None] | None) -> None:
+        """Call this before a backward pass writes the sums."""
+        self._before_adding = callback
+
+    # --- one pass -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget the pass under way: what an interrupted one left behind."""
         self._pending: dict[str, list[Record]] = {}
         self._norm_pass, self._task, self._batch, self._forward = NormPass(), -1, 0, Pass()
-
-    def forget(self) -> None:
-        """Forget the sums and norms gathered so far."""
-        self.totals.clear()
-        self.norms = []
 
     def gathers(self) -> bool:
         """Whether the backward pass under way is for the parameters.
@@ -444,11 +529,11 @@ class BackwardPass:
                     "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
                     "use_reentrant=False)."
                 )
-            if self.before_adding is not None and self.looking is None:
-                self.before_adding()
+            if self._before_adding is not None and self.looking is None:
+                self._before_adding()
             self._task, self._batch, self._forward = task, batch, forward
             after_backward(self._finish)
-        if forward.number <= self.over:
+        if forward.number <= self._over:
             raise refuse(
                 "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
                 "model on the batch that the loader yielded last."
@@ -473,14 +558,15 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
-        if record.name not in self._shapes:
+        if record.name not in self.parameters:
             raise refuse(f"its rule gives a record for '{record.name}', which is no name in layer.names.")
         if type(record) is Outer:
             record = record.resolve()
-        if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
+        shape = self.parameters[record.name].shape
+        if type(record) is Stored and record.gradients.shape[1:] != shape:
             raise refuse(
                 f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
-                f"the parameter has {tuple(self._shapes[record.name])}."
+                f"the parameter has {tuple(shape)}."
             )
         self._pending.setdefault(record.name, []).append(record)
         self._norm_pass.add(record)
@@ -491,47 +577,53 @@ class BackwardPass:
         self.reset()
         if not pending:
             return
-        weights = None if self.looking is not None else self.weights
+        weights = None if self.looking is not None else self._weights
         if weights is not None and weights.shape[0] != batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {batch} examples.")
         with torch.no_grad(), bounds.uncast(self.anchor):
             self._clip_and_add(pending, norm_pass, batch, weights)
         if self.looking is None:  # nor where it failed: whoever tries again has the same examples
-            self.weights = None
+            self._weights = None
 
     def _clip_and_add(
         self, pending: dict[str, list[Record]], norm_pass: NormPass, batch: int, weights: Tensor | None
     ) -> None:
-        per_layer = self.settings.mode == "per-layer"
+        per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
         records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
         if not (per_layer or self.sharded):
             records = pack_small(records)
         groups: dict[str, list[Norm]] = {}
         for names, norm in norm_pass.finish(records, shared):
-            if per_layer:
-                for name, row in zip(names, norm.rows(), strict=True):
-                    groups.setdefault(self.settings.group(name), []).append(row)
-            else:
-                groups.setdefault("", []).append(norm)
-        factors = self._factors(list(groups.values()), batch, weights)
+            for name, row in zip(names, norm.rows(), strict=True) if per_layer else [("", norm)]:
+                groups.setdefault(self._group(name), []).append(row)
+        factors = clip_factors(
+            list(groups.values()),
+            max_grad_norm=self.max_grad_norm,
+            mode=self.mode,
+            scale=float(batch) if self.loss_reduction == "mean" else 1.0 / self.views,
+            weights=weights,
+            layers=self._groups,
+        )
         if self.looking is not None:
+            self.looking.append(factors.norms)
             return
+        self._norms.append((factors.norms, weights))
         factor_of = dict(zip(groups, factors.weight.unbind(0), strict=True))
 
         def add(keep: Tensor | None) -> None:
             for record in records:
-                factor = factor_of[self.settings.group(record.name)]
+                factor = factor_of[self._group(record.name)]
                 if isinstance(record, Pack):
                     self.totals.add_pack(record, factor, keep)
                 else:
-                    self.totals.add(record, self._parameters[record.name], factor, keep)
+                    self.totals.add(record, self.parameters[record.name], factor, keep)
             self.totals.finish()
 
         try:
             self._add_finite(add, factors)
         except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
-            self.forget()
+            self.zero()
             raise
 
     def _add_finite(self, add: Callable[[Tensor | None], None], factors: Factors) -> None:
@@ -540,7 +632,7 @@ class BackwardPass:
         On CUDA the host would wait for that answer with nothing queued. So the sums are first formed as if all were
         finite, where they can be formed again (nothing else is in their buffers), and the answer is read behind that.
         """
-        if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(factors.keep):
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
@@ -554,28 +646,10 @@ class BackwardPass:
         elif not hopeful:
             add(None)
 
-    def _factors(self, groups: list[list[Norm]], batch: int, weights: Tensor | None) -> Factors:
-        s = self.settings
-        factors = clip_factors(
-            groups,
-            max_grad_norm=s.max_grad_norm,
-            mode=s.mode,
-            scale=float(batch) if s.loss_reduction == "mean" else 1.0 / s.views,
-            weights=weights,
-            layers=self._groups,
-        )
-        if self.looking is not None:
-            self.looking.append(factors.norms)
-        else:
-            self.norms.append((factors.norms, weights))
-        return factors
 
-    def dropped(self) -> int:
-        """How many examples had a non-finite gradient, and a weight, since the last `forget`. Waits for the device."""
-        return sum(
-            int((~norms.isfinite() if weights is None else ~norms.isfinite() & (weights.to(norms) != 0)).sum())
-            for norms, weights in self.norms
-        )
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: nothing of it can be read by the host."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def on_its_way(answer: Tensor) -> Callable[[], bool]:

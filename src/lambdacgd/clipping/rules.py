@@ -332,7 +332,7 @@ class Call:
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
-        examples = self.batch // backward_pass.settings.views
+        examples = self.batch // backward_pass.views
         backward_pass.begin(examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)

@@ -367,6 +367,7 @@ class BackwardPass:
             every pass that is for the parameters.
         totals: Where the sums are kept.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
+        low: Whether a gradient of 16 bits came meanwhile.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
 
@@ -391,6 +392,7 @@ class BackwardPass:
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.totals = Totals()
         self.looking: list[Tensor] | None = None
+        self.low = False
         self.sharded = False
         self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
         self._weights: Tensor | None = None  # for the next pass

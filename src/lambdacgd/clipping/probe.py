@@ -8,9 +8,9 @@ Passes over two numbers of examples come first. They show which dimensions hold 
 rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
 module (`Layer.elsewhere`).
 
-Random numbers are the same in all passes (`SameNoise`): dropout is no difference. Rounding is hardly one, since all
-shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's question
-(`clipper.Watch`).
+Generators of random numbers are set back before each pass (`Numbers`): dropout is no difference. Rounding is hardly
+one, since all shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's
+question (`clipper.Watch`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError, InvalidInput
-from lambdacgd.torch_private import (
-    DispatchMode,
-    argument_names,
-    non_persistent_buffers,
-    own_buffers,
-    tree_map,
-    version,
-)
+from lambdacgd.torch_private import non_persistent_buffers, own_buffers, tree_map, version
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
@@ -115,19 +108,17 @@ class Probe:
             self.compared |= {name for name, _ in self._model.named_buffers()}
             return True
         sets, differ = self._chosen(arguments, batch)
-        noise, state, turn = SameNoise(), State(self._model), 0
-        devices = [self._anchor.device] if self._anchor.is_cuda else []
-        sharded = self._forward_pass.sharded
-        parameters = [] if sharded else list(self._model.named_parameters())
-        before = fingerprints(p for _, p in parameters)
+        state, sharded, turn = State(self._model), self._forward_pass.sharded, 0
+        parameters = {} if sharded else dict(self._model.named_parameters())
+        before = fingerprints(parameters.values())
         self._forward_pass.sizes.learning, self._shapes = True, {}
 
-        def run(some: Some, stage: str = "", *, apart: bool = False) -> Seen:
+        def run(some: Some, *, apart: bool = False) -> Seen:
             try:
                 for rows in (some.before, some.rows) if some.before else (some.rows,):
-                    again(turn)
-                    with noise.passing(stage, len(rows)):
-                        seen = self._run(arguments, batch, rows, some.scales, apart=apart)
+                    start = numbers.again(turn)
+                    seen = self._run(arguments, batch, rows, some.scales, apart=apart)
+                    seen.numbers = start, numbers.now()
             finally:
                 written = state.take_back()
             seen.written = written
@@ -136,32 +127,36 @@ class Probe:
         def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[str, str]:
             """Which outputs mix examples, and why. ``whole``: what ``one`` shows, where that is known."""
             mixing: dict[str, str] = {}
-            pair = whole or run(one, "keep"), run(other, "repeat")
-            state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
-            if noise.repeats and self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
-                self._compare(run(one, "keep", apart=True), run(other, "repeat", apart=True), exchanged, mixing)
+            pair = whole or run(one), run(other)
+            if draw_alike(*((seen.numbers, seen.shapes) for seen in pair)):
+                state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
+                if self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
+                    self._compare(run(one, apart=True), run(other, apart=True), exchanged, mixing)
             return mixing
 
         try:
             # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
             # outputs that their own nodes keep would never be freed.
-            with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+            with (
+                Numbers(self._anchor.device) as numbers,
+                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
+            ):
                 chosen = sorted(set(self._learn(run, state, sets)))
                 one, count = Some(chosen), len(chosen)
                 state.touched.clear()
                 for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
-                    whole = run(one, "keep")
+                    whole = run(one)
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
                     for j in (0, count - 1) if sharded else range(count):
                         other = Some([*chosen[:j], chosen[(j + 1) % count], *chosen[j + 1 :]])
                         suspects.update(compare(one, other, j, whole))
-                    if self._settle(whole):
-                        break
+                    if self._settle(whole) and (count > 3 or whole.numbers[0] == whole.numbers[1]):
+                        break  # a permutation drawn for two or three may leave each where it is
                 if differ:  # where one example was exchanged; what comes now leaves them alike
                     self.compared |= state.touched
                 if not sharded:
                     self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
-                for (name, _), was, now in zip(parameters, before, fingerprints(p for _, p in parameters), strict=True):
+                for name, was, now in zip(parameters, before, fingerprints(parameters.values()), strict=True):
                     if was != now:
                         raise ClippingError(WRITES_PARAMETER.format(name=name))
                 self._looked = True
@@ -228,7 +223,7 @@ class Probe:
     def _run(
         self, arguments: Arguments, batch: int, rows: Sequence[int], scales: Sequence[float] | None, *, apart: bool
     ) -> Seen:
-        """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
+        """One forward pass over some examples, and backward passes from its outputs, together or each ``apart``."""
         taken = take_examples(arguments, batch, rows, self._count, scales)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
@@ -248,47 +243,35 @@ class Probe:
         outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
         self._shapes[count] = {place: x.shape for place, x in outputs.items()}
         other = next((shapes for number, shapes in self._shapes.items() if number != count), {})
-        dims = {place: dimension_of_examples(x.shape, other.get(place)) for place, x in outputs.items()}
+        together: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for place, x in outputs.items():
-            seen.outputs[place] = sample(x.movedim(dims[place] or 0, 0) if x.dim() else x.reshape(1))
+            # The dimension of examples: the one that differs for another number of them.
+            sides = enumerate(zip(x.shape, other.get(place, x.shape), strict=False))
+            dims = [d for d, (a, b) in sides if a != b]
+            dim = dims[0] if len(dims) == 1 else None
+            seen.outputs[place] = sample(x.movedim(dim or 0, 0) if x.dim() else x.reshape(1))
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
-            if x.requires_grad and x.numel() == 1:
+            if not x.requires_grad or not x.numel() or (x.numel() > 1 and dim is None):
+                continue
+            vector = torch.full_like(x, float(count) if self._mean else 1.0)
+            if x.numel() == 1:
                 seen.losses.add(place)
-        if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            vectors = {}
-            for place, x in outputs.items():
-                if place in seen.losses:
-                    vectors[place] = torch.full_like(x, float(count) if self._mean else 1.0)
-                elif x.requires_grad and x.numel() and (dim := dims[place]) is not None:
-                    vectors[place] = _cotangent(x, dim, [1.0 + 0.1 * row for row in rows])
-            self._backward(seen, outputs, vectors, own, apart=apart)
-        return seen
-
-    def _backward(
-        self,
-        seen: Seen,
-        outputs: dict[str, Tensor],
-        vectors: dict[str, Tensor],
-        own: dict[str, Tensor],
-        *,
-        apart: bool,
-    ) -> None:
-        """Gradients of outputs that have examples in them, and of losses that the model returns, each for itself."""
-        together: dict[str, list[str]] = {}
-        for place in vectors:
+            else:
+                vector = _cotangent(x, dims[0], [1.0 + 0.1 * row for row in rows])
             kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
-            together.setdefault(kind, []).append(place)
-        for seen.kind, places in together.items():
-            roots, given = [outputs[place] for place in places], [vectors[place] for place in places]
+            together.setdefault(kind, []).append((x, vector))
+        for seen.kind, given in {} if forward_pass.sharded else together.items():  # gathered in whole passes alone
+            roots, vectors = zip(*given, strict=True)
             try:
                 gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], given, retain_graph=True, allow_unused=True
+                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
                 )
             except (ClippingError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
                 continue
             seen.strays |= {name for name, g in zip(own, gradients[1:], strict=True) if g is not None}
+        return seen
 
     # --- what they show -----------------------------------------------------------------------------------------------
 
@@ -348,8 +331,7 @@ class Probe:
         different: list[int] = []
         held: list[list[Tensor]] = []
         for row in range(batch):
-            taken = take_examples(arguments, batch, [row], lambda args, kwargs: 1)
-            one = list(tensors_in(taken))
+            one = list(tensors_in(take_examples(arguments, batch, [row], lambda args, kwargs: 1)))
             if not any(len(one) == len(x) and all(map(_same, one, x)) for x in held):
                 different.append(row)
                 held.append(one)
@@ -472,62 +454,59 @@ def check_loss(
 ) -> None:
     """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows.
 
-    ``probed`` is called behind the first pass: a probe of the model inside the others would draw numbers of its own.
+    ``probed`` is called behind the first pass: a probe of the model inside the others would take its time again.
     """
+    if backward_pass.sharded:
+        raise ClippingError("the loss of a sharded model cannot be looked at. Look at it before the model is sharded.")
     if len(items) < 2:
         return
-    noise, state, count = SameNoise(), State(model), len(items)
-    devices = [backward_pass.anchor.device] if backward_pass.anchor.is_cuda else []
-    with same_numbers(devices) as again:
-        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
+    with Numbers(backward_pass.anchor.device) as numbers:
+        start = numbers.now()
         batch = collate(copy.deepcopy(list(items)))
-        if before != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
-            # Another reading would draw other numbers for the same examples: rows of this one are exchanged.
-            items, collate = list(range(count)), partial(_rows_of, batch, count)
+        draws = numbers.now() != start
 
-        def norms(some: Sequence[Any], stage: str) -> Tensor:
-            again()
-            backward_pass.looking = []
-            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared, one of each example
+        def norms(some: Sequence[Any]) -> tuple[Tensor, Drawn]:
+            start, backward_pass.looking = numbers.again(), []
             try:
-                with noise.passing(stage, len(some)), torch.set_grad_enabled(not sharded):
-                    value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
-                    if sharded and value.shape != (len(some),):
-                        raise ClippingError(
-                            "the loss of a sharded model can be looked at where it is a vector, one number for each "
-                            f"example. This one has shape {tuple(value.shape)}."
-                        )
-                    if sharded:
-                        return value.detach().double()
-                    value.backward(torch.ones_like(value))
+                given = collate(copy.deepcopy(list(some)))  # some take labels out of the items
+                shapes = [x.shape for x in tensors_in(given)]
+                value = loss(model, given)
+                value.backward(torch.ones_like(value))
                 if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
                     raise ClippingError(
                         f"the loss of {len(some)} examples ran the model on another number of them, or not at all: it "
                         "is called as loss(model, batch) and must call the model once."
                     )
-                return backward_pass.looking[0].double()
+                return backward_pass.looking[0].double(), ((start, numbers.now()), shapes)
             finally:
                 backward_pass.looking = None
                 backward_pass.reset()
                 state.take_back()
 
-        norms(items, "")
-        probed()
-        whole = norms(items, "keep")
-        # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
-        one = next(p for p in model.parameters() if p.requires_grad)
-        tolerance = 0.02 if noise.low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
-        for j in range(count):
-            others = [i for i in range(count) if i != j]
-            changed = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)], "repeat")
-            if noise.repeats:
-                _refuse_far(whole[others], changed[others], tolerance, count, count)
-        # Where random numbers are drawn, the first examples: theirs are the first of those that were kept.
-        fewer = [range(count - 1), *([k] for k in range(1 if noise.draws else count))]
-        for some in fewer:
-            changed = norms([items[k] for k in some], "repeat")
-            if noise.repeats:
-                _refuse_far(whole[list(some)], changed, tolerance, count, len(some))
+        try:
+            norms(items)
+            probed()
+            whole, drawn = norms(items)
+            # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
+            one = next(iter(backward_pass.parameters.values()))
+            low = backward_pass.low or one.dtype in (torch.bfloat16, torch.float16)
+            tolerance = 0.02 if low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
+            for j in range(count):
+                others = [i for i in range(count) if i != j]
+                changed, also = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)])
+                if draw_alike(drawn, also):
+                    _refuse_far(whole[others], changed[others], tolerance, count, count)
+            if drawn[0][0] != drawn[0][1]:  # numbers for fewer examples are others: without dropout, and from one batch
+                model.eval()
+                if draws:
+                    items, collate = list(range(count)), partial(_rows_of, batch, count)
+                whole, drawn = norms(items)
+            for fewer in [range(count - 1), *([k] for k in range(count))] if drawn[0][0] == drawn[0][1] else ():
+                _refuse_far(whole[list(fewer)], norms([items[k] for k in fewer])[0], tolerance, count, len(fewer))
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
@@ -568,26 +547,32 @@ class Seen:
     Attributes:
         count: How many examples it had.
         names: Of all parameters, by their id.
-        rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
-            and how many of that kind came before.
+        kind: "gradient" in a backward pass from all the model's outputs, "gradient of k" from the k-th.
+        rows: By layer, kind ("input", "output" or that) and how many of that kind came before.
         outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
         written: What it wrote; see `State`.
+        numbers: Where generators of random numbers stood before and behind it.
     """
 
     count: int
     names: dict[int, str]
-    kind: str = "gradient"  # of the backward pass under way
+    kind: str = "gradient"
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: set[str] = field(default_factory=set)
     strays: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
+    numbers: tuple[Any, Any] = (None, None)
     tolerance: float = 0.0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def shapes(self) -> dict[tuple[str, str, int], torch.Size]:
+        return {place: x.shape for place, x in self.rows.items()}
 
     def number(self, path: str, kind: str) -> int:
         """How many of this kind this layer had before."""
@@ -597,8 +582,7 @@ class Seen:
     def add(self, path: str, kind: str, x: Any, place: int | None = None) -> None:
         """Keep the rows of a tensor; what is none is left out."""
         if isinstance(x, Tensor) and x.dim() and x.numel():
-            number = self.number(path, kind) if place is None else place
-            self.rows[path, kind, number] = sample(plain(x))
+            self.rows[path, kind, self.number(path, kind) if place is None else place] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
     def note(self, x: Tensor) -> None:
@@ -709,12 +693,6 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
-def dimension_of_examples(shape: torch.Size, other: torch.Size | None) -> int | None:
-    """The one in which an output differs from its ``other`` shape, for another number of examples; None: none does."""
-    dims = [d for d, (a, b) in enumerate(zip(shape, other or shape, strict=False)) if a != b]
-    return dims[0] if len(dims) == 1 else None
-
-
 def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
     """The same direction for all examples, which are in ``dim``, with their weights where each has one row there."""
     shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
@@ -778,111 +756,53 @@ def _whole(x: Any) -> bool:
     return isinstance(x, PackedSequence)
 
 
-@contextlib.contextmanager
-def same_numbers(devices: Sequence[torch.device]) -> Iterator[Callable[..., None]]:
-    """Yields what sets Python's, NumPy's and torch's generators back to where they stood, or, for turns after the
-    first, to some other place of their own; at the end they stand where they stood.
-    """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    on_devices = [(d, torch.cuda.get_rng_state(d)) for d in devices]
+# --- the same random numbers ------------------------------------------------------------------------------------------
 
-    def again(turn: int = 0) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        for device, state in on_devices:
-            torch.cuda.set_rng_state(state, device)
+Drawn = tuple[tuple[Any, Any], Any]  #: where generators stood before and behind a pass, and the shapes in it
+
+
+class Numbers:
+    """Python's, NumPy's and torch's generators of random numbers; at the end they stand where they stood."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def __enter__(self) -> Numbers:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.again()
+
+    def again(self, turn: int = 0) -> Any:
+        """Set them back, or, for turns after the first, to some other place of their own; returns `now`."""
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])  # noqa: NPY002
+        torch.set_rng_state(self._states[2])
+        if self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device, self._device)  # type: ignore[arg-type]
         if turn:
             random.seed(turn)
             np.random.seed(turn)  # noqa: NPY002
             torch.default_generator.manual_seed(turn)
-            for device, _ in on_devices:
-                with torch.cuda.device(device):
+            if self._device is not None:
+                with torch.cuda.device(self._device):
                     torch.cuda.manual_seed(turn)
+        return self.now()
 
-    try:
-        yield again
-    finally:
-        again()
+    def now(self) -> Any:
+        """Where they stand, to be compared: it moves where numbers are drawn."""
+        states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self._device)] if self._device else [])
+        of_numpy: Any = np.random.get_state()  # noqa: NPY002
+        return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], [state.numpy().tobytes() for state in states]
 
 
-class SameNoise(DispatchMode):
-    """Random numbers of the probe's passes: one pass keeps what it draws, the others are given that.
-
-    Generators set back are not enough: where the longest example is exchanged, tensors may be shorter, and the numbers
-    of all later operations move.
+def draw_alike(one: Drawn, other: Drawn) -> bool:
+    """Whether two passes drew the same random numbers for the same rows: as many, for tensors of the same shapes. Where
+    the longest example is exchanged, tensors may be shorter, and all later numbers others.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.repeats = True  #: whether the passes ask for the same random tensors, up to their length
-        self.low = False  #: whether anything was computed in 16 bits
-        self._kept: list[Tensor] = []
-        self._stage, self._place, self._count, self._examples = "", 0, 0, 0
-        self._known: dict[Any, tuple[bool, int | None]] = {}
-
-    @contextlib.contextmanager
-    def passing(self, stage: str, examples: int) -> Iterator[None]:
-        """A pass over some examples: "keep" keeps what is drawn, "repeat" gives it again, "" does neither."""
-        self._stage, self._place, self._examples = stage, 0, examples
-        if stage == "keep":
-            self._kept, self._count = [], examples
-        with self if stage else contextlib.nullcontext():
-            yield
-        if stage == "repeat" and self._place != len(self._kept):
-            self.repeats = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        draws, dropout = self._known.get(func) or self._known.setdefault(func, _random(func))
-        if dropout is not None:  # fused attention draws its own, out of reach
-            if dropout < len(args):
-                args = (*args[:dropout], 0.0, *args[dropout + 1 :])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
-            self.low = True
-        if not draws:
-            return out
-        if isinstance(out, tuple) and len(out) == 2 and "dropout" in func.__name__:
-            mask = self._same(out[1])
-            return args[0] * mask.to(args[0].dtype) / max(1.0 - float(args[1]), 1e-6), mask
-        return self._same(out) if isinstance(out, Tensor) else out
-
-    @property
-    def draws(self) -> bool:
-        """Whether the pass that kept its random numbers drew any."""
-        return bool(self._kept)
-
-    def _same(self, drawn: Tensor) -> Tensor:
-        place, self._place = self._place, self._place + 1
-        if self._stage == "keep":
-            for dim, size in enumerate(drawn.shape):
-                # Whole numbers may be places among the examples (randperm, which may leave all where they are).
-                if size == self._count and not drawn.is_floating_point() and drawn.dtype != torch.bool:
-                    drawn.copy_(drawn.amin(dim, keepdim=True).expand_as(drawn))
-            self._kept.append(drawn.detach().clone())
-            return drawn
-        kept = self._kept[place] if place < len(self._kept) else None
-        if kept is None or kept.dim() != drawn.dim() or not all(map(self._fits, kept.shape, drawn.shape)):
-            self.repeats = False
-            return drawn
-        return drawn.copy_(kept[tuple(slice(0, d) for d in drawn.shape)])
-
-    def _fits(self, kept: int, drawn: int) -> bool:
-        """Whether the first of what was kept are those of the first examples, or steps; not where both are folded."""
-        if self._examples == self._count or kept == drawn:
-            return kept >= drawn
-        folded = kept != self._count and kept % self._count == 0 and drawn % self._examples == 0
-        return kept > drawn and not folded
-
-
-def _random(func: Any) -> tuple[bool, int | None]:
-    """Whether an operation draws random numbers, and which of its arguments is the rate of a dropout inside it."""
-    names = argument_names(func)
-    dropout = names.index("dropout_p") if "dropout_p" in names else None
-    return torch.Tag.nondeterministic_seeded in func.tags and dropout is None, dropout
+    return one[0] == other[0] and (one[0][0] == one[0][1] or one[1] == other[1])
 
 
 # --- what forward passes write ----------------------------------------------------------------------------------------

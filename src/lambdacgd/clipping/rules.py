@@ -333,6 +333,8 @@ class Call:
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
         examples = self.batch // backward_pass.views
+        if backward_pass.looking is not None:
+            backward_pass.low |= gradient.dtype in (torch.bfloat16, torch.float16)
         backward_pass.begin(examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)

@@ -174,7 +174,8 @@ def test_a_contribution_rounds_with_a_large_sum(batch: int) -> None:
     def total(width: int, without: int | None) -> torch.Tensor:
         model = nn.Linear(width, 1, bias=False)
         nn.init.zeros_(model.weight)
-        clipper = attach(model, 1.0, probe=False)
+        clipper = attach(model, 1.0)
+        clipper.allow_probe(False)
         clipper.leave_room(batch)  # as privatize does
         for first in range(0, batch, 1024):
             weights = torch.ones(1024)

@@ -590,7 +590,7 @@ def test_random_numbers_and_counters_are_put_back() -> None:
         torch.manual_seed(3)
         random.seed(3)
         model = nn.Sequential(Counting(), nn.Dropout(0.5), LayerDrop(), Noisy())
-        attach(model, probe=probe)
+        attach(model).allow_probe(probe)
         outputs.append([model(torch.randn(5, 8)) for _ in range(5)])
         assert model[0].calls == 5
         assert int(model[0].steps) == 5

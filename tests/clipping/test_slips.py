@@ -79,7 +79,8 @@ def test_a_statistic_of_the_batch_without_dimensions_is_refused(
         return h * (m.gamma / statistic(h))
 
     model = Net(run, inner=nn.Linear(4, 3), gamma=parameter(3))
-    clipper = attach(model, 1e-3, probe=probe)
+    clipper = attach(model, 1e-3)
+    clipper.allow_probe(probe)
     with pytest.raises(ClippingError, match=r"gamma.*depends on the examples but does not have the batch"):
         step(model, torch.randn(6, 4))
     assert clipper.norms.numel() == 0

@@ -64,7 +64,6 @@ def attach(
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
     batch_of: BatchOf | None = None,
-    probe: bool = True,
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
@@ -76,8 +75,6 @@ def attach(
             of clipping ("automatic"). The sum's sensitivity is ζ in each.
         batch_of: ``batch_of(args, kwargs)`` gives the number of examples where it is not the first dimension of the
             model's first tensor argument.
-        probe: Whether a few examples of some batches are run again, to learn which dimensions are the batch and
-            whether examples stay in their rows (see `probe`).
 
     Returns:
         The clipper, which gathers the sums.
@@ -85,7 +82,7 @@ def attach(
     Raises:
         ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    return Clipper(model, max_grad_norm, loss_reduction, mode, batch_of=batch_of, probe=probe)
+    return Clipper(model, max_grad_norm, loss_reduction, mode, batch_of=batch_of)
 
 
 class Clipper(BackwardPass):
@@ -109,7 +106,6 @@ class Clipper(BackwardPass):
         mode: Mode,
         *,
         batch_of: BatchOf | None,
-        probe: bool,
     ) -> None:
         parameters = trainable(model)
         super().__init__(
@@ -118,7 +114,7 @@ class Clipper(BackwardPass):
         self.model, self._batch_of, self._forward_pass = model, batch_of, ForwardPass()
         self._watch = Watch(model, parameters)
         self._probe = Probe(model, self._forward_pass, self.anchor, self.count, mean=loss_reduction == "mean")
-        self._probes, self._may_probe = probe, True
+        self._may_probe = True
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
         self._standing_in = contextlib.ExitStack()
@@ -177,7 +173,9 @@ class Clipper(BackwardPass):
         self._over = self._forward_pass.now.number
 
     def allow_probe(self, allowed: bool) -> None:
-        """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
+        """Whether a few examples of some batches may be run again, to learn which dimensions are the batch and whether
+        examples stay in their rows (see `probe`). Where ranks compute together (FSDP2), all must probe the same batch.
+        """
         self._may_probe = allowed
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
@@ -191,8 +189,7 @@ class Clipper(BackwardPass):
             return
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
-            if self._probes:
-                self._watch.begin(sharded)
+            self._watch.begin(sharded)
             return
         batch = self.count(args, kwargs)
         if batch == 0:
@@ -208,12 +205,11 @@ class Clipper(BackwardPass):
         self._forward_pass.begin()
         self.reset()
         self._watch.refuse_changes()
-        if self._probes:
-            # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
-            if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor):
-                if self._probe.look((args, kwargs), batch, self._watch.mode):
-                    self._watch.probed(self._probe.compared)
-            self._watch.begin(sharded)
+        # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
+        if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor):
+            if self._probe.look((args, kwargs), batch, self._watch.mode):
+                self._watch.probed(self._probe.compared)
+        self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
         self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
@@ -228,11 +224,10 @@ class Clipper(BackwardPass):
         if self._forward_pass.watch is not None:
             return
         if not torch.is_grad_enabled():
-            if self._probes:
-                self._watch.end(quiet=True)
+            self._watch.end(quiet=True)
             return
         refuse_stand_ins(output, self._forward_pass.batch)
-        if self._probes and backward_task() == -1:
+        if backward_task() == -1:
             self._watch.end(quiet=False)
             suspects = self._probe.suspects.get(self._watch.mode)
             if suspects:

@@ -371,7 +371,7 @@ class _Failed(Exception):
             f"the model's forward pass failed ({type(self.error).__name__}: {self.error}). It was run on {self.count} "
             f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all "
             f"{self.batch} too, mend that; if not, start with a batch whose size no other dimension of the inputs has, "
-            "or pass probe=False to clipping.attach and see to that yourself."
+            "or call clipper.allow_probe(False) and see to that yourself."
         )
 
 
@@ -809,6 +809,7 @@ def draw_alike(one: Drawn, other: Drawn) -> bool:
 
 Place = tuple[str, str, bool]  #: a module's path, a name in it, and whether that is a buffer
 Written = dict[Place, Any]
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
 
 
 class State:
@@ -816,25 +817,23 @@ class State:
 
     `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out
     differently where one example is exchanged holds something of that example. Counters and power iterations come out
-    the same; what is as long as the batch is a cache.
+    the same; what is as long as the batch is a cache, unless a state_dict holds it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._kept = set[Place]()  # buffers that a state_dict holds; asking for one would make FSDP2 let go of shards
+        self._persistent = set[Place]()  # asking for a state_dict would make FSDP2 let go of shards
+        self._containers: list[tuple[Any, Any]] = []  # lists and dictionaries, each with a copy of what it holds
         for path, module in model.named_modules():
             self._slots[path, True], self._slots[path, False] = own_buffers(module), vars(module)
-            self._kept |= {(path, name, True) for name in own_buffers(module).keys() - non_persistent_buffers(module)}
+            names = own_buffers(module).keys() - non_persistent_buffers(module)
+            self._persistent |= {(path, name, True) for name in names}
+            for value in (value for name, value in vars(module).items() if name not in _OF_MODULES):
+                inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict))]
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
-        self._containers = [
-            kept
-            for (_, buffer), slots in self._slots.items()
-            for name, value in slots.items()
-            if not buffer and name not in _OF_MODULES
-            for kept in _contents(value)
-        ]
-        self._caches = set[Place]()  # what is as long as the batch, and no state_dict holds
-        self._versions = self._versions_now()
+        self._caches = set[Place]()
+        self._marks = self._marks_now()
         self.touched = set[str]()  #: names of buffers that passes have written, if only with what they held
 
     def _values(self) -> dict[Place, Any]:
@@ -846,8 +845,8 @@ class State:
             if name != "training" and not isinstance(value, nn.Parameter)
         }
 
-    def _versions_now(self) -> dict[Place, tuple[int, int]]:
-        return {place: mark(value) for place, value in self._values().items() if place[2]}
+    def _marks_now(self) -> set[tuple[str, tuple[int, int]]]:
+        return {(f"{path}.{name}".lstrip("."), mark(value)) for (path, name, b), value in self._values().items() if b}
 
     @torch.no_grad()
     def take_back(self) -> Written:
@@ -856,27 +855,27 @@ class State:
         Returns:
             What was written since.
         """
-        values, written, versions = self._values(), {}, self._versions_now()
-        self.touched |= {
-            f"{p}.{n}".lstrip(".") for p, n, _ in (v for v, _ in versions.items() ^ self._versions.items())
-        }
-        for place, now in values.items():
+        values, written = self._values(), {}
+        self.touched |= {name for name, _ in self._marks_now() ^ self._marks}
+        for place in values.keys() | self._before.keys():
             slots, name = self._slots[place[0], place[2]], place[1]
-            if place not in self._before:
+            held, value = self._before.get(place, (None, None))
+            now = values.get(place)
+            if place in self._before and now is held and _same(now, value):
+                continue
+            if place in values:
                 written[place] = _copy(now)
+            if place not in self._before:
                 del slots[name]
                 continue
-            held, value = self._before[place]
-            if now is not held or not _same(now, value):
-                written[place] = _copy(now)
+            if place in values or name not in slots:
                 slots[name] = held
-                if isinstance(held, Tensor) and not _same(held, value):
-                    held.copy_(value)
-        for place in self._before.keys() - values.keys():
-            self._slots[place[0], place[2]].setdefault(place[1], self._before[place][0])
+            if isinstance(held, Tensor) and not _same(held, value):
+                held.copy_(value)
         for container, items in self._containers:
-            _refill(container, items)
-        self._versions = self._versions_now()
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+        self._marks = self._marks_now()
         return written
 
     @torch.no_grad()
@@ -891,35 +890,14 @@ class State:
             x, y = one.get(place, before), other.get(place, before)
             path, name, buffer = place
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-                self._caches |= {place} - self._kept
+                self._caches |= {place} - self._persistent
             if place not in self._caches and _differs(x, y, before, tolerance):
                 raise ClippingError(
                     f"the forward pass writes what depends on the examples into the "
-                    f"{'buffer' if buffer else 'attribute'} '{f'{path}.' if path else ''}{name}': statistics of "
-                    "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
-                    "without running statistics: lambdacgd.clipping.convert(model)."
+                    f"{'buffer' if buffer else 'attribute'} '{f'{path}.{name}'.lstrip('.')}': statistics of examples "
+                    "would leave the model without clipping or noise. Freeze them (eval mode), or use a layer without "
+                    "running statistics: lambdacgd.clipping.convert(model)."
                 )
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
-
-
-def _contents(value: Any, depth: int = 2) -> Iterator[tuple[Any, Any]]:
-    """The lists and dictionaries in an attribute, each with a copy of what it holds."""
-    if depth and isinstance(value, (list, dict)):
-        yield value, value.copy()
-        for item in list(value.values() if isinstance(value, dict) else value):
-            yield from _contents(item, depth - 1)
-
-
-def _refill(container: Any, items: Any) -> None:
-    """Put back what a list or dictionary held, where that has changed."""
-    if isinstance(container, list):
-        if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
-            container[:] = items
-    elif container.keys() != items.keys() or any(container[key] is not items[key] for key in items):
-        container.clear()
-        container.update(items)
 
 
 def mark(value: Any) -> tuple[int, int]:
@@ -953,8 +931,7 @@ def _same(x: Any, y: Any) -> bool:
 def _differs(x: Any, y: Any, before: Any, tolerance: float | None) -> bool:
     """Whether two values that passes over other examples wrote differ by more than rounding."""
     if isinstance(x, float) and isinstance(y, float):
-        x, y = torch.tensor(x), torch.tensor(y)
-        before = torch.tensor(before) if isinstance(before, float) else None
+        x, y, before = (torch.tensor(v) if isinstance(v, float) else None for v in (x, y, before))
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.requires_grad or _same(x, y):
         return False  # other things, a part of the loss
     if x.shape != y.shape:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -58,6 +58,7 @@ class Record:
     """One parameter's share of one backward pass."""
 
     name: str
+    b: Tensor  # gradients of a layer's output, examples first
 
     def norm(self) -> Norm:
         raise NotImplementedError
@@ -84,7 +85,7 @@ class Record:
 
     @property
     def examples(self) -> int:
-        raise NotImplementedError
+        return self.b.shape[0]
 
 
 def fold(x: Tensor, examples: int, *, minor: bool) -> Tensor:
@@ -170,10 +171,6 @@ class ColumnSum(Record):
     def folded(self, examples: int, *, minor: bool) -> Record:
         return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
 
-    @property
-    def examples(self) -> int:
-        return self.b.shape[0]
-
 
 @dataclass
 class Outer(Record):
@@ -198,10 +195,6 @@ class Outer(Record):
         return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
 
     @property
-    def examples(self) -> int:
-        return self.b.shape[0]
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.b.dtype
 
@@ -209,20 +202,18 @@ class Outer(Record):
     def device(self) -> torch.device:
         return self.b.device
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The parameter's shape as a matrix."""
+        _, _, inner, outer = self.sizes
+        return (inner, outer) if self.transposed else (outer, inner)
+
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        if callable(self.a) and minor:
+        if callable(self.a):
             return super().folded(examples, minor=minor)
-        b = fold(self.b, examples, minor=minor).flatten(1, 2)
-        if isinstance(self.a, Tensor):
-            a = fold(self.a, examples, minor=minor).flatten(1, 2)
-            return outer(self.name, a, b, self.shape, transposed=self.transposed)
-        of, each = self.a, self.examples // examples
-
-        def more(some: slice) -> Tensor:
-            return of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
-
-        return replace(self, a=more, b=b)
+        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
+        return outer(self.name, a, b, self.shape, transposed=self.transposed)
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -234,7 +225,7 @@ class Outer(Record):
         start, stop = rows.start or 0, min(rows.stop, self.examples)
         _, tokens, inner, _ = self.sizes
         kept = bounds.accumulator(self.dtype)
-        whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
+        whole = torch.empty(stop - start, *self.matrix, dtype=kept, device=self.device)
         for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
             here = slice(start + part.start, start + part.stop)
             a, b = self.left(here), self.b[here]
@@ -264,8 +255,7 @@ class Outer(Record):
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes
-        shape = self._matrix_shape()
-        matrix = total if total.shape == shape else total.view(shape)
+        matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if not callable(self.a):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
@@ -289,10 +279,6 @@ class Outer(Record):
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         first, second = (a, b) if self.transposed else (b, a)
         bounds.mm_into(matrix, first.t(), second, fresh=fresh)
-
-    def _matrix_shape(self) -> tuple[int, int]:
-        _, _, inner, outer = self.sizes
-        return (inner, outer) if self.transposed else (outer, inner)
 
     def merge(self, other: Record) -> Record | None:
         """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
@@ -690,15 +676,10 @@ def merge(uses: list[Record]) -> Record:
 
 def resolve_sums(merged: dict[str, Record]) -> list[Record]:
     """Form the biases' gradients, on CUDA those of all layers in one launch."""
-    waiting = [r for r in merged.values() if isinstance(r, ColumnSum)]
-    formed: dict[str, Record] = {}
+    waiting, sums = [r for r in merged.values() if isinstance(r, ColumnSum)], None
     if len(waiting) > 1 and waiting[0].b.device.type == gpu.DEVICE and gpu.may_use_tables():
         sums = gpu.column_sums([r.b for r in waiting])
-        if sums is not None:
-            formed = {r.name: Stored(r.name, s) for r, s in zip(waiting, sums, strict=True)}
-    for r in waiting:
-        if r.name not in formed:
-            formed[r.name] = r.formed()
+    formed = {r.name: Stored(r.name, sums[k]) if sums is not None else r.formed() for k, r in enumerate(waiting)}
     return [formed.get(name, record) for name, record in merged.items()]
 
 
@@ -721,8 +702,8 @@ class NormPass:
             self._with_tables = record.device.type == gpu.DEVICE and gpu.may_use_tables()
         if self._with_tables and isinstance(record.a, Tensor):
             self._waiting.append((record.name, record.a, record.b))
-            if len(self._waiting) >= _TOGETHER:
-                self._launch()
+        if len(self._waiting) >= _TOGETHER:
+            self._launch()
 
     def _launch(self) -> None:
         waiting, self._waiting = self._waiting, []

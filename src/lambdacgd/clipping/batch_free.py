@@ -164,8 +164,6 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
             if spread is not None:
                 return spread
         return _wrap(out, roots)
-    if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
-        raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if len(kinds) > 1:
         raise _refuse(roots, f"in {name} it meets tensors that have different numbers of rows for every example")
     if elementwise:
@@ -279,7 +277,7 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...], rows: int = 0) -> 
         )
     value, own = _graph_value(x), x._roots
     call = Call(layer, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(layer.anchor, value.detach(), call, shape)
+    return _Split.apply(layer.backward_pass.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:

@@ -1,13 +1,10 @@
 """One backward pass: records come in layer by layer; at its end all norms are known, and the clipped sums are added.
 
-A *record* is what one call of a layer leaves behind for one parameter, until the clip factors are known. It knows its
-parameter's name and can do three things: say its per-example gradient norms (`norm`), form the per-example gradients of
-some examples (`materialise`, the slow twin, used where records of one parameter meet), and add the weighted sum of its
-per-example gradients to a total (`add`). Two kinds serve every layer:
-
-* `Stored`: the per-example gradients themselves. Biases, scales and every layer for which they are smaller than what
-  they are made of.
-* `Outer`: per-example gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
+A *record* is what one call of a layer leaves behind for one parameter, until the clip factors are known. It can say its
+per-example gradient norms (`norm`), form the per-example gradients of some examples (`materialise`, the slow twin, used
+where records of one parameter meet), and add the weighted sum of its per-example gradients to a total (`add`). Two
+kinds serve nearly every layer: `Stored`, the per-example gradients themselves, where they are small; and `Outer`,
+gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
 
 Records arrive while autograd walks the graph (`BackwardPass.receive`), and the norms of many layers are formed as they
 come (`NormPass`). When the walk has ended, norms become clip factors (`bounds`), and each record adds its weighted sum
@@ -581,9 +578,10 @@ class BackwardPass:
         records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
         if not (per_layer or self.sharded):
             records = pack_small(records)
-        groups: dict[str, list[Norm]] = {}
+        groups: dict[str, list[Tensor]] = {}
         for names, norm in norm_pass.finish(records, shared):
-            for name, row in zip(names, norm.rows(), strict=True) if per_layer else [("", norm)]:
+            upper = norm.upper()
+            for name, row in zip(names, upper.reshape(len(names), -1), strict=True) if per_layer else [("", upper)]:
                 groups.setdefault(self._group(name), []).append(row)
         factors = clip_factors(
             list(groups.values()),
@@ -659,9 +657,7 @@ def on_its_way(answer: Tensor) -> Callable[[], bool]:
 
 
 def merge(uses: list[Record]) -> Record:
-    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way
-    exists.
-    """
+    """One record for all uses of a parameter, cross terms included; per-example gradients where nothing shorter is."""
     if len(uses) == 1:
         return uses[0]
     whole, *others = [r.formed() if isinstance(r, ColumnSum) else r for r in uses]
@@ -685,23 +681,17 @@ def resolve_sums(merged: dict[str, Record]) -> list[Record]:
 
 class NormPass:
     """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass
-    goes on.
-
-    A parameter that turns out to have several uses is normed again from its merged record.
+    goes on. A parameter that turns out to have several uses is normed again from its merged record.
     """
 
     def __init__(self) -> None:
-        self._with_tables: bool | None = None  # asked once
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Norm]] = []
 
     def add(self, record: Record) -> None:
-        if type(record) is not Outer:
-            return
-        if self._with_tables is None:
-            self._with_tables = record.device.type == gpu.DEVICE and gpu.may_use_tables()
-        if self._with_tables and isinstance(record.a, Tensor):
-            self._waiting.append((record.name, record.a, record.b))
+        if type(record) is Outer and isinstance(record.a, Tensor) and record.device.type == gpu.DEVICE:
+            if gpu.may_use_tables():
+                self._waiting.append((record.name, record.a, record.b))
         if len(self._waiting) >= _TOGETHER:
             self._launch()
 

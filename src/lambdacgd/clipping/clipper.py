@@ -29,7 +29,7 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, mark, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -229,11 +229,8 @@ class Clipper(BackwardPass):
         refuse_stand_ins(output, self._forward_pass.batch)
         if backward_task() == -1:
             self._watch.end(quiet=False)
-            suspects = self._probe.suspects.get(self._watch.mode)
-            if suspects:
-                refuse_gradients(self.model, output, suspects)
-            seen = (type(output) is Tensor and output.requires_grad) or is_seen(self.model, output)
-            self._forward_pass.now.seen = seen
+            suspects = self._probe.suspects.get(self._watch.mode, {})
+            self._forward_pass.now.seen = refuse_gradients(self.model, output, suspects)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -528,11 +525,17 @@ def _stray(name: str, parameter: Tensor) -> None:
 
 # --- what is refused at the door --------------------------------------------------------------------------------------
 
+_MIXES = (
+    "mixes the examples of a batch, so no example has a gradient of its own. Use GroupNorm: "
+    "lambdacgd.clipping.convert(model) replaces it in place."
+)
+
 
 def _guard(module: nn.Module, path: str) -> Undo:
     def refuse(m: nn.Module, args: Any) -> None:
         if _uses_the_batch(m) and torch.is_grad_enabled():
-            raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
+            where = f"module '{path}' ({type(m).__name__})"
+            raise ClippingError(f"{where} {_MIXES} (It was in eval mode when clipping was attached.)")
         if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
             raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
@@ -544,43 +547,39 @@ def _uses_the_batch(batch_norm: nn.Module) -> bool:
     return batch_norm.training or batch_norm.running_mean is None
 
 
-def _batch_norm_message(path: str, module: nn.Module) -> str:
-    return (
-        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of "
-        "its own. Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
-    )
-
-
 def refuse_modules(model: nn.Module) -> None:
     """Modules that no rule can make exact, each with what to do."""
-    for path, m in model.named_modules():
-        learns = any(p.requires_grad for p in m.parameters(recurse=False))
-        if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
-            raise ClippingError(_batch_norm_message(path, m))
-        if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
-            raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, "
-                "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
-            )
-        inside = any(p.requires_grad for p in m.parameters())
-        if type(m) in _FUSED and inside:
-            raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
-                "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
-            )
-        if isinstance(m, torch.jit.ScriptModule) and inside:
-            raise ClippingError(
-                f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form."
-            )
-        if isinstance(m, nn.parallel.DistributedDataParallel):
-            raise ClippingError(
-                f"module '{path}' is wrapped in DistributedDataParallel, which would average gradients that were not "
-                "clipped. lambdacgd.privatize takes the wrapped model; to clip alone, attach to its .module."
-            )
-        if isinstance(m, nn.DataParallel):
-            raise ClippingError(
-                "DataParallel splits batches behind our back. Use DistributedDataParallel, or one device."
-            )
+    for path, module in model.named_modules():
+        why = _obstacle(module)
+        if why:
+            raise ClippingError(f"module '{path}' ({type(module).__name__}) {why}")
+
+
+def _obstacle(m: nn.Module) -> str:
+    learns = any(p.requires_grad for p in m.parameters(recurse=False))
+    inside = any(p.requires_grad for p in m.parameters())
+    if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
+        return _MIXES
+    if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
+        return (
+            "keeps running statistics over examples: an unclipped, un-noised leak. Set track_running_stats=False, or "
+            "lambdacgd.clipping.convert(model)."
+        )
+    if type(m) in _FUSED and inside:
+        return (
+            "computes with fused kernels that hide its layers. lambdacgd.clipping.convert(model) replaces it in place "
+            "by one with the same parameters and outputs."
+        )
+    if isinstance(m, torch.jit.ScriptModule) and inside:
+        return "is a TorchScript module, which cannot be seen into. Use its Python form."
+    if isinstance(m, nn.parallel.DistributedDataParallel):
+        return (
+            "would average gradients that were not clipped. lambdacgd.privatize takes the wrapped model; to clip "
+            "alone, attach to its .module."
+        )
+    if isinstance(m, nn.DataParallel):
+        return "splits batches behind our back. Use DistributedDataParallel, or one device."
+    return ""
 
 
 # --- parameters and examples ------------------------------------------------------------------------------------------

@@ -376,27 +376,23 @@ class _Failed(Exception):
 
 
 _MIXES = (
-    "the model mixes the examples of a batch, or changes their order (sorts them by length, say): its {what} for one "
-    "example is not the same with and without another one. Row i of every layer's input must be example i's alone: no "
-    "statistic of the batch, no neighbour; sort when the batch is put together."
+    "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
+    "and without another one. Row i of every layer's input must be example i's alone: no statistic of the batch, no "
+    "neighbour; sort when the batch is put together."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "
-    "one. Take every statistic within an example; if another part of the output is what you train on, leave this one "
-    "out of the loss."
+    "one. Take every statistic within an example, or leave this output out of the loss."
 )
 _LOSS = (
-    "the loss that the model returns is not the declared mean or sum over examples: an example's gradient is not the "
-    "same with and without another one (a mean over all tokens of a batch weighs long examples more; statistics over "
-    "the batch mix examples). Compute the loss from the model's other outputs, averaged within each example first."
+    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch "
+    "weighs long examples more; statistics over the batch mix examples). Compute the loss from the model's other "
+    "outputs, averaged within each example first."
 )
 _REMEMBERS = (
-    "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on from batch "
-    "to batch, a queue, a memory. An example then changes sums of later steps, which it takes no part in by the plan. "
-    "Begin every forward pass anew."
+    "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on, a queue, a "
+    "memory. An example then changes sums of steps that it takes no part in. Begin every forward pass anew."
 )
-
-
 WRITES_PARAMETER = (
     "the forward pass writes the parameter '{name}': what it holds of examples would leave the model with its "
     "state_dict, without clipping or noise (a running average, a table that is renormalised where it is read: "
@@ -404,16 +400,23 @@ WRITES_PARAMETER = (
 )
 
 
-def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> None:
-    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed."""
+def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> bool:
+    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed.
+
+    Returns:
+        Whether there is a place that a gradient can come from: closures, say, are not looked into.
+    """
 
     def refuse(why: str, gradient: Tensor) -> None:
         if gradient.any():
             raise ClippingError(why)
 
-    for place, x in outputs_of(model, output).items():
-        if place in suspects and x.requires_grad:
-            x.register_hook(partial(refuse, suspects[place]))
+    if type(output) is Tensor and output.requires_grad and not suspects:
+        return True
+    with_gradients = {place: x for place, x in outputs_of(model, output).items() if x.requires_grad}
+    for place in with_gradients.keys() & suspects.keys():
+        with_gradients[place].register_hook(partial(refuse, suspects[place]))
+    return bool(with_gradients)
 
 
 def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
@@ -421,11 +424,6 @@ def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
     attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
     """
     return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
-
-
-def is_seen(model: nn.Module, output: Any) -> bool:
-    """Whether there is a place that a gradient can come from: closures, say, are not looked into."""
-    return any(x.requires_grad for x in tensors_in(output)) or bool(_held(model))
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
@@ -618,10 +616,9 @@ def sample(x: Tensor) -> Tensor:
 def tolerance_of(x: Tensor) -> float:
     """How far two results for one example may lie apart, relative to the example's row, and be rounding.
 
-    Measured over 91 models of the zoo in train mode on a CPU (docs/clipping.md): none at all, in float32 and bfloat16.
-    Shapes that change with the longest example, kernels of CUDA that add up in any order, and models that compute in
-    another type without padding round differently: a thousand units of float32 are left for that, ten of TF32 and of
-    bfloat16. The mildest of the tests that mix differ by 1.4%.
+    None at all over 91 models of the zoo on a CPU (docs/clipping.md). Shapes that change with the longest example and
+    kernels of CUDA that add up in any order round differently: a thousand units of float32 are left for that, ten of
+    TF32 and of bfloat16. The mildest of the tests that mix differ by 1.4%.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
         return 0.04
@@ -707,15 +704,15 @@ def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
 
 
 def take_examples(
-    arguments: Arguments,
-    batch: int,
-    rows: Sequence[int],
-    count: Callable[..., int],
-    scales: Sequence[float] | None = None,
-) -> Arguments | None:
+    arguments: Any, batch: int, rows: Sequence[int], count: Callable[..., int], scales: Sequence[float] | None = None
+) -> Any:
     """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
     they cannot be cut. ``scales``: what each example's numbers and pixels are multiplied by.
     """
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, PackedSequence)
+
     for dim in (0, 1):
 
         def take(x: Any, dim: int = dim) -> Any:
@@ -726,7 +723,7 @@ def take_examples(
                 return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
             if _is_object(x):
                 held = copy.copy(x)
-                vars(held).update({name: tree_map(take, value, is_leaf=_whole) for name, value in vars(x).items()})
+                vars(held).update({name: tree_map(take, value, is_leaf=whole) for name, value in vars(x).items()})
                 return held
             if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == batch):
                 return x
@@ -736,7 +733,7 @@ def take_examples(
             factors = torch.tensor(list(scales), device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
             return (some * factors).to(some.dtype)
 
-        args, kwargs = tree_map(take, arguments, is_leaf=_whole)
+        args, kwargs = tree_map(take, arguments, is_leaf=whole)
         first = next(tensors_in((args, kwargs)), None)
         cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
         if cut and count(args, kwargs) == len(rows):
@@ -750,10 +747,6 @@ def sizes_of(arguments: Arguments, batch: int, rows: Sequence[int], count: Calla
         if x.shape[:1] == (len(rows),) and x.numel() and (x.is_floating_point() or x.dtype == torch.uint8):
             return x.detach().flatten(1).float().abs().amax(1).nan_to_num(0.0, 0.0, 0.0) if x.dim() > 1 else None
     return None
-
-
-def _whole(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
 
 
 # --- the same random numbers ------------------------------------------------------------------------------------------

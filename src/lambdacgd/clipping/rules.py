@@ -141,8 +141,8 @@ class BatchSizes:
         if known == _FOLDED and first % batch == 0:
             return first // batch
         raise ClippingError(
-            f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
-            f"for {batch} examples. Keep the batch first in every batch."
+            f"{place}: the first dimension was the batch in earlier batches and now is {first} for {batch} examples. "
+            "Keep the batch first in every batch."
         )
 
     def _learn(self, key: tuple[Hashable, int], x: Tensor) -> str:
@@ -237,7 +237,6 @@ class Layer:
     """A module that owns trainable parameters.
 
     Attributes:
-        module: The module.
         path: Its name in the model.
         names: Its own names of its parameters, and the model's.
         original: Its own forward.
@@ -309,14 +308,13 @@ class Call:
             return
         if self.delivered:
             raise self.layer.refuse(
-                "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
-                "added once; add the losses up and call backward() once, or run the model again."
+                "a second backward pass went through the same forward pass. Add the losses up and call backward() "
+                "once, or run the model again."
             )
         if self.within_backward:
             raise self.layer.refuse(
-                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
-                "checkpointing splits an example's gradient into parts that would be clipped one by one. Use "
-                "torch.utils.checkpoint(..., use_reentrant=False)."
+                "its forward ran inside a backward pass: reentrant gradient checkpointing splits an example's gradient "
+                "into parts that would be clipped one by one. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self.delivered = True
         without_autocast(self._deliver, gradient, *saved)

@@ -72,11 +72,8 @@ class Record:
         return None
 
     def folded(self, examples: int, *, minor: bool) -> Record:
-        """The same for a layer that saw several rows of every example: their gradients are added up.
-
-        Args:
-            examples: How many there are.
-            minor: Whether the first row of every example comes first, then the second of every example.
+        """The same for a layer that saw several rows of every example: their gradients are added up. ``minor``: the
+        first row of every example comes first, then the second of every example.
         """
         return Stored(self.name, fold(self.materialise(slice(0, self.examples)), examples, minor=minor).sum(1))
 
@@ -489,9 +486,8 @@ class BackwardPass:
         self._norm_pass, self._task, self._batch, self._forward = NormPass(), -1, 0, Pass()
 
     def gathers(self) -> bool:
-        """Whether the backward pass under way is for the parameters.
-
-        ``torch.autograd.grad(loss, x)`` is not, nor ``backward(inputs=[x])``: they leave ``p.grad`` alone, too.
+        """Whether the backward pass under way is for the parameters: ``torch.autograd.grad(loss, x)`` is not, nor
+        ``backward(inputs=[x])``, which leave ``p.grad`` alone, too.
         """
         task = backward_task()
         if task != self._for_parameters[0]:
@@ -501,18 +497,15 @@ class BackwardPass:
         return self._for_parameters[1]
 
     def begin(self, batch: int, forward: Pass, refuse: Callable[[str], ClippingError]) -> None:
-        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples.
-
-        Raises:
-            ClippingError: Its gradient would be clipped in parts, or twice.
+        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples. It is refused where its
+        gradient would be clipped in parts, or twice.
         """
         task = backward_task()
         if task != self._task:
             if self._pending:
                 raise refuse(
-                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) "
-                    "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
-                    "use_reentrant=False)."
+                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) would "
+                    "clip parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
             if self._before_adding is not None and self.looking is None:
                 self._before_adding()
@@ -525,9 +518,8 @@ class BackwardPass:
             )
         if not forward.seen:
             raise ClippingError(
-                "the model's output holds no tensor that a gradient can come from, and neither does an attribute of "
-                "its modules: whether examples are kept apart in what it handed out could not be seen. Return "
-                "tensors, or containers or dataclasses of them."
+                "the model's output holds no tensor that a gradient can come from: whether examples are kept apart in "
+                "what it handed out could not be seen. Return tensors, or containers or dataclasses of them."
             )
         if forward.clipped:
             raise refuse(
@@ -689,9 +681,9 @@ class NormPass:
         self._blocks: list[tuple[list[str], Norm]] = []
 
     def add(self, record: Record) -> None:
-        if type(record) is Outer and isinstance(record.a, Tensor) and record.device.type == gpu.DEVICE:
-            if gpu.may_use_tables():
-                self._waiting.append((record.name, record.a, record.b))
+        on_gpu = type(record) is Outer and record.device.type == gpu.DEVICE and gpu.may_use_tables()
+        if on_gpu and isinstance(record.a, Tensor):
+            self._waiting.append((record.name, record.a, record.b))
         if len(self._waiting) >= _TOGETHER:
             self._launch()
 

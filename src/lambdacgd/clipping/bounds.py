@@ -121,7 +121,7 @@ class Norm:
             return self.square
         across_a, across_b = self.trace_a * self.gram_b, self.trace_b * self.gram_a
         error = self.gamma * (across_a + across_b + self.gram_a * self.gram_b)
-        # Squares too small for the type are lost from one Gram matrix, whatever the other holds: T·n of them, below 2²⁶.
+        # Squares too small for the type are lost from one Gram matrix, whatever the other holds: at most 2²⁶ of them.
         error = error + torch.finfo(self.square.dtype).tiny * 2.0**26 * (self.trace_a + self.trace_b)
         fold = self.kappa * (across_a if self.fold_a else across_b).sqrt()
         return ((self.square.clamp_min(0) + error).sqrt() + fold).square()

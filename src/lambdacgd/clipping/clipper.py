@@ -137,8 +137,7 @@ class Clipper(BackwardPass):
         """See whether a loss adds examples up as declared; nothing is added to the sums.
 
         A few examples are collated, run and differentiated together, and again with each of them exchanged for another
-        one: the gradients of the others must be what they were. Collating, padding and the loss are looked at as the
-        model is in every first batch.
+        one, or alone: the norms of the others' gradients must be what they were.
 
         Args:
             loss: ``loss(model, batch)``, the training loss of a batch as ``collate`` makes it.
@@ -206,9 +205,9 @@ class Clipper(BackwardPass):
         self.reset()
         self._watch.refuse_changes()
         # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
-        if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor):
-            if self._probe.look((args, kwargs), batch, self._watch.mode):
-                self._watch.probed(self._probe.compared)
+        due = self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor)
+        if due and self._probe.look((args, kwargs), batch, self._watch.mode):
+            self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
@@ -447,7 +446,7 @@ def _refuse_pickle() -> NoReturn:
 
 
 class _NotSaved(partial[Any]):
-    """A hook that says why it cannot be saved. Models are pickled hooks first, so this is what the user reads."""
+    """A hook that says why it cannot be saved: models are pickled hooks first."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         _refuse_pickle()
@@ -457,9 +456,7 @@ class _NotSaved(partial[Any]):
 
 
 class Replaced:
-    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward
-    instead: this one would compute with the original's weights.
-    """
+    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
@@ -517,9 +514,8 @@ def _stray(name: str, parameter: Tensor) -> None:
     parameter.grad = None
     raise ClippingError(
         f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module "
-        "that owns it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
-        "called before attach). Call the owning module instead, move penalties to the optimizer's weight_decay, or "
-        "freeze the parameter."
+        "that owns it (a penalty on weights in the loss, a forward called before attach). Call the owning module "
+        "instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
     )
 
 
@@ -597,7 +593,9 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         if not p.is_floating_point():
             raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
     if not parameters:
-        raise ClippingError("the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True).")
+        raise ClippingError(
+            "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
+        )
     return parameters
 
 

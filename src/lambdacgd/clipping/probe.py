@@ -168,11 +168,9 @@ class Probe:
     def _look_further(
         self, compare: Callable[..., dict[str, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[str, str]
     ) -> None:
-        """Two things that neighbours, exchanged within a pass, do not show.
-
-        An example larger than all others: where every image has the same maximum, dividing by that of the batch changes
-        nothing, until one comes that has another. So all are halved but one, the largest.
-        And examples of an earlier pass: a hidden state that is carried on, a queue.
+        """Two things that neighbours, exchanged within a pass, do not show: an example larger than all others (where
+        every image has the same maximum, dividing by that of the batch changes nothing; so all are halved but one), and
+        examples of an earlier pass (a hidden state that is carried on, a queue).
         """
         count, nobody = len(chosen), -1
         if sizes is not None and float(sizes.max()) > 0:
@@ -189,12 +187,9 @@ class Probe:
     # --- the passes ---------------------------------------------------------------------------------------------------
 
     def _learn(self, run: Callable[..., Seen], state: State, sets: list[list[int]]) -> list[int]:
-        """Passes of two sizes, until all places know whether the batch is their first dimension.
-
-        A table with as many rows as there are examples looks like a batch until a pass of another size has come by it.
-
-        Returns:
-            The first set of examples whose size does not stand in the way.
+        """Passes of two sizes, until all places know whether the batch is their first dimension: a table with as many
+        rows as there are examples looks like a batch until a pass of another size has come by it. Returns the first set
+        of examples whose size does not stand in the way.
         """
         once = self._looked or self._forward_pass.sharded
         for chosen in sets[:1] if once else sets:
@@ -276,13 +271,8 @@ class Probe:
     # --- what they show -----------------------------------------------------------------------------------------------
 
     def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[str, str]) -> bool:
-        """What agrees in no layout of the rows depends on the example that was exchanged.
-
-        Returns:
-            Whether the gradients of all outputs together disagree: then each is to be looked at apart.
-
-        Raises:
-            ClippingError: The examples mix before they reach a layer.
+        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input
+        or output. Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
         """
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
@@ -308,10 +298,8 @@ class Probe:
         return "gradient" in mixing
 
     def _settle(self, whole: Seen) -> bool:
-        """Where an example has several rows, how they are put together is known now.
-
-        Returns:
-            Whether it is for all layers. It is not for one that no gradient came to: stochastic depth left it out.
+        """Where an example has several rows, how they are put together is known now. Returns whether it is for all
+        layers: not for one that no gradient came to (stochastic depth left it out).
         """
         sure, several = True, {path for (path, _, _), x in whole.rows.items() if x.shape[0] > whole.count}
         for layer in self.layers:
@@ -324,9 +312,8 @@ class Probe:
 
     def _chosen(self, arguments: Arguments, batch: int) -> tuple[list[list[int]], bool]:
         """Sets of a few examples, first those whose number, and one less, no dimension has; and whether they differ.
-
-        Views of an example and what fills a batch up may be equal rows: exchanging them tells nothing, so rows that
-        differ are taken. Of two one is taken twice for a second number: a batch of one tells nothing.
+        Equal rows (views, padding) tell nothing where they are exchanged, so rows that differ are taken. Of two one is
+        taken twice for a second number: a batch of one tells nothing.
         """
         different: list[int] = []
         held: list[list[Tensor]] = []
@@ -349,9 +336,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Some:
-    """Some examples of a batch, by their rows.
-
-    ``scales``: what each one's numbers are multiplied by. ``before``: examples of a pass that runs first.
+    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; and examples of a pass that
+    runs first.
     """
 
     rows: Sequence[int]
@@ -369,9 +355,9 @@ class _Failed(Exception):
     def explained(self) -> ClippingError:
         return ClippingError(
             f"the model's forward pass failed ({type(self.error).__name__}: {self.error}). It was run on {self.count} "
-            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all "
-            f"{self.batch} too, mend that; if not, start with a batch whose size no other dimension of the inputs has, "
-            "or call clipper.allow_probe(False) and see to that yourself."
+            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all of "
+            "them too, mend that; if not, start with a batch whose size no other dimension of the inputs has, or call "
+            "clipper.allow_probe(False) and see to that yourself."
         )
 
 
@@ -401,10 +387,8 @@ WRITES_PARAMETER = (
 
 
 def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> bool:
-    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed.
-
-    Returns:
-        Whether there is a place that a gradient can come from: closures, say, are not looked into.
+    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed. Returns whether there
+    is a place that a gradient can come from: closures, say, are not looked into.
     """
 
     def refuse(why: str, gradient: Tensor) -> None:
@@ -529,9 +513,8 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
         f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
         "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
-        "each example first), class weights or ignore_index in a mean, "
-        "a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
-        "left (pad on the right), padding without an attention mask."
+        "each example first), class weights or ignore_index in a mean, a root or power of the mean, contrastive terms, "
+        "mixup in collate_fn, padding on the left (pad on the right), padding without an attention mask."
     )
 
 
@@ -598,10 +581,7 @@ class Seen:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all.
-
-    Which ones does not depend on the number of steps, which may be another without the longest example.
-    """
+    """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all."""
     with torch.no_grad():
         x = x.detach().unsqueeze(1) if x.dim() == 1 else x.detach()
         parts = x.flatten(2)[:, :_STEPS] if x.dim() > 2 else x.unsqueeze(1)  # [rows, steps, numbers of each]
@@ -628,10 +608,7 @@ def tolerance_of(x: Tensor) -> float:
 
 
 def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: float, floor: float) -> set[str]:
-    """In which layouts the rows of all but one of ``count`` examples are the same in ``x`` and ``y``.
-
-    MAJOR: all rows of one example, then those of the next. MINOR: the first row of every example, then the second.
-    """
+    """In which layouts the rows of all but one of ``count`` examples are the same in ``x`` and ``y``."""
     if x.shape[0] != y.shape[0] or x.shape[0] % count:
         return set()
     apart = differences(x, y)
@@ -792,8 +769,8 @@ class Numbers:
 
 
 def draw_alike(one: Drawn, other: Drawn) -> bool:
-    """Whether two passes drew the same random numbers for the same rows: as many, for tensors of the same shapes. Where
-    the longest example is exchanged, tensors may be shorter, and all later numbers others.
+    """Whether two passes drew the same random numbers for the same rows: none, or as many for tensors of the same
+    shapes, which may be shorter where the longest example is exchanged.
     """
     return one[0] == other[0] and (one[0][0] == one[0][1] or one[1] == other[1])
 
@@ -808,7 +785,7 @@ _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, wh
 class State:
     """What a model holds besides its parameters: buffers, and numbers and tensors that are plain attributes of modules.
 
-    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out
+    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What comes out
     differently where one example is exchanged holds something of that example. Counters and power iterations come out
     the same; what is as long as the batch is a cache, unless a state_dict holds it.
     """
@@ -843,11 +820,7 @@ class State:
 
     @torch.no_grad()
     def take_back(self) -> Written:
-        """Everything as it was before the probe.
-
-        Returns:
-            What was written since.
-        """
+        """Everything as it was before the probe. Returns what was written since."""
         values, written = self._values(), {}
         self.touched |= {name for name, _ in self._marks_now() ^ self._marks}
         for place in values.keys() | self._before.keys():
@@ -873,10 +846,8 @@ class State:
 
     @torch.no_grad()
     def compare(self, one: Written, other: Written, tolerance: float | None) -> None:
-        """What two passes wrote; without a tolerance, over two numbers of examples: whole numbers count them.
-
-        Raises:
-            ClippingError: It depends on the examples.
+        """Refuse what two passes wrote where it depends on the examples; without a tolerance, they had two numbers of
+        examples: whole numbers count them.
         """
         for place in one.keys() | other.keys():
             before = self._before.get(place, (None, None))[1]

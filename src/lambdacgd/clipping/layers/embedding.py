@@ -202,4 +202,3 @@ def embedding_bag(
         yield Rows(layer.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)
 
     return tap(layer, layer.hidden(input, None, per_sample_weights), recorder, index, weights)
-

@@ -681,8 +681,9 @@ class NormPass:
         self._blocks: list[tuple[list[str], Norm]] = []
 
     def add(self, record: Record) -> None:
-        on_gpu = type(record) is Outer and record.device.type == gpu.DEVICE and gpu.may_use_tables()
-        if on_gpu and isinstance(record.a, Tensor):
+        if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.device.type != gpu.DEVICE:
+            return
+        if gpu.may_use_tables():
             self._waiting.append((record.name, record.a, record.b))
         if len(self._waiting) >= _TOGETHER:
             self._launch()

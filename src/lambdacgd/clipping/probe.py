@@ -138,7 +138,7 @@ class Probe:
             # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
             # outputs that their own nodes keep would never be freed.
             with (
-                Numbers(self._anchor.device) as numbers,
+                Numbers(self._model, self._anchor.device) as numbers,
                 torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
             ):
                 chosen = sorted(set(self._learn(run, state, sets)))
@@ -443,7 +443,7 @@ def check_loss(
     if len(items) < 2:
         return
     state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
-    with Numbers(backward_pass.anchor.device) as numbers:
+    with Numbers(model, backward_pass.anchor.device) as numbers:
         start = numbers.now()
         batch = collate(copy.deepcopy(list(items)))
         draws = numbers.now() != start
@@ -732,10 +732,14 @@ Drawn = tuple[tuple[Any, Any], Any]  #: where generators stood before and behind
 
 
 class Numbers:
-    """Python's, NumPy's and torch's generators of random numbers; at the end they stand where they stood."""
+    """Python's, NumPy's and torch's generators of random numbers, and those that are attributes of a model's modules; at
+    the end they stand where they stood.
+    """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._device = device if device.type == "cuda" else None
+        held = (value for module in model.modules() for value in vars(module).values())
+        self._own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
 
     def __enter__(self) -> Numbers:
         self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
@@ -746,12 +750,14 @@ class Numbers:
         self.again()
 
     def again(self, turn: int = 0) -> Any:
-        """Set them back, or, for turns after the first, to some other place of their own; returns `now`."""
+        """Set them back, or, for turns after the first, to some other place; returns `now`."""
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])  # noqa: NPY002
         torch.set_rng_state(self._states[2])
         if self._on_device is not None:
             torch.cuda.set_rng_state(self._on_device, self._device)  # type: ignore[arg-type]
+        for generator, state in self._own:
+            generator.set_state(state)
         if turn:
             random.seed(turn)
             np.random.seed(turn)  # noqa: NPY002
@@ -763,7 +769,8 @@ class Numbers:
 
     def now(self) -> Any:
         """Where they stand, to be compared: it moves where numbers are drawn."""
-        states = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self._device)] if self._device else [])
+        states = [torch.get_rng_state(), *(generator.get_state() for generator, _ in self._own)]
+        states += [torch.cuda.get_rng_state(self._device)] if self._device else []
         of_numpy: Any = np.random.get_state()  # noqa: NPY002
         return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], [state.numpy().tobytes() for state in states]
 

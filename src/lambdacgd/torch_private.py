@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _python_dispatch, _pytree
+from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -71,9 +71,6 @@ KNOWN: dict[str, str] = {
     "torch._use_cudnn_rnn_flatten_weight": _SEEN,
     "torch.nn.RNNBase._flat_weights_names": _SEEN,
     "torch.nn.RNNBase._weights_have_changed": _SEEN,
-    # What every operation goes through
-    "torch.utils._python_dispatch.TorchDispatchMode": _SEEN,
-    "torch.ops.aten.add.Tensor._schema": _SEEN,
     # Nested inputs and outputs of models
     "torch.utils._pytree.tree_flatten": _SEEN,
     "torch.utils._pytree.tree_leaves": _SEEN,
@@ -104,15 +101,6 @@ tree_flatten = _pytree.tree_flatten
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_unflatten = _pytree.tree_unflatten
-
-#: A context whose ``__torch_dispatch__`` sees every operation, below autograd.
-DispatchMode = _python_dispatch.TorchDispatchMode
-
-
-def argument_names(operation: Any) -> list[str]:
-    """The names of an operation's arguments, as `DispatchMode` is given the operation."""
-    return [argument.name for argument in operation._schema.arguments]
-
 
 #: A context in which tensor subclasses are treated as plain tensors.
 WithoutTorchFunction = torch._C.DisableTorchFunctionSubclass

@@ -103,10 +103,10 @@ def test_the_probe_leaves_no_trace() -> None:
 
     fixed = Fixed()
     clipper = attach(fixed)
-    with pytest.raises(ClippingError, match="probe=False"):
+    with pytest.raises(ClippingError, match="allow_probe"):
         step(fixed, x)
     clipper.detach()
-    attach(fixed, probe=False)
+    attach(fixed).allow_probe(False)
     step(fixed, x)
 
 
@@ -279,21 +279,23 @@ def test_layers_left_out_at_random_take_no_more_memory_with_every_batch() -> Non
 
     model, x = Drops(), torch.randn(5, 4)
     subsets = [[k for k in range(6) if n >> k & 1] for n in range(1, 64)]
-    clipper = attach(model, 0.1, probe=False)
+    clipper = attach(model, 0.1)
+    clipper.allow_probe(False)
     seen = []
     for subset in subsets:
         model.used = subset  # type: ignore[assignment]
         step(model, x)
         seen.append({n: t.clone() for n, t in clipper.take().items()})
     kept = [
-        *clipper._backward_pass.totals._buffers.values(),
-        *(whole for whole, _ in clipper._backward_pass.totals._packs.values()),
+        *clipper.totals._buffers.values(),
+        *(whole for whole, _ in clipper.totals._packs.values()),
     ]
     assert sum(t.numel() for t in kept) <= 5 * sum(p.numel() for p in model.parameters())
     for subset, found in list(zip(subsets, seen, strict=True))[-5:]:  # and the sums are those of a clipper of their own
         model.used = subset  # type: ignore[assignment]
         clipper.detach()
-        clipper = attach(model, 0.1, probe=False)
+        clipper = attach(model, 0.1)
+        clipper.allow_probe(False)
         step(model, x)
         for name, total in clipper.take().items():
             torch.testing.assert_close(total, found[name])

@@ -468,6 +468,17 @@ class Noisy(nn.Module):
         return x + 0.1 * torch.randn_like(x) if self.training else x
 
 
+class OwnNoise(nn.Module):
+    """A generator of the module's own, of whatever device and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.randn(x.shape, generator=self.generator).to(x)
+
+
 class LayerDrop(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -521,6 +532,7 @@ FINE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "residual": (_residual, (3, 9, 9)),
     "stochastic depth": (lambda: nn.Sequential(*(StochasticDepth(nn.Linear(8, 8)) for _ in range(3))), (7, 8)),
     "noise": (lambda: nn.Sequential(Noisy(), nn.Linear(8, 8), Noisy(), nn.LayerNorm(8)), (7, 8)),
+    "own noise": (lambda: nn.Sequential(nn.Linear(8, 8), OwnNoise(), nn.Linear(8, 8)), (8,)),
     "layer drop": (LayerDrop, (8,)),
     "counters": (Counting, (8,)),
     "transformer": (lambda: _transformer(batch_first=True), (6, 8)),
@@ -590,7 +602,7 @@ def test_random_numbers_and_counters_are_put_back() -> None:
         torch.manual_seed(3)
         random.seed(3)
         model = nn.Sequential(Counting(), nn.Dropout(0.5), LayerDrop(), Noisy())
-        attach(model, probe=probe)
+        attach(model).allow_probe(probe)
         outputs.append([model(torch.randn(5, 8)) for _ in range(5)])
         assert model[0].calls == 5
         assert int(model[0].steps) == 5

@@ -87,7 +87,8 @@ def test_layers_against_the_originals(oracle: Oracle, kind: Any, run: Any, data:
     convert(model)
     with mock.patch.object(recurrent, "plain", run):
         oracle(model, x, batch, probe=False)
-        clipper = attach(model, math.inf, probe=False)
+        clipper = attach(model, math.inf)
+        clipper.allow_probe(False)
         torch.testing.assert_close(model(x), wanted, rtol=1e-10, atol=1e-12)
         clipper.detach()
 

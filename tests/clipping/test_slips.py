@@ -79,7 +79,8 @@ def test_a_statistic_of_the_batch_without_dimensions_is_refused(
         return h * (m.gamma / statistic(h))
 
     model = Net(run, inner=nn.Linear(4, 3), gamma=parameter(3))
-    clipper = attach(model, 1e-3, probe=probe)
+    clipper = attach(model, 1e-3)
+    clipper.allow_probe(probe)
     with pytest.raises(ClippingError, match=r"gamma.*depends on the examples but does not have the batch"):
         step(model, torch.randn(6, 4))
     assert clipper.norms.numel() == 0
@@ -317,7 +318,7 @@ def test_a_sum_that_failed_half_way_is_forgotten(monkeypatch: pytest.MonkeyPatch
         def fail(*_: Any) -> None:
             raise torch.OutOfMemoryError("no memory")
 
-        patched.setattr(clipper._backward_pass.totals, "add_pack", fail)  # the biases, after the weights
+        patched.setattr(clipper.totals, "add_pack", fail)  # the biases, after the weights
         with pytest.raises(torch.OutOfMemoryError):
             step(model, x)
     step(model, x)

@@ -33,7 +33,7 @@ class Captured(captured.CapturedStep):
 
     def memory(self) -> list[torch.Tensor]:
         """All that a graph writes and somebody else reads."""
-        totals, parameters = self._loop.clipper._backward_pass.totals, self._loop.clipper.parameters.values()
+        totals, parameters = self._loop.clipper.totals, self._loop.clipper.parameters.values()
         states = [x for s in self._loop.optimizer.state.values() for x in s.values() if isinstance(x, torch.Tensor)]
         sums = [*totals._buffers.values(), *(whole for whole, _ in totals._packs.values())]
         return [self._cursor, self._step, self.loss, *sums, *states, *(p.data for p in parameters)]
@@ -61,7 +61,7 @@ class Graphs:
     def graph(self, graph: SimpleNamespace) -> Iterator[None]:
         step = self.step
         assert step is not None
-        filled = dict(step._loop.clipper._backward_pass.totals.filled)
+        filled = dict(step._loop.clipper.totals.filled)
         memory = step.memory()
         before = [x.clone() for x in memory]
         try:
@@ -76,7 +76,7 @@ class Graphs:
     def _replay(self, step: Captured, kind: captured.Kind, filled: dict[str, torch.Tensor]) -> None:
         loop = step._loop
         self.steps.append(int(step._step))
-        loop.clipper._backward_pass.totals.filled = dict(filled)
+        loop.clipper.totals.filled = dict(filled)
         loop.resting = True
         captured.CapturedStep._work(step, *kind, step._step)
         loop.resting = False

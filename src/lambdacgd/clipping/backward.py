@@ -1,13 +1,10 @@
 """One backward pass: records come in layer by layer; at its end all norms are known, and the clipped sums are added.
 
-A *record* is what one call of a layer leaves behind for one parameter, until the clip factors are known. It knows its
-parameter's name and can do three things: say its per-example gradient norms (`norm`), form the per-example gradients of
-some examples (`materialise`, the slow twin, used where records of one parameter meet), and add the weighted sum of its
-per-example gradients to a total (`add`). Two kinds serve every layer:
-
-* `Stored`: the per-example gradients themselves. Biases, scales and every layer for which they are smaller than what
-  they are made of.
-* `Outer`: per-example gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
+A *record* is what one call of a layer leaves behind for one parameter, until the clip factors are known. It can say its
+per-example gradient norms (`norm`), form the per-example gradients of some examples (`materialise`, the slow twin, used
+where records of one parameter meet), and add the weighted sum of its per-example gradients to a total (`add`). Two
+kinds serve nearly every layer: `Stored`, the per-example gradients themselves, where they are small; and `Outer`,
+gradients ``Σ_t b_t a_tᵀ`` kept as the factors ``a`` and ``b`` (Linear, convolution).
 
 Records arrive while autograd walks the graph (`BackwardPass.receive`), and the norms of many layers are formed as they
 come (`NormPass`). When the walk has ended, norms become clip factors (`bounds`), and each record adds its weighted sum
@@ -18,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
@@ -58,6 +55,7 @@ class Record:
     """One parameter's share of one backward pass."""
 
     name: str
+    b: Tensor  # gradients of a layer's output, examples first
 
     def norm(self) -> Norm:
         raise NotImplementedError
@@ -74,17 +72,14 @@ class Record:
         return None
 
     def folded(self, examples: int, *, minor: bool) -> Record:
-        """The same for a layer that saw several rows of every example: their gradients are added up.
-
-        Args:
-            examples: How many there are.
-            minor: Whether the first row of every example comes first, then the second of every example.
+        """The same for a layer that saw several rows of every example: their gradients are added up. ``minor``: the
+        first row of every example comes first, then the second of every example.
         """
         return Stored(self.name, fold(self.materialise(slice(0, self.examples)), examples, minor=minor).sum(1))
 
     @property
     def examples(self) -> int:
-        raise NotImplementedError
+        return self.b.shape[0]
 
 
 def fold(x: Tensor, examples: int, *, minor: bool) -> Tensor:
@@ -170,10 +165,6 @@ class ColumnSum(Record):
     def folded(self, examples: int, *, minor: bool) -> Record:
         return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
 
-    @property
-    def examples(self) -> int:
-        return self.b.shape[0]
-
 
 @dataclass
 class Outer(Record):
@@ -198,10 +189,6 @@ class Outer(Record):
         return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
 
     @property
-    def examples(self) -> int:
-        return self.b.shape[0]
-
-    @property
     def dtype(self) -> torch.dtype:
         return self.b.dtype
 
@@ -209,20 +196,18 @@ class Outer(Record):
     def device(self) -> torch.device:
         return self.b.device
 
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """The parameter's shape as a matrix."""
+        _, _, inner, outer = self.sizes
+        return (inner, outer) if self.transposed else (outer, inner)
+
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
-        if callable(self.a) and minor:
+        if callable(self.a):
             return super().folded(examples, minor=minor)
-        b = fold(self.b, examples, minor=minor).flatten(1, 2)
-        if isinstance(self.a, Tensor):
-            a = fold(self.a, examples, minor=minor).flatten(1, 2)
-            return outer(self.name, a, b, self.shape, transposed=self.transposed)
-        of, each = self.a, self.examples // examples
-
-        def more(some: slice) -> Tensor:
-            return of(slice(each * some.start, each * some.stop)).unflatten(0, (-1, each)).flatten(1, 2)
-
-        return replace(self, a=more, b=b)
+        a, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.a, self.b))
+        return outer(self.name, a, b, self.shape, transposed=self.transposed)
 
     def resolve(self) -> Record:
         """The record to keep: the gradients themselves where they are the cheaper way."""
@@ -234,7 +219,7 @@ class Outer(Record):
         start, stop = rows.start or 0, min(rows.stop, self.examples)
         _, tokens, inner, _ = self.sizes
         kept = bounds.accumulator(self.dtype)
-        whole = torch.empty(stop - start, *self._matrix_shape(), dtype=kept, device=self.device)
+        whole = torch.empty(stop - start, *self.matrix, dtype=kept, device=self.device)
         for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
             here = slice(start + part.start, start + part.stop)
             a, b = self.left(here), self.b[here]
@@ -264,8 +249,7 @@ class Outer(Record):
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
         _, tokens, inner, _ = self.sizes
-        shape = self._matrix_shape()
-        matrix = total if total.shape == shape else total.view(shape)
+        matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if not callable(self.a):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
@@ -289,10 +273,6 @@ class Outer(Record):
         a, b = a.flatten(0, 1), b.flatten(0, 1)
         first, second = (a, b) if self.transposed else (b, a)
         bounds.mm_into(matrix, first.t(), second, fresh=fresh)
-
-    def _matrix_shape(self) -> tuple[int, int]:
-        _, _, inner, outer = self.sizes
-        return (inner, outer) if self.transposed else (outer, inner)
 
     def merge(self, other: Record) -> Record | None:
         """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
@@ -339,32 +319,6 @@ def gram_parts(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 # --- the pass ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Settings:
-    """How the examples of a batch are clipped and added up; see `attach` for what the fields mean."""
-
-    max_grad_norm: float
-    loss_reduction: LossReduction = "mean"
-    mode: Mode = "flat"
-    views: int = 1  #: rows of every example, neighbours, whose gradients are averaged before clipping
-
-    def __post_init__(self) -> None:
-        for name, kind in (("loss_reduction", LossReduction), ("mode", Mode)):
-            given, allowed = getattr(self, name), get_args(kind)
-            if given not in allowed:
-                raise ClippingError(f"{name} must be one of {', '.join(map(repr, allowed))}, not {given!r}.")
-        zeta = self.max_grad_norm
-        if isinstance(zeta, bool) or not (isinstance(zeta, (int, float)) and zeta > 0):
-            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {zeta!r}.")
-        if self.mode == "automatic" and math.isinf(zeta):
-            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
-        self.max_grad_norm = float(zeta)
-
-    def group(self, name: str) -> str:
-        """Parameters of one group share a norm: those of a layer, or all."""
-        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
-
-
 @dataclass(eq=False)
 class Pass:
     """One forward pass of the model, as its backward pass sees it.
@@ -381,47 +335,159 @@ class Pass:
 
 
 class BackwardPass:
-    """Gathers the records of a backward pass and, when it ends, adds clipped sums to ``totals``.
+    """Gathers the records of a backward pass and, when it ends, adds clipped sums to ``totals``. `clipper.Clipper` is
+    one, with a model.
 
     Attributes:
-        anchor: A leaf that every tap hangs on; autograd reaches it in every pass that is for the parameters.
+        parameters: The trainable parameters by name; tied ones once.
+        loss_reduction: How the loss combines examples; see `attach`.
+        mode: How norms are taken; see `attach`.
+        views: K, the rows of every example, neighbours, whose gradients are averaged before clipping.
+        anchor: A leaf that every tap hangs on, on the device that gradients are computed on; autograd reaches it in
+            every pass that is for the parameters.
         totals: Where the sums are kept.
-        norms: Per-example norms of each pass since the last `forget`, and the examples' weights. Not private.
-        weights: One weight per example for the next pass, or None.
-        before_adding: Called before a pass writes the sums.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
+        low: Whether a gradient of 16 bits came meanwhile.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
 
-    def __init__(self, settings: Settings, parameters: dict[str, nn.Parameter], device: torch.device) -> None:
-        self.settings, self._parameters = settings, parameters
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._groups = len({settings.group(name) for name in parameters})
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        device: torch.device,
+        max_grad_norm: float,
+        loss_reduction: LossReduction,
+        mode: Mode,
+    ) -> None:
+        for name, given, kind in (("loss_reduction", loss_reduction, LossReduction), ("mode", mode, Mode)):
+            if given not in get_args(kind):
+                raise ClippingError(f"{name} must be one of {', '.join(map(repr, get_args(kind)))}, not {given!r}.")
+        if isinstance(max_grad_norm, bool) or not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+            raise ClippingError(f"max_grad_norm must be a positive number (or math.inf), not {max_grad_norm!r}.")
+        if mode == "automatic" and math.isinf(max_grad_norm):
+            raise ClippingError("mode='automatic' scales every gradient to max_grad_norm, which must be finite.")
+        self.parameters, self.loss_reduction, self.mode, self.views = parameters, loss_reduction, mode, 1
+        self._max_grad_norm = float(max_grad_norm)
+        self._groups = len({self._group(name) for name in parameters})
         self.anchor = torch.zeros((), device=device, requires_grad=True)
         self.totals = Totals()
-        self.norms: list[tuple[Tensor, Tensor | None]] = []
-        self.weights: Tensor | None = None
-        self.before_adding: Callable[[], None] | None = None
         self.looking: list[Tensor] | None = None
+        self.low = False
         self.sharded = False
-        self.over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
+        self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
+        self._weights: Tensor | None = None  # for the next pass
+        self._before_adding: Callable[[], None] | None = None
+        self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
+
+    def _group(self, name: str) -> str:
+        """Parameters of one group share a norm: those of a layer, or all."""
+        return name.rpartition(".")[0] if self.mode == "per-layer" else ""
+
+    # --- what a loop asks ---------------------------------------------------------------------------------------------
+
+    @property
+    def sums(self) -> dict[str, Tensor]:
+        """The clipped sums gathered since the last `take`, by parameter name."""
+        return self.totals.filled
+
+    def take(self) -> dict[str, Tensor]:
+        """Hand out the sums of all trainable parameters and start the next logical batch.
+
+        Returns:
+            The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
+            next backward pass: use or copy them before.
+        """
+        totals = self.totals
+        sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
+        self.zero()
+        return sums
+
+    def zero(self) -> None:
+        """Forget the sums, norms and counts gathered so far."""
+        self.totals.clear()
+        self._norms = []
+
+    @property
+    def norms(self) -> Tensor:
+        """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
+        return torch.cat([norms for norms, _ in self._norms]) if self._norms else torch.zeros(0)
+
+    @property
+    def examples(self) -> int:
+        """How many examples backward passes have covered since the last `take`."""
+        return sum(len(norms) for norms, _ in self._norms)
+
+    @property
+    def dropped(self) -> int:
+        """How many examples with a weight had a non-finite gradient since the last `take`, and contributed zero. Not
+        private; waits for the device.
+        """
+        return sum(
+            int((~norms.isfinite() if weights is None else ~norms.isfinite() & (weights.to(norms) != 0)).sum())
+            for norms, weights in self._norms
+        )
+
+    @property
+    def max_grad_norm(self) -> float:
+        """ζ, fixed while attached: noise is made for it."""
+        return self._max_grad_norm
+
+    @property
+    def sensitivity_tolerance(self) -> float:
+        """The noise scale must cover ``max_grad_norm · (1 + sensitivity_tolerance)``."""
+        return max(bounds.sensitivity_tolerance(bounds.accumulator(p.dtype)) for p in self.parameters.values())
+
+    # --- what a loop says ---------------------------------------------------------------------------------------------
+
+    def leave_room(self, batch_size: float = 1.0) -> None:
+        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given.
+
+        Args:
+            batch_size: How many examples a sum has, about.
+        """
+        self._max_grad_norm /= bounds.room_below(self.sensitivity_tolerance, batch_size)
+
+    def weigh(self, weights: Tensor | None) -> None:
+        """Give every example of the next backward pass a weight; one of weight zero contributes exactly zero.
+
+        Args:
+            weights: Numbers in [0, 1], one per example; None: all are one.
+
+        Raises:
+            ClippingError: A weight lies outside [0, 1], or ``weights`` is no vector.
+        """
+        if weights is not None:
+            if weights.dim() != 1:
+                raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
+            if not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
+                raise ClippingError(
+                    "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
+                )
+        self._weights = weights
+
+    def expect_views(self, views: int) -> None:
+        """Every example comes as this many rows of the model's arguments, which are neighbours.
+
+        The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
+        """
+        self.views = views
+
+    def call_before_adding(self, callback: Callable[[], None] | None) -> None:
+        """Call this before a backward pass writes the sums."""
+        self._before_adding = callback
+
+    # --- one pass -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Forget the pass under way: what an interrupted one left behind."""
         self._pending: dict[str, list[Record]] = {}
         self._norm_pass, self._task, self._batch, self._forward = NormPass(), -1, 0, Pass()
 
-    def forget(self) -> None:
-        """Forget the sums and norms gathered so far."""
-        self.totals.clear()
-        self.norms = []
-
     def gathers(self) -> bool:
-        """Whether the backward pass under way is for the parameters.
-
-        ``torch.autograd.grad(loss, x)`` is not, nor ``backward(inputs=[x])``: they leave ``p.grad`` alone, too.
+        """Whether the backward pass under way is for the parameters: ``torch.autograd.grad(loss, x)`` is not, nor
+        ``backward(inputs=[x])``, which leave ``p.grad`` alone, too.
         """
         task = backward_task()
         if task != self._for_parameters[0]:
@@ -431,33 +497,29 @@ class BackwardPass:
         return self._for_parameters[1]
 
     def begin(self, batch: int, forward: Pass, refuse: Callable[[str], ClippingError]) -> None:
-        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples.
-
-        Raises:
-            ClippingError: Its gradient would be clipped in parts, or twice.
+        """A call of a layer is about to deliver, from a forward pass over ``batch`` examples. It is refused where its
+        gradient would be clipped in parts, or twice.
         """
         task = backward_task()
         if task != self._task:
             if self._pending:
                 raise refuse(
-                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) "
-                    "would clip parts of a gradient separately. Use torch.utils.checkpoint(..., "
-                    "use_reentrant=False)."
+                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) would "
+                    "clip parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
-            if self.before_adding is not None and self.looking is None:
-                self.before_adding()
+            if self._before_adding is not None and self.looking is None:
+                self._before_adding()
             self._task, self._batch, self._forward = task, batch, forward
             after_backward(self._finish)
-        if forward.number <= self.over:
+        if forward.number <= self._over:
             raise refuse(
                 "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
                 "model on the batch that the loader yielded last."
             )
         if not forward.seen:
             raise ClippingError(
-                "the model's output holds no tensor that a gradient can come from, and neither does an attribute of "
-                "its modules: whether examples are kept apart in what it handed out could not be seen. Return "
-                "tensors, or containers or dataclasses of them."
+                "the model's output holds no tensor that a gradient can come from: whether examples are kept apart in "
+                "what it handed out could not be seen. Return tensors, or containers or dataclasses of them."
             )
         if forward.clipped:
             raise refuse(
@@ -473,14 +535,15 @@ class BackwardPass:
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
         """Keep what a call yields for one parameter."""
-        if record.name not in self._shapes:
+        if record.name not in self.parameters:
             raise refuse(f"its rule gives a record for '{record.name}', which is no name in layer.names.")
         if type(record) is Outer:
             record = record.resolve()
-        if type(record) is Stored and record.gradients.shape[1:] != self._shapes[record.name]:
+        shape = self.parameters[record.name].shape
+        if type(record) is Stored and record.gradients.shape[1:] != shape:
             raise refuse(
                 f"the gradients its rule gives for '{record.name}' have shape {tuple(record.gradients.shape[1:])}, "
-                f"the parameter has {tuple(self._shapes[record.name])}."
+                f"the parameter has {tuple(shape)}."
             )
         self._pending.setdefault(record.name, []).append(record)
         self._norm_pass.add(record)
@@ -491,47 +554,54 @@ class BackwardPass:
         self.reset()
         if not pending:
             return
-        weights = None if self.looking is not None else self.weights
+        weights = None if self.looking is not None else self._weights
         if weights is not None and weights.shape[0] != batch:
             raise ClippingError(f"{weights.shape[0]} weights were given for {batch} examples.")
         with torch.no_grad(), bounds.uncast(self.anchor):
             self._clip_and_add(pending, norm_pass, batch, weights)
         if self.looking is None:  # nor where it failed: whoever tries again has the same examples
-            self.weights = None
+            self._weights = None
 
     def _clip_and_add(
         self, pending: dict[str, list[Record]], norm_pass: NormPass, batch: int, weights: Tensor | None
     ) -> None:
-        per_layer = self.settings.mode == "per-layer"
+        per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
         records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
         if not (per_layer or self.sharded):
             records = pack_small(records)
-        groups: dict[str, list[Norm]] = {}
+        groups: dict[str, list[Tensor]] = {}
         for names, norm in norm_pass.finish(records, shared):
-            if per_layer:
-                for name, row in zip(names, norm.rows(), strict=True):
-                    groups.setdefault(self.settings.group(name), []).append(row)
-            else:
-                groups.setdefault("", []).append(norm)
-        factors = self._factors(list(groups.values()), batch, weights)
+            upper = norm.upper()
+            for name, row in zip(names, upper.reshape(len(names), -1), strict=True) if per_layer else [("", upper)]:
+                groups.setdefault(self._group(name), []).append(row)
+        factors = clip_factors(
+            list(groups.values()),
+            max_grad_norm=self.max_grad_norm,
+            mode=self.mode,
+            scale=float(batch) if self.loss_reduction == "mean" else 1.0 / self.views,
+            weights=weights,
+            layers=self._groups,
+        )
         if self.looking is not None:
+            self.looking.append(factors.norms)
             return
+        self._norms.append((factors.norms, weights))
         factor_of = dict(zip(groups, factors.weight.unbind(0), strict=True))
 
         def add(keep: Tensor | None) -> None:
             for record in records:
-                factor = factor_of[self.settings.group(record.name)]
+                factor = factor_of[self._group(record.name)]
                 if isinstance(record, Pack):
                     self.totals.add_pack(record, factor, keep)
                 else:
-                    self.totals.add(record, self._parameters[record.name], factor, keep)
+                    self.totals.add(record, self.parameters[record.name], factor, keep)
             self.totals.finish()
 
         try:
             self._add_finite(add, factors)
         except BaseException:  # out of memory, Ctrl-C: half of these examples' sum, to which a second try would add
-            self.forget()
+            self.zero()
             raise
 
     def _add_finite(self, add: Callable[[Tensor | None], None], factors: Factors) -> None:
@@ -540,7 +610,7 @@ class BackwardPass:
         On CUDA the host would wait for that answer with nothing queued. So the sums are first formed as if all were
         finite, where they can be formed again (nothing else is in their buffers), and the answer is read behind that.
         """
-        if factors.keep.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(factors.keep):
             add(factors.keep)
             return
         finite = on_its_way(factors.finite.all())
@@ -554,28 +624,10 @@ class BackwardPass:
         elif not hopeful:
             add(None)
 
-    def _factors(self, groups: list[list[Norm]], batch: int, weights: Tensor | None) -> Factors:
-        s = self.settings
-        factors = clip_factors(
-            groups,
-            max_grad_norm=s.max_grad_norm,
-            mode=s.mode,
-            scale=float(batch) if s.loss_reduction == "mean" else 1.0 / s.views,
-            weights=weights,
-            layers=self._groups,
-        )
-        if self.looking is not None:
-            self.looking.append(factors.norms)
-        else:
-            self.norms.append((factors.norms, weights))
-        return factors
 
-    def dropped(self) -> int:
-        """How many examples had a non-finite gradient, and a weight, since the last `forget`. Waits for the device."""
-        return sum(
-            int((~norms.isfinite() if weights is None else ~norms.isfinite() & (weights.to(norms) != 0)).sum())
-            for norms, weights in self.norms
-        )
+def is_capturing(x: Tensor) -> bool:
+    """Whether a CUDA graph is being captured: nothing of it can be read by the host."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def on_its_way(answer: Tensor) -> Callable[[], bool]:
@@ -597,9 +649,7 @@ def on_its_way(answer: Tensor) -> Callable[[], bool]:
 
 
 def merge(uses: list[Record]) -> Record:
-    """One record for all uses of a parameter, cross terms included; per-example gradients where no shorter way
-    exists.
-    """
+    """One record for all uses of a parameter, cross terms included; per-example gradients where nothing shorter is."""
     if len(uses) == 1:
         return uses[0]
     whole, *others = [r.formed() if isinstance(r, ColumnSum) else r for r in uses]
@@ -614,39 +664,29 @@ def merge(uses: list[Record]) -> Record:
 
 def resolve_sums(merged: dict[str, Record]) -> list[Record]:
     """Form the biases' gradients, on CUDA those of all layers in one launch."""
-    waiting = [r for r in merged.values() if isinstance(r, ColumnSum)]
-    formed: dict[str, Record] = {}
+    waiting, sums = [r for r in merged.values() if isinstance(r, ColumnSum)], None
     if len(waiting) > 1 and waiting[0].b.device.type == gpu.DEVICE and gpu.may_use_tables():
         sums = gpu.column_sums([r.b for r in waiting])
-        if sums is not None:
-            formed = {r.name: Stored(r.name, s) for r, s in zip(waiting, sums, strict=True)}
-    for r in waiting:
-        if r.name not in formed:
-            formed[r.name] = r.formed()
+    formed = {r.name: Stored(r.name, sums[k]) if sums is not None else r.formed() for k, r in enumerate(waiting)}
     return [formed.get(name, record) for name, record in merged.items()]
 
 
 class NormPass:
     """Norms of records as they come. On CUDA, layers are collected and normed many at a time while the backward pass
-    goes on.
-
-    A parameter that turns out to have several uses is normed again from its merged record.
+    goes on. A parameter that turns out to have several uses is normed again from its merged record.
     """
 
     def __init__(self) -> None:
-        self._with_tables: bool | None = None  # asked once
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
         self._blocks: list[tuple[list[str], Norm]] = []
 
     def add(self, record: Record) -> None:
-        if type(record) is not Outer:
+        if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.device.type != gpu.DEVICE:
             return
-        if self._with_tables is None:
-            self._with_tables = record.device.type == gpu.DEVICE and gpu.may_use_tables()
-        if self._with_tables and isinstance(record.a, Tensor):
+        if gpu.may_use_tables():
             self._waiting.append((record.name, record.a, record.b))
-            if len(self._waiting) >= _TOGETHER:
-                self._launch()
+        if len(self._waiting) >= _TOGETHER:
+            self._launch()
 
     def _launch(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -11,7 +11,7 @@ approximated; what does not fit is refused.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -33,8 +33,6 @@ _ELEMENTWISE = {
 _ELEMENTWISE |= {"scaled_dot_product_attention"}
 _SPREADING = {"expand", "expand_as", "repeat", "broadcast_to", "tile"}
 _CASTING = {"type_as", "to", "new_zeros", "new_ones", "new_full", "new_empty"}
-_LINEAR = {"linear"}
-_PRODUCT = {"matmul", "__matmul__"}
 
 
 class Root:
@@ -67,16 +65,11 @@ def plain(value: Any) -> Any:
 
 
 def refuse_stand_ins(output: Any, batch: int) -> None:
-    """Refuse a model's output that is a stand-in still.
-
-    Raises:
-        ClippingError: The output does not have the batch first.
-    """
+    """Refuse a model's output that is a stand-in still: it does not have the batch first."""
     if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
         raise ClippingError(
             f"the model's output does not have the batch ({batch} examples) first: some layer sees examples folded "
-            "into another dimension (x.view(B*T, …), or batch_first=False). Keep the batch as the first dimension of "
-            "every layer's input."
+            "into another dimension. Keep the batch as the first dimension of every layer's input."
         )
 
 
@@ -153,9 +146,7 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     if len(kinds) > 1 and sizes.learning:  # one of them only looks like it, until another size comes by
         kinds = {min(kinds)}
         batched = [x for x, each in zip(others, rows, strict=True) if each in kinds]
-    _refuse_writing(name, flat, roots, batched)
-    if not batched:
-        _refuse_statistics(name, flat, roots)
+    _refuse_what_is_lost(name, flat, roots, batched)
     args, kwargs = tree_unflatten(values, tree)
     if not batched or name == "expand_as":
         out = func(*args, **kwargs)
@@ -164,8 +155,6 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
             if spread is not None:
                 return spread
         return _wrap(out, roots)
-    if name == "batch_norm" and kwargs.get("training", args[5] if len(args) > 5 else False):
-        raise _refuse(roots, "batch_norm mixes the examples of a batch (use F.group_norm)")
     if len(kinds) > 1:
         raise _refuse(roots, f"in {name} it meets tensors that have different numbers of rows for every example")
     if elementwise:
@@ -182,12 +171,18 @@ def _dispatch(func: Any, flat: list[Any], tree: Any) -> Any:
     return _product(layer, func, name, flat, tree, roots, batched)
 
 
-def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> None:
-    """What carries a gradient and has no batch first is made of all examples: its gradient would be lost, since a
-    batch-free result passes gradients on to parameters alone. A tensor of no dimensions (``h.std()``) is one, too.
+def _refuse_what_is_lost(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:
+    """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient. And
+    what carries a gradient and has no batch first is made of all examples (``h.std()``): its gradient would be lost,
+    since a batch-free result passes gradients on to parameters alone.
     """
-    for x in flat:
-        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad and name not in _CASTING:
+    if name == "__setitem__" or (name.endswith("_") and not name.startswith("__")):
+        if isinstance(flat[0], BatchFree):
+            raise _refuse(roots, f"it is changed in place by {name}")
+        if not batched or name not in _ELEMENTWISE:
+            raise _refuse(roots, f"it is written into another tensor by {name} (torch.where, torch.cat are followed)")
+    for x in () if batched or name in _CASTING else flat:
+        if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad:
             if roots[0].layer.forward_pass.watch is not None:
                 roots[0].layer.forward_pass.watch.note(x)
             raise _refuse(
@@ -195,16 +190,6 @@ def _refuse_statistics(name: str, flat: list[Any], roots: tuple[Root, ...]) -> N
                 f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does not "
                 f"have the batch ({roots[0].layer.forward_pass.batch}) first",
             )
-
-
-def _refuse_writing(name: str, flat: list[Any], roots: tuple[Root, ...], batched: list[Tensor]) -> None:
-    """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient."""
-    if name != "__setitem__" and (not name.endswith("_") or name.startswith("__")):
-        return
-    if isinstance(flat[0], BatchFree):
-        raise _refuse(roots, f"it is changed in place by {name}")
-    if not batched or name not in _ELEMENTWISE:
-        raise _refuse(roots, f"it is written into another tensor by {name} (torch.where and torch.cat are followed)")
 
 
 def _wrap(out: Any, roots: tuple[Root, ...]) -> Any:
@@ -279,7 +264,7 @@ def _split(x: BatchFree, depth: int, roots: tuple[Root, ...], rows: int = 0) -> 
         )
     value, own = _graph_value(x), x._roots
     call = Call(layer, lambda gradient: _pull_back(value, own, gradient))
-    return _Split.apply(layer.anchor, value.detach(), call, shape)
+    return _Split.apply(layer.backward_pass.anchor, value.detach(), call, shape)
 
 
 def _spread(x: BatchFree, out: Tensor, roots: tuple[Root, ...]) -> Tensor | None:
@@ -305,16 +290,17 @@ def _product(
 ) -> Any:
     """``F.linear(x, weight)`` and ``x @ weight`` by the Linear rule, everything else by torch.func."""
     args, kwargs = tree_unflatten(flat, tree)
-    if name in _LINEAR | _PRODUCT and not kwargs and len(args) in (2, 3):
+    product = name in ("matmul", "__matmul__")
+    if (product or name == "linear") and not kwargs and len(args) in (2, 3):
         x, weight, bias = args[0], args[1], args[2] if len(args) == 3 else None
         ours = [t for t in (weight, bias) if isinstance(t, BatchFree)]
         plain_input = any(x is b for b in batched) and x.dim() > 1
         others = [t for t in (weight, bias) if isinstance(t, Tensor) and not isinstance(t, BatchFree)]
         alone = all(_is_parameter(t) for t in ours) and not any(t.requires_grad for t in others)
         if plain_input and weight.dim() == 2 and alone:
-            names = (_parameter_name(weight), _parameter_name(bias))
-            matrix = plain(weight).t() if name in _PRODUCT else plain(weight)
-            return tapped_linear(layer, x, matrix, plain(bias), names, transposed=name in _PRODUCT)
+            of_weight, of_bias = (t._roots[0].name if isinstance(t, BatchFree) else None for t in (weight, bias))
+            matrix = plain(weight).t() if product else plain(weight)
+            return tapped_linear(layer, x, matrix, plain(bias), (of_weight, of_bias), transposed=product)
     return _vmapped(layer, func, name, flat, tree, roots, {id(b) for b in batched})
 
 
@@ -323,18 +309,8 @@ def _is_parameter(x: BatchFree) -> bool:
     return len(x._roots) == 1 and x._roots[0].parameter and _graph_value(x) is x._roots[0].leaf
 
 
-def _parameter_name(x: Any) -> str | None:
-    return x._roots[0].name if isinstance(x, BatchFree) else None
-
-
 def _vmapped(
-    layer: Layer,
-    func: Callable[..., Any],
-    name: str,
-    flat: list[Any],
-    tree: Any,
-    roots: tuple[Root, ...],
-    with_batch: set[int],
+    layer: Layer, func: Any, name: str, flat: list[Any], tree: Any, roots: tuple[Root, ...], with_batch: set[int]
 ) -> Tensor:
     """Any operation of batched tensors and batch-free ones: vmap of its vjp over the examples, from saved inputs."""
     ours = [i for i, x in enumerate(flat) if isinstance(x, BatchFree)]

@@ -33,7 +33,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
-from functools import lru_cache
 from typing import Any, Literal
 
 import torch
@@ -116,13 +115,16 @@ class Norm:
     kappa: float = 0.0
     fold_a: bool = False
 
-    def rows(self) -> list[Norm]:
-        """One norm for each parameter."""
-        if self.square.dim() == 1:
-            return [self]
-        fields = (self.square, self.trace_a, self.trace_b, self.gram_a, self.gram_b)
-        rows = zip(*(x.unbind(0) for x in fields if x is not None), strict=True)
-        return [Norm(*row, gamma=self.gamma, kappa=self.kappa, fold_a=self.fold_a) for row in rows]
+    def upper(self) -> Tensor:
+        """Upper bounds on the squares, their own errors included."""
+        if self.trace_a is None or self.trace_b is None or self.gram_a is None or self.gram_b is None:
+            return self.square
+        across_a, across_b = self.trace_a * self.gram_b, self.trace_b * self.gram_a
+        error = self.gamma * (across_a + across_b + self.gram_a * self.gram_b)
+        # Squares too small for the type are lost from one Gram matrix, whatever the other holds: at most 2²⁶ of them.
+        error = error + torch.finfo(self.square.dtype).tiny * 2.0**26 * (self.trace_a + self.trace_b)
+        fold = self.kappa * (across_a if self.fold_a else across_b).sqrt()
+        return ((self.square.clamp_min(0) + error).sqrt() + fold).square()
 
 
 def sensitivity_tolerance(dtype: torch.dtype) -> float:
@@ -140,49 +142,6 @@ def room_below(tolerance: float, batch_size: float) -> float:
     return 1 + tolerance * max(1.0, batch_size / 4096)
 
 
-def _column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Constants on the device, copied there once."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # no copies from the host in a CUDA graph
-        return torch.cat([torch.full((1, 1), v, dtype=dtype, device=device) for v in values])
-    return _copied_column(values, dtype, device)
-
-
-@lru_cache(maxsize=64)
-def _copied_column(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
-
-
-def upper_squares(norms: list[Norm]) -> Tensor:
-    """[parameters, B]: upper bounds on the squared norms, the norms' own errors included."""
-    exact = [n.square for n in norms if n.trace_a is None]
-    bounded = [n for n in norms if n.trace_a is not None]
-    if not bounded:
-        return _joined(exact)
-    square = _joined([n.square for n in bounded]).clamp_min(0)
-    trace_a, trace_b, gram_a, gram_b = (
-        _joined([getattr(n, field) for n in bounded]) for field in ("trace_a", "trace_b", "gram_a", "gram_b")
-    )
-    many = [1 if n.square.dim() == 1 else n.square.shape[0] for n in bounded]
-    units = [(n.gamma, n.kappa if n.fold_a else 0.0, 0.0 if n.fold_a else n.kappa) for n in bounded]
-    gamma, kappa_a, kappa_b = (
-        _column(tuple(u[k] for u, m in zip(units, many, strict=True) for _ in range(m)), square.dtype, square.device)
-        for k in range(3)
-    )
-    error = gamma * (trace_a * gram_b + trace_b * gram_a + gram_a * gram_b)
-    # Squares too small for the type are lost from one Gram matrix, whatever the other holds: T·n of them, below 2²⁶.
-    error = error + torch.finfo(square.dtype).tiny * 2.0**26 * (trace_a + trace_b)
-    fold = kappa_a * (trace_a * gram_b).sqrt() + kappa_b * (trace_b * gram_a).sqrt()
-    bound = ((square + error).sqrt() + fold).square()
-    return torch.cat([bound, _joined(exact)]) if exact else bound
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    """[B] and [parameters, B] as rows of one; as few operations as possible, for models bound by the host."""
-    if all(x.dim() == 1 for x in parts):
-        return torch.stack(parts)
-    return torch.cat([x.unsqueeze(0) if x.dim() == 1 else x for x in parts])
-
-
 @dataclass
 class Factors:
     """What the sum pass needs: ``weight`` [groups, B] (``scale`` folded in), ``keep`` [B], ``norms`` [B]."""
@@ -194,7 +153,7 @@ class Factors:
 
 
 def clip_factors(
-    groups: list[list[Norm]],
+    groups: list[list[Tensor]],
     *,
     max_grad_norm: float,
     mode: Mode,
@@ -202,8 +161,11 @@ def clip_factors(
     weights: Tensor | None,
     layers: int = 1,
 ) -> Factors:
-    """Factors for examples whose recorded gradients are ``1/scale`` times their own (the batch mean, several views)."""
-    squares = _joined([upper_squares(g).sum(0) for g in groups])
+    """Factors for examples whose recorded gradients are ``1/scale`` times their own (the batch mean, several views).
+
+    ``groups`` hold what bounds the squared norms of their parameters, [B] or [parameters, B]; see `Norm.upper`.
+    """
+    squares = torch.stack([torch.cat([x.reshape(-1, x.shape[-1]) for x in group]).sum(0) for group in groups])
     slack = 1 + (2.0**-45 if squares.dtype == torch.float64 else 2.0**-18)
     upper = squares.sqrt() * (scale * slack)
     if weights is not None:

@@ -1,9 +1,7 @@
 """`check_model`: does this model and this loss have per-example gradients at all, and does clipping find them?
-
 `register` asks the same of a rule of one's own.
 
-The reference stands here, too: one example at a time through plain autograd, the slow twin that every fast path is
-tested against.
+The reference stands here, too: one example at a time through plain autograd, the slow twin of every fast path.
 """
 
 from __future__ import annotations
@@ -127,11 +125,9 @@ def _one_at_a_time(
 def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolerance: float) -> str:
     named = ", ".join(f"'{n}' ({d:.1e})" for n, d in sorted(wrong.items(), key=lambda item: -item[1])[:8])
     text = f"clipped sums differ from one-example-at-a-time autograd in {len(wrong)} parameter(s): {named}. "
-    if float(ratio.std()) < tolerance * float(ratio.mean()) and abs(float(ratio.mean()) - 1) > tolerance:
-        return text + (
-            f"All gradients are {float(ratio.mean()):.3g} times too large: loss_reduction={loss_reduction!r} does "
-            "not describe the loss."
-        )
+    mean = float(ratio.mean())
+    if float(ratio.std()) < tolerance * mean and abs(mean - 1) > tolerance:
+        return f"{text}All gradients are {mean:.3g} times too large: {loss_reduction=} does not describe the loss."
     return text + (
         "Either the model mixes examples (BatchNorm, attention across the batch), or the loss is not a "
         f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs "

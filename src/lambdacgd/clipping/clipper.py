@@ -19,8 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from lambdacgd.clipping import bounds
-from lambdacgd.clipping.backward import BackwardPass, LossReduction, Settings, Totals
+from lambdacgd.clipping.backward import BackwardPass, LossReduction, Totals, is_capturing
 from lambdacgd.clipping.batch_free import (
     BatchFree,
     own_parameters_of,
@@ -30,7 +29,7 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, is_seen, mark, refuse_gradients
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, mark, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -65,7 +64,6 @@ def attach(
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
     batch_of: BatchOf | None = None,
-    probe: bool = True,
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
@@ -77,8 +75,6 @@ def attach(
             of clipping ("automatic"). The sum's sensitivity is ζ in each.
         batch_of: ``batch_of(args, kwargs)`` gives the number of examples where it is not the first dimension of the
             model's first tensor argument.
-        probe: Whether a few examples of some batches are run again, to learn which dimensions are the batch and
-            whether examples stay in their rows (see `probe`).
 
     Returns:
         The clipper, which gathers the sums.
@@ -86,10 +82,10 @@ def attach(
     Raises:
         ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    return Clipper(model, Settings(max_grad_norm, loss_reduction, mode), batch_of=batch_of, probe=probe)
+    return Clipper(model, max_grad_norm, loss_reduction, mode, batch_of=batch_of)
 
 
-class Clipper:
+class Clipper(BackwardPass):
     """What `attach` returns. Parameters keep ``grad = None``; sums are in buffers of our own, float32 or float64.
 
     Guarantee
@@ -102,57 +98,27 @@ class Clipper:
         parameters: Its trainable parameters by name; tied ones once.
     """
 
-    def __init__(self, model: nn.Module, settings: Settings, *, batch_of: BatchOf | None, probe: bool) -> None:
-        self.model, self._settings, self._batch_of = model, settings, batch_of
-        self.parameters = trainable(model)
-        if not self.parameters:
-            raise ClippingError(
-                "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
-            )
-        self._watch = Watch(model, self.parameters)
-        device = compute_device(next(iter(self.parameters.values())))
-        self._forward_pass, self._backward_pass = ForwardPass(), BackwardPass(settings, self.parameters, device)
-        self._probe = Probe(
-            model,
-            self._forward_pass,
-            self._backward_pass.anchor,
-            self.count,
-            mean=settings.loss_reduction == "mean",
+    def __init__(
+        self,
+        model: nn.Module,
+        max_grad_norm: float,
+        loss_reduction: LossReduction,
+        mode: Mode,
+        *,
+        batch_of: BatchOf | None,
+    ) -> None:
+        parameters = trainable(model)
+        super().__init__(
+            parameters, compute_device(next(iter(parameters.values()))), max_grad_norm, loss_reduction, mode
         )
-        self._probes, self._may_probe = probe, True
+        self.model, self._batch_of, self._forward_pass = model, batch_of, ForwardPass()
+        self._watch = Watch(model, parameters)
+        self._probe = Probe(model, self._forward_pass, self.anchor, self.count, mean=loss_reduction == "mean")
+        self._may_probe = True
         self._linear_layers: list[Layer] = []  # whose weights are cast together under autocast
         self._watched: dict[int, weakref.ref[Tensor]] = {}
-        self._standing_in: contextlib.AbstractContextManager[None] | None = None
+        self._standing_in = contextlib.ExitStack()
         self._undo = self._install()
-
-    # --- sums ---------------------------------------------------------------------------------------------------------
-
-    @property
-    def sums(self) -> dict[str, Tensor]:
-        """The clipped sums gathered since the last `take`, by parameter name."""
-        return self._backward_pass.totals.filled
-
-    def take(self) -> dict[str, Tensor]:
-        """Hand out the sums of all trainable parameters and start the next logical batch.
-
-        Returns:
-            The sums by parameter name, zeros where none arrived. The buffers are ours and are written again by the
-            next backward pass: use or copy them before.
-        """
-        totals = self._backward_pass.totals
-        sums = {n: totals.filled[n] if n in totals.filled else totals.zeros(n, p) for n, p in self.parameters.items()}
-        self.zero()
-        return sums
-
-    def zero(self) -> None:
-        """Forget the sums, norms and counts gathered so far."""
-        self._backward_pass.forget()
-
-    def keep_sums_in(self, totals: Totals) -> None:
-        """Gather sums elsewhere: for models whose parameters are sharded over processes."""
-        self._backward_pass.totals = totals
-        self._backward_pass.sharded = self._forward_pass.sharded = True
-        self._linear_layers = []  # their weights are whole only while their own layer runs
 
     def backward(self, loss: Tensor) -> None:
         """``loss.backward()`` for a loss of any reduction; a per-example vector is added up.
@@ -171,8 +137,7 @@ class Clipper:
         """See whether a loss adds examples up as declared; nothing is added to the sums.
 
         A few examples are collated, run and differentiated together, and again with each of them exchanged for another
-        one: the gradients of the others must be what they were. Collating, padding and the loss are looked at as the
-        model is in every first batch.
+        one, or alone: the norms of the others' gradients must be what they were.
 
         Args:
             loss: ``loss(model, batch)``, the training loss of a batch as ``collate`` makes it.
@@ -181,12 +146,11 @@ class Clipper:
 
         Raises:
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
-                the loss.
+                the loss; or the model is sharded.
         """
         allowed = self._may_probe
         try:
-            probed = partial(self.allow_probe, False)
-            check_loss(self.model, self._backward_pass, loss, items, collate, probed=probed)
+            check_loss(self.model, self, loss, items, collate, probed=partial(self.allow_probe, False))
         finally:
             self._may_probe = allowed
 
@@ -195,103 +159,23 @@ class Clipper:
         undo, self._undo = self._undo, []
         for step in reversed(undo):
             step()
-        self._backward_pass.reset()
+        self.reset()
 
-    # --- what the operator reads --------------------------------------------------------------------------------------
-
-    @property
-    def norms(self) -> Tensor:
-        """Per-example gradient norms (rounded up) since the last `take`. Not private: for the operator's eyes only."""
-        norms = [norms for norms, _ in self._backward_pass.norms]
-        return torch.cat(norms) if norms else torch.zeros(0)
-
-    @property
-    def examples(self) -> int:
-        """How many examples backward passes have covered since the last `take`."""
-        return sum(len(norms) for norms, _ in self._backward_pass.norms)
-
-    @property
-    def dropped(self) -> int:
-        """How many examples had a non-finite gradient since the last `take` (they contributed zero). Not private."""
-        return self._backward_pass.dropped()
-
-    @property
-    def max_grad_norm(self) -> float:
-        """ζ, fixed while attached: noise is made for it."""
-        return self._settings.max_grad_norm
-
-    @property
-    def mode(self) -> Mode:
-        """How norms are taken; see `attach`."""
-        return self._settings.mode
-
-    @property
-    def loss_reduction(self) -> LossReduction:
-        """How the loss combines examples; see `attach`."""
-        return self._settings.loss_reduction
-
-    @property
-    def sensitivity_tolerance(self) -> float:
-        """The noise scale must cover ``max_grad_norm · (1 + sensitivity_tolerance)``."""
-        return max(bounds.sensitivity_tolerance(bounds.accumulator(p.dtype)) for p in self.parameters.values())
-
-    @property
-    def anchor(self) -> Tensor:
-        """A tensor on the device that gradients are computed on."""
-        return self._backward_pass.anchor
-
-    # --- what training sets -------------------------------------------------------------------------------------------
-
-    def leave_room(self, batch_size: float = 1.0) -> None:
-        """Clip to a little less, so that a contribution with all its rounding stays within the ζ that was given.
-
-        Args:
-            batch_size: How many examples a sum has, about.
-        """
-        self._settings.max_grad_norm /= bounds.room_below(self.sensitivity_tolerance, batch_size)
-
-    def weigh(self, weights: Tensor | None) -> None:
-        """Give every example of the next backward pass a weight; one of weight zero contributes exactly zero.
-
-        Args:
-            weights: Numbers in [0, 1], one per example; None: all are one.
-
-        Raises:
-            ClippingError: A weight lies outside [0, 1], or ``weights`` is no vector.
-        """
-        if weights is not None:
-            capturing = weights.is_cuda and torch.cuda.is_current_stream_capturing()
-            if weights.dim() != 1:
-                raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
-            if not capturing and not bool(((weights >= 0) & (weights <= 1)).all()):
-                raise ClippingError(
-                    "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
-                )
-        self._backward_pass.weights = weights
-
-    def expect_views(self, views: int) -> None:
-        """Every example comes as this many rows of the model's arguments, which are neighbours.
-
-        The gradient of an example is the mean over its views: a loss that adds rows up has ``views`` times as many.
-        """
-        self._settings.views = views
+    def keep_sums_in(self, totals: Totals) -> None:
+        """Gather sums elsewhere: for models whose parameters are sharded over processes."""
+        self.totals = totals
+        self.sharded = self._forward_pass.sharded = True
+        self._linear_layers = []  # their weights are whole only while their own layer runs
 
     def begin_batch(self) -> None:
         """Examples are handed out. Forward passes that ran before saw others: their backward passes are refused."""
-        self._backward_pass.over = self._forward_pass.now.number
+        self._over = self._forward_pass.now.number
 
     def allow_probe(self, allowed: bool) -> None:
-        """Whether the next batch may be probed: where ranks compute together (FSDP2), all must probe the same one."""
+        """Whether a few examples of some batches may be run again, to learn which dimensions are the batch and whether
+        examples stay in their rows (see `probe`). Where ranks compute together (FSDP2), all must probe the same batch.
+        """
         self._may_probe = allowed
-
-    def call_before_adding(self, callback: Callable[[], None] | None) -> None:
-        """Call this before a backward pass writes the sums."""
-        self._backward_pass.before_adding = callback
-
-    @property
-    def views(self) -> int:
-        """K, the readings of an example that are averaged before clipping."""
-        return self._settings.views
 
     # --- the model's forward pass -------------------------------------------------------------------------------------
 
@@ -304,8 +188,7 @@ class Clipper:
             return
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
-            if self._probes:
-                self._watch.begin(sharded)
+            self._watch.begin(sharded)
             return
         batch = self.count(args, kwargs)
         if batch == 0:
@@ -319,46 +202,34 @@ class Clipper:
             self._forward_pass.batch = batch
             return
         self._forward_pass.begin()
-        self._backward_pass.reset()
+        self.reset()
         self._watch.refuse_changes()
-        if self._probes:
-            capturing = self.anchor.is_cuda and torch.cuda.is_current_stream_capturing()
-            # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
-            if self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not capturing:
-                self._watch.probing()
-                if self._probe.look((args, kwargs), batch, self._watch.mode):
-                    self._watch.probed(self._probe.compared)
-            self._watch.begin(sharded)
+        # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
+        due = self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor)
+        if due and self._probe.look((args, kwargs), batch, self._watch.mode):
+            self._watch.probed(self._probe.compared)
+        self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
-        if self._probe.read_elsewhere:
-            self._standing_in = standing_in(self._probe.read_elsewhere)
-            self._standing_in.__enter__()
+        self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self._forward_pass.watch is not None:
-            return
-        self._forward_pass.leave()
-        if self._standing_in is not None and backward_task() == -1:
-            self._standing_in.__exit__(None, None, None)
-            self._standing_in = None
+        if self._forward_pass.watch is None:
+            self._forward_pass.leave()
+            if backward_task() == -1:
+                self._standing_in.close()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._forward_pass.watch is not None:
             return
         if not torch.is_grad_enabled():
-            if self._probes:
-                self._watch.end_quietly()
+            self._watch.end(quiet=True)
             return
-        if type(output) is not Tensor:
-            refuse_stand_ins(output, self._forward_pass.batch)
-        if self._probes and backward_task() == -1:
-            self._watch.end()
-            suspects = self._probe.suspects.get(self._watch.mode)
-            if suspects:
-                refuse_gradients(self.model, output, suspects)
-            seen = (type(output) is Tensor and output.requires_grad) or is_seen(self.model, output)
-            self._forward_pass.now.seen = seen
+        refuse_stand_ins(output, self._forward_pass.batch)
+        if backward_task() == -1:
+            self._watch.end(quiet=False)
+            suspects = self._probe.suspects.get(self._watch.mode, {})
+            self._forward_pass.now.seen = refuse_gradients(self.model, output, suspects)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +263,7 @@ class Clipper:
         before = module.__dict__.get("forward")
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
-        layer = Layer(module, path, own, module.forward, self._forward_pass, self._backward_pass)
+        layer = Layer(module, path, own, module.forward, self._forward_pass, self)
         for owner, _, last in (local.rpartition(".") for local in own):  # lists of parameters are modules of their own
             slots: dict[str, Any] = own_parameters(module.get_submodule(owner))
             layer.slots.append((slots, last, slots[last]))
@@ -435,10 +306,8 @@ class Clipper:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
         for (slots, last, _), name in zip(layer.slots, layer.names.values(), strict=True):
             gathered = slots[last]
-            if gathered is None:
-                continue
             known = self._watched.get(id(gathered))
-            if known is None or known() is not gathered:
+            if gathered is not None and (known is None or known() is not gathered):
                 self._watched[id(gathered)] = weakref.ref(gathered)
                 self._undo.append(gathered.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
 
@@ -456,20 +325,18 @@ class Watch:
     """
 
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
-        self._known = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
+        self._parameters = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
         self._modules = list(model.modules())
         self._buffers = [
-            (f"{path}.{name}" if path else name, own_buffers(module), name)
+            (f"{path}.{name}".lstrip("."), own_buffers(module), name)
             for path, module in model.named_modules()
-            for name in own_buffers(module)
-            if name not in non_persistent_buffers(module)
+            for name in own_buffers(module).keys() - non_persistent_buffers(module)
         ]
-        self._counted = [p for _, p, *_ in self._known if not p.is_inference()]  # how often they were written
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
         self._due = True  # whether a probe is
-        self._buffers_before: list[tuple[int, int]] = []
-        self._parameters_before: list[int] | None = None
+        self._before: list[tuple[int, int]] = []  # the marks of buffers
+        self._versions: list[int] | None = None  # of parameters
         self._compared: set[str] = set()  # buffers that a probe has seen written
         self._quietly: set[str] = set()  # those that passes without gradients wrote, which no probe compares
         self._unseen: Counter[str] = Counter()  # how often others wrote what no probe had seen written
@@ -480,32 +347,33 @@ class Watch:
         Raises:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
-        for name, p, trained, shape, dtype in self._known:
+        for name, p, trained, shape, dtype in self._parameters:
+            changed = ""
             if p.requires_grad != trained:
-                raise _changed(name, "was frozen" if trained else "was unfrozen")
-            if not trained:
-                continue
-            if p.shape != shape or p.dtype != dtype:
-                raise _changed(name, f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}")
-            if backward_hooks(p):
+                changed = "was frozen" if trained else "was unfrozen"
+            elif trained and (p.shape != shape or p.dtype != dtype):
+                changed = f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}"
+            if changed:
+                raise ClippingError(
+                    f"parameter '{name}' {changed} after clipping was attached. Detach, change the model, attach again."
+                )
+            if trained and backward_hooks(p):
                 raise ClippingError(
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
                     "through. Remove it; to train a part of a parameter, multiply by a mask in the forward pass."
                 )
 
     def due(self, *, again: bool) -> bool:
-        """Whether the forward pass that begins is to be probed; ``again``: also for its number alone."""
+        """Whether the forward pass that begins is to be probed; ``again``: also for its number alone. A probe stays
+        due until `probed`: where it raises, and where it could not tell.
+        """
         self._passes += 1
         self._refuse_unseen()  # also for whoever caught the error of the pass that wrote
+        while again and self._passes >= self._next:
+            self._last, self._next, self._due = self._next, self._last + self._next, True
         self.mode = bytes([m.training for m in self._modules])
-        new = self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
-        self._due |= new or (again and self._passes >= self._next)
+        self._due |= self.mode not in self._probed_modes and len(self._probed_modes) < _MOST_MODES
         return self._due
-
-    def probing(self) -> None:
-        """Before a probe. It stays due until `probed`: where it raises, and where it could not tell."""
-        while self._next <= self._passes:
-            self._last, self._next = self._next, self._last + self._next
 
     def probed(self, compared: set[str]) -> None:
         """The pass that begins was probed, and nothing was found. ``compared``: buffers that probes saw written."""
@@ -515,39 +383,27 @@ class Watch:
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
-        self._buffers_before = self._versions()
-        self._parameters_before = None if sharded else list(map(version, self._counted))
+        self._before = self._marks()
+        self._versions = None if sharded else self._counts()
 
-    def end(self) -> None:
-        """After a forward pass with gradients.
+    def end(self, *, quiet: bool) -> None:
+        """After a forward pass, ``quiet``: one without gradients.
 
         Raises:
-            ClippingError: It wrote a parameter, or what a pass without gradients wrote is refused now.
+            ClippingError: It wrote a parameter, or a buffer that no probe looks at.
         """
-        self._refuse_parameters()
-        written = self._written() if self._buffers else []
-        self._unseen.update(written)
+        if self._versions is not None and self._versions != (now := self._counts()):
+            names = [name for name, p, *_ in self._parameters if not p.is_inference()]
+            written = next(n for n, a, b in zip(names, self._versions, now, strict=True) if a != b)
+            raise ClippingError(WRITES_PARAMETER.format(name=written))
+        places = zip(self._buffers, self._before, self._marks(), strict=False)
+        new = [(name, held.get(local)) for (name, held, local), a, b in places if a != b and name not in self._compared]
+        if quiet:  # counters tell nothing about examples
+            self._quietly.update(name for name, b in new if b is not None and b.is_floating_point())
+        else:
+            self._unseen.update(name for name, _ in new)
+            self._due |= bool(new)  # to be compared in the next forward pass
         self._refuse_unseen()
-        self._due |= bool(written)  # to be compared in the next forward pass
-
-    def end_quietly(self) -> None:
-        """After a forward pass without gradients. Counters tell nothing about examples."""
-        self._refuse_parameters()
-        held = {name: buffers.get(local) for name, buffers, local in self._buffers}
-        self._quietly.update(n for n in self._written() if (b := held[n]) is not None and b.is_floating_point())
-        self._refuse_unseen()
-
-    def _written(self) -> list[str]:
-        """Buffers that the pass under way has written and that no probe has seen written."""
-        places = zip(self._buffers, self._buffers_before, self._versions(), strict=False)
-        return [name for (name, _, _), before, now in places if before != now and name not in self._compared]
-
-    def _refuse_parameters(self) -> None:
-        before, now = self._parameters_before, list(map(version, self._counted))
-        if before is None or now == before:
-            return
-        written = next(p for p, a, b in zip(self._counted, before, now, strict=True) if a != b)
-        raise ClippingError(WRITES_PARAMETER.format(name=next(name for name, p, *_ in self._known if p is written)))
 
     def _refuse_unseen(self) -> None:
         """Once a probe has seen what passes with gradients write: others may write no more."""
@@ -562,8 +418,12 @@ class Watch:
                 "make it register_buffer(…, persistent=False), which does not leave the model."
             )
 
-    def _versions(self) -> list[tuple[int, int]]:
+    def _marks(self) -> list[tuple[int, int]]:
         return [mark(buffers.get(name)) for _, buffers, name in self._buffers]
+
+    def _counts(self) -> list[int]:
+        """How often each parameter was written."""
+        return [version(p) for _, p, *_ in self._parameters if not p.is_inference()]
 
 
 def _quiet(what: str) -> ClippingError:
@@ -571,12 +431,6 @@ def _quiet(what: str) -> ClippingError:
         f"a forward pass without gradients {what}: what it holds of examples would leave the model with its "
         "state_dict, without clipping or noise. Call the model in eval mode there, or, if the data is public, before "
         "it is private (detach first)."
-    )
-
-
-def _changed(name: str, what: str) -> ClippingError:
-    return ClippingError(
-        f"parameter '{name}' {what} after clipping was attached. Detach, change the model, attach again."
     )
 
 
@@ -592,7 +446,7 @@ def _refuse_pickle() -> NoReturn:
 
 
 class _NotSaved(partial[Any]):
-    """A hook that says why it cannot be saved. Models are pickled hooks first, so this is what the user reads."""
+    """A hook that says why it cannot be saved: models are pickled hooks first."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         _refuse_pickle()
@@ -602,9 +456,7 @@ class _NotSaved(partial[Any]):
 
 
 class Replaced:
-    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward
-    instead: this one would compute with the original's weights.
-    """
+    """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward."""
 
     def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
@@ -662,19 +514,24 @@ def _stray(name: str, parameter: Tensor) -> None:
     parameter.grad = None
     raise ClippingError(
         f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module "
-        "that owns it (a weight passed to a function elsewhere, a penalty on weights in the loss, or a forward "
-        "called before attach). Call the owning module instead, move penalties to the optimizer's weight_decay, or "
-        "freeze the parameter."
+        "that owns it (a penalty on weights in the loss, a forward called before attach). Call the owning module "
+        "instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
     )
 
 
 # --- what is refused at the door --------------------------------------------------------------------------------------
 
+_MIXES = (
+    "mixes the examples of a batch, so no example has a gradient of its own. Use GroupNorm: "
+    "lambdacgd.clipping.convert(model) replaces it in place."
+)
+
 
 def _guard(module: nn.Module, path: str) -> Undo:
     def refuse(m: nn.Module, args: Any) -> None:
         if _uses_the_batch(m) and torch.is_grad_enabled():
-            raise ClippingError(_batch_norm_message(path, m) + " (It was in eval mode when clipping was attached.)")
+            where = f"module '{path}' ({type(m).__name__})"
+            raise ClippingError(f"{where} {_MIXES} (It was in eval mode when clipping was attached.)")
         if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
             raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
@@ -686,43 +543,39 @@ def _uses_the_batch(batch_norm: nn.Module) -> bool:
     return batch_norm.training or batch_norm.running_mean is None
 
 
-def _batch_norm_message(path: str, module: nn.Module) -> str:
-    return (
-        f"module '{path}' ({type(module).__name__}) mixes the examples of a batch, so no example has a gradient of "
-        "its own. Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
-    )
-
-
 def refuse_modules(model: nn.Module) -> None:
     """Modules that no rule can make exact, each with what to do."""
-    for path, m in model.named_modules():
-        learns = any(p.requires_grad for p in m.parameters(recurse=False))
-        if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
-            raise ClippingError(_batch_norm_message(path, m))
-        if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
-            raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) keeps running statistics over examples: an unclipped, "
-                "un-noised leak. Set track_running_stats=False, or lambdacgd.clipping.convert(model)."
-            )
-        inside = any(p.requires_grad for p in m.parameters())
-        if type(m) in _FUSED and inside:
-            raise ClippingError(
-                f"module '{path}' ({type(m).__name__}) computes with fused kernels that hide its layers. "
-                "lambdacgd.clipping.convert(model) replaces it in place by one with the same parameters and outputs."
-            )
-        if isinstance(m, torch.jit.ScriptModule) and inside:
-            raise ClippingError(
-                f"module '{path}' is a TorchScript module, which cannot be seen into. Use its Python form."
-            )
-        if isinstance(m, nn.parallel.DistributedDataParallel):
-            raise ClippingError(
-                f"module '{path}' is wrapped in DistributedDataParallel, which would average gradients that were not "
-                "clipped. lambdacgd.privatize takes the wrapped model; to clip alone, attach to its .module."
-            )
-        if isinstance(m, nn.DataParallel):
-            raise ClippingError(
-                "DataParallel splits batches behind our back. Use DistributedDataParallel, or one device."
-            )
+    for path, module in model.named_modules():
+        why = _obstacle(module)
+        if why:
+            raise ClippingError(f"module '{path}' ({type(module).__name__}) {why}")
+
+
+def _obstacle(m: nn.Module) -> str:
+    learns = any(p.requires_grad for p in m.parameters(recurse=False))
+    inside = any(p.requires_grad for p in m.parameters())
+    if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
+        return _MIXES
+    if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
+        return (
+            "keeps running statistics over examples: an unclipped, un-noised leak. Set track_running_stats=False, or "
+            "lambdacgd.clipping.convert(model)."
+        )
+    if type(m) in _FUSED and inside:
+        return (
+            "computes with fused kernels that hide its layers. lambdacgd.clipping.convert(model) replaces it in place "
+            "by one with the same parameters and outputs."
+        )
+    if isinstance(m, torch.jit.ScriptModule) and inside:
+        return "is a TorchScript module, which cannot be seen into. Use its Python form."
+    if isinstance(m, nn.parallel.DistributedDataParallel):
+        return (
+            "would average gradients that were not clipped. lambdacgd.privatize takes the wrapped model; to clip "
+            "alone, attach to its .module."
+        )
+    if isinstance(m, nn.DataParallel):
+        return "splits batches behind our back. Use DistributedDataParallel, or one device."
+    return ""
 
 
 # --- parameters and examples ------------------------------------------------------------------------------------------
@@ -739,6 +592,10 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
             raise ClippingError(f"parameter '{name}' is not initialised yet: run one forward pass before attaching.")
         if not p.is_floating_point():
             raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
+    if not parameters:
+        raise ClippingError(
+            "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
+        )
     return parameters
 
 

@@ -8,9 +8,9 @@ Passes over two numbers of examples come first. They show which dimensions hold 
 rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
 module (`Layer.elsewhere`).
 
-Random numbers are the same in all passes (`SameNoise`): dropout is no difference. Rounding is hardly one, since all
-shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's question
-(`clipper.Watch`).
+Generators of random numbers are set back before each pass (`Numbers`): dropout is no difference. Rounding is hardly
+one, since all shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's
+question (`clipper.Watch`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,7 @@ from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError, InvalidInput
-from lambdacgd.torch_private import (
-    DispatchMode,
-    argument_names,
-    non_persistent_buffers,
-    own_buffers,
-    tree_map,
-    version,
-)
+from lambdacgd.torch_private import non_persistent_buffers, own_buffers, tree_map, version
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
@@ -115,19 +108,17 @@ class Probe:
             self.compared |= {name for name, _ in self._model.named_buffers()}
             return True
         sets, differ = self._chosen(arguments, batch)
-        noise, state, turn = SameNoise(), State(self._model), 0
-        devices = [self._anchor.device] if self._anchor.is_cuda else []
-        sharded = self._forward_pass.sharded
-        parameters = [] if sharded else list(self._model.named_parameters())
-        before = fingerprints(p for _, p in parameters)
+        state, sharded, turn = State(self._model), self._forward_pass.sharded, 0
+        parameters = {} if sharded else dict(self._model.named_parameters())
+        before = fingerprints(parameters.values())
         self._forward_pass.sizes.learning, self._shapes = True, {}
 
-        def run(some: Some, stage: str = "", *, apart: bool = False) -> Seen:
+        def run(some: Some, *, apart: bool = False) -> Seen:
             try:
                 for rows in (some.before, some.rows) if some.before else (some.rows,):
-                    again(turn)
-                    with noise.passing(stage, len(rows)):
-                        seen = self._run(arguments, batch, rows, some.scales, apart=apart)
+                    start = numbers.again(turn)
+                    seen = self._run(arguments, batch, rows, some.scales, apart=apart)
+                    seen.numbers = start, numbers.now()
             finally:
                 written = state.take_back()
             seen.written = written
@@ -136,32 +127,36 @@ class Probe:
         def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[str, str]:
             """Which outputs mix examples, and why. ``whole``: what ``one`` shows, where that is known."""
             mixing: dict[str, str] = {}
-            pair = whole or run(one, "keep"), run(other, "repeat")
-            state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
-            if noise.repeats and self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
-                self._compare(run(one, "keep", apart=True), run(other, "repeat", apart=True), exchanged, mixing)
+            pair = whole or run(one), run(other)
+            if draw_alike(*((seen.numbers, seen.shapes) for seen in pair)):
+                state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
+                if self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
+                    self._compare(run(one, apart=True), run(other, apart=True), exchanged, mixing)
             return mixing
 
         try:
             # Checkpointing around the model keeps tensors by hooks of its own, which the probe's are not for. Detached:
             # outputs that their own nodes keep would never be freed.
-            with same_numbers(devices) as again, torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x):
+            with (
+                Numbers(self._model, self._anchor.device) as numbers,
+                torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
+            ):
                 chosen = sorted(set(self._learn(run, state, sets)))
                 one, count = Some(chosen), len(chosen)
                 state.touched.clear()
                 for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
-                    whole = run(one, "keep")
+                    whole = run(one)
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
                     for j in (0, count - 1) if sharded else range(count):
                         other = Some([*chosen[:j], chosen[(j + 1) % count], *chosen[j + 1 :]])
                         suspects.update(compare(one, other, j, whole))
-                    if self._settle(whole):
-                        break
+                    if self._settle(whole) and (count > 3 or whole.numbers[0] == whole.numbers[1]):
+                        break  # a permutation drawn for two or three may leave each where it is
                 if differ:  # where one example was exchanged; what comes now leaves them alike
                     self.compared |= state.touched
                 if not sharded:
                     self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
-                for (name, _), was, now in zip(parameters, before, fingerprints(p for _, p in parameters), strict=True):
+                for name, was, now in zip(parameters, before, fingerprints(parameters.values()), strict=True):
                     if was != now:
                         raise ClippingError(WRITES_PARAMETER.format(name=name))
                 self._looked = True
@@ -173,11 +168,9 @@ class Probe:
     def _look_further(
         self, compare: Callable[..., dict[str, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[str, str]
     ) -> None:
-        """Two things that neighbours, exchanged within a pass, do not show.
-
-        An example larger than all others: where every image has the same maximum, dividing by that of the batch changes
-        nothing, until one comes that has another. So all are halved but one, the largest.
-        And examples of an earlier pass: a hidden state that is carried on, a queue.
+        """Two things that neighbours, exchanged within a pass, do not show: an example larger than all others (where
+        every image has the same maximum, dividing by that of the batch changes nothing; so all are halved but one), and
+        examples of an earlier pass (a hidden state that is carried on, a queue).
         """
         count, nobody = len(chosen), -1
         if sizes is not None and float(sizes.max()) > 0:
@@ -194,12 +187,9 @@ class Probe:
     # --- the passes ---------------------------------------------------------------------------------------------------
 
     def _learn(self, run: Callable[..., Seen], state: State, sets: list[list[int]]) -> list[int]:
-        """Passes of two sizes, until all places know whether the batch is their first dimension.
-
-        A table with as many rows as there are examples looks like a batch until a pass of another size has come by it.
-
-        Returns:
-            The first set of examples whose size does not stand in the way.
+        """Passes of two sizes, until all places know whether the batch is their first dimension: a table with as many
+        rows as there are examples looks like a batch until a pass of another size has come by it. Returns the first set
+        of examples whose size does not stand in the way.
         """
         once = self._looked or self._forward_pass.sharded
         for chosen in sets[:1] if once else sets:
@@ -228,7 +218,7 @@ class Probe:
     def _run(
         self, arguments: Arguments, batch: int, rows: Sequence[int], scales: Sequence[float] | None, *, apart: bool
     ) -> Seen:
-        """One forward pass over some examples, and backward passes from its outputs, together or each apart."""
+        """One forward pass over some examples, and backward passes from its outputs, together or each ``apart``."""
         taken = take_examples(arguments, batch, rows, self._count, scales)
         assert taken is not None
         forward_pass, count = self._forward_pass, len(rows)
@@ -248,58 +238,41 @@ class Probe:
         outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
         self._shapes[count] = {place: x.shape for place, x in outputs.items()}
         other = next((shapes for number, shapes in self._shapes.items() if number != count), {})
-        dims = {place: dimension_of_examples(x.shape, other.get(place)) for place, x in outputs.items()}
+        together: dict[str, list[tuple[Tensor, Tensor]]] = {}
         for place, x in outputs.items():
-            seen.outputs[place] = sample(x.movedim(dims[place] or 0, 0) if x.dim() else x.reshape(1))
+            # The dimension of examples: the one that differs for another number of them.
+            sides = enumerate(zip(x.shape, other.get(place, x.shape), strict=False))
+            dims = [d for d, (a, b) in sides if a != b]
+            dim = dims[0] if len(dims) == 1 else None
+            seen.outputs[place] = sample(x.movedim(dim or 0, 0) if x.dim() else x.reshape(1))
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
-            if x.requires_grad and x.numel() == 1:
+            if not x.requires_grad or not x.numel() or (x.numel() > 1 and dim is None):
+                continue
+            vector = torch.full_like(x, float(count) if self._mean else 1.0)
+            if x.numel() == 1:
                 seen.losses.add(place)
-        if not forward_pass.sharded:  # whose gradients are gathered by hooks of a whole backward pass
-            vectors = {}
-            for place, x in outputs.items():
-                if place in seen.losses:
-                    vectors[place] = torch.full_like(x, float(count) if self._mean else 1.0)
-                elif x.requires_grad and x.numel() and (dim := dims[place]) is not None:
-                    vectors[place] = _cotangent(x, dim, [1.0 + 0.1 * row for row in rows])
-            self._backward(seen, outputs, vectors, own, apart=apart)
-        return seen
-
-    def _backward(
-        self,
-        seen: Seen,
-        outputs: dict[str, Tensor],
-        vectors: dict[str, Tensor],
-        own: dict[str, Tensor],
-        *,
-        apart: bool,
-    ) -> None:
-        """Gradients of outputs that have examples in them, and of losses that the model returns, each for itself."""
-        together: dict[str, list[str]] = {}
-        for place in vectors:
+            else:
+                vector = _cotangent(x, dims[0], [1.0 + 0.1 * row for row in rows])
             kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
-            together.setdefault(kind, []).append(place)
-        for seen.kind, places in together.items():
-            roots, given = [outputs[place] for place in places], [vectors[place] for place in places]
+            together.setdefault(kind, []).append((x, vector))
+        for seen.kind, given in {} if forward_pass.sharded else together.items():  # gathered in whole passes alone
+            roots, vectors = zip(*given, strict=True)
             try:
                 gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], given, retain_graph=True, allow_unused=True
+                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
                 )
             except (ClippingError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
                 continue
             seen.strays |= {name for name, g in zip(own, gradients[1:], strict=True) if g is not None}
+        return seen
 
     # --- what they show -----------------------------------------------------------------------------------------------
 
     def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[str, str]) -> bool:
-        """What agrees in no layout of the rows depends on the example that was exchanged.
-
-        Returns:
-            Whether the gradients of all outputs together disagree: then each is to be looked at apart.
-
-        Raises:
-            ClippingError: The examples mix before they reach a layer.
+        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input
+        or output. Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
         """
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
@@ -325,10 +298,8 @@ class Probe:
         return "gradient" in mixing
 
     def _settle(self, whole: Seen) -> bool:
-        """Where an example has several rows, how they are put together is known now.
-
-        Returns:
-            Whether it is for all layers. It is not for one that no gradient came to: stochastic depth left it out.
+        """Where an example has several rows, how they are put together is known now. Returns whether it is for all
+        layers: not for one that no gradient came to (stochastic depth left it out).
         """
         sure, several = True, {path for (path, _, _), x in whole.rows.items() if x.shape[0] > whole.count}
         for layer in self.layers:
@@ -341,15 +312,13 @@ class Probe:
 
     def _chosen(self, arguments: Arguments, batch: int) -> tuple[list[list[int]], bool]:
         """Sets of a few examples, first those whose number, and one less, no dimension has; and whether they differ.
-
-        Views of an example and what fills a batch up may be equal rows: exchanging them tells nothing, so rows that
-        differ are taken. Of two one is taken twice for a second number: a batch of one tells nothing.
+        Equal rows (views, padding) tell nothing where they are exchanged, so rows that differ are taken. Of two one is
+        taken twice for a second number: a batch of one tells nothing.
         """
         different: list[int] = []
         held: list[list[Tensor]] = []
         for row in range(batch):
-            taken = take_examples(arguments, batch, [row], lambda args, kwargs: 1)
-            one = list(tensors_in(taken))
+            one = list(tensors_in(take_examples(arguments, batch, [row], lambda args, kwargs: 1)))
             if not any(len(one) == len(x) and all(map(_same, one, x)) for x in held):
                 different.append(row)
                 held.append(one)
@@ -367,9 +336,8 @@ class Probe:
 
 @dataclass(frozen=True)
 class Some:
-    """Some examples of a batch, by their rows.
-
-    ``scales``: what each one's numbers are multiplied by. ``before``: examples of a pass that runs first.
+    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; and examples of a pass that
+    runs first.
     """
 
     rows: Sequence[int]
@@ -387,34 +355,30 @@ class _Failed(Exception):
     def explained(self) -> ClippingError:
         return ClippingError(
             f"the model's forward pass failed ({type(self.error).__name__}: {self.error}). It was run on {self.count} "
-            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all "
-            f"{self.batch} too, mend that; if not, start with a batch whose size no other dimension of the inputs has, "
-            "or pass probe=False to clipping.attach and see to that yourself."
+            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all of "
+            "them too, mend that; if not, start with a batch whose size no other dimension of the inputs has, or call "
+            "clipper.allow_probe(False) and see to that yourself."
         )
 
 
 _MIXES = (
-    "the model mixes the examples of a batch, or changes their order (sorts them by length, say): its {what} for one "
-    "example is not the same with and without another one. Row i of every layer's input must be example i's alone: no "
-    "statistic of the batch, no neighbour; sort when the batch is put together."
+    "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
+    "and without another one. Row i of every layer's input must be example i's alone: no statistic of the batch, no "
+    "neighbour; sort when the batch is put together."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "
-    "one. Take every statistic within an example; if another part of the output is what you train on, leave this one "
-    "out of the loss."
+    "one. Take every statistic within an example, or leave this output out of the loss."
 )
 _LOSS = (
-    "the loss that the model returns is not the declared mean or sum over examples: an example's gradient is not the "
-    "same with and without another one (a mean over all tokens of a batch weighs long examples more; statistics over "
-    "the batch mix examples). Compute the loss from the model's other outputs, averaged within each example first."
+    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch "
+    "weighs long examples more; statistics over the batch mix examples). Compute the loss from the model's other "
+    "outputs, averaged within each example first."
 )
 _REMEMBERS = (
-    "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on from batch "
-    "to batch, a queue, a memory. An example then changes sums of later steps, which it takes no part in by the plan. "
-    "Begin every forward pass anew."
+    "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on, a queue, a "
+    "memory. An example then changes sums of steps that it takes no part in. Begin every forward pass anew."
 )
-
-
 WRITES_PARAMETER = (
     "the forward pass writes the parameter '{name}': what it holds of examples would leave the model with its "
     "state_dict, without clipping or noise (a running average, a table that is renormalised where it is read: "
@@ -422,16 +386,21 @@ WRITES_PARAMETER = (
 )
 
 
-def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> None:
-    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed."""
+def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) -> bool:
+    """Refuse a gradient that comes back to one of a model's outputs in which examples are mixed. Returns whether there
+    is a place that a gradient can come from: closures, say, are not looked into.
+    """
 
     def refuse(why: str, gradient: Tensor) -> None:
         if gradient.any():
             raise ClippingError(why)
 
-    for place, x in outputs_of(model, output).items():
-        if place in suspects and x.requires_grad:
-            x.register_hook(partial(refuse, suspects[place]))
+    if type(output) is Tensor and output.requires_grad and not suspects:
+        return True
+    with_gradients = {place: x for place, x in outputs_of(model, output).items() if x.requires_grad}
+    for place in with_gradients.keys() & suspects.keys():
+        with_gradients[place].register_hook(partial(refuse, suspects[place]))
+    return bool(with_gradients)
 
 
 def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
@@ -439,11 +408,6 @@ def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
     attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
     """
     return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
-
-
-def is_seen(model: nn.Module, output: Any) -> bool:
-    """Whether there is a place that a gradient can come from: closures, say, are not looked into."""
-    return any(x.requires_grad for x in tensors_in(output)) or bool(_held(model))
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
@@ -472,62 +436,59 @@ def check_loss(
 ) -> None:
     """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows.
 
-    ``probed`` is called behind the first pass: a probe of the model inside the others would draw numbers of its own.
+    ``probed`` is called behind the first pass: a probe of the model inside the others would take its time again.
     """
+    if backward_pass.sharded:
+        raise ClippingError("the loss of a sharded model cannot be looked at. Look at it before the model is sharded.")
     if len(items) < 2:
         return
-    noise, state, count = SameNoise(), State(model), len(items)
-    devices = [backward_pass.anchor.device] if backward_pass.anchor.is_cuda else []
-    with same_numbers(devices) as again:
-        before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]  # noqa: NPY002
+    state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
+    with Numbers(model, backward_pass.anchor.device) as numbers:
+        start = numbers.now()
         batch = collate(copy.deepcopy(list(items)))
-        if before != (random.getstate(), np.random.get_state()[1].tolist()):  # type: ignore[index]  # noqa: NPY002
-            # Another reading would draw other numbers for the same examples: rows of this one are exchanged.
-            items, collate = list(range(count)), partial(_rows_of, batch, count)
+        draws = numbers.now() != start
 
-        def norms(some: Sequence[Any], stage: str) -> Tensor:
-            again()
-            backward_pass.looking = []
-            sharded = backward_pass.sharded  # whose backward pass gathers: losses are compared, one of each example
+        def norms(some: Sequence[Any]) -> tuple[Tensor, Drawn]:
+            start, backward_pass.looking = numbers.again(), []
             try:
-                with noise.passing(stage, len(some)), torch.set_grad_enabled(not sharded):
-                    value = loss(model, collate(copy.deepcopy(list(some))))  # some take labels out of the items
-                    if sharded and value.shape != (len(some),):
-                        raise ClippingError(
-                            "the loss of a sharded model can be looked at where it is a vector, one number for each "
-                            f"example. This one has shape {tuple(value.shape)}."
-                        )
-                    if sharded:
-                        return value.detach().double()
-                    value.backward(torch.ones_like(value))
+                given = collate(copy.deepcopy(list(some)))  # some take labels out of the items
+                shapes = [x.shape for x in tensors_in(given)]
+                value = loss(model, given)
+                value.backward(torch.ones_like(value))
                 if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
                     raise ClippingError(
                         f"the loss of {len(some)} examples ran the model on another number of them, or not at all: it "
                         "is called as loss(model, batch) and must call the model once."
                     )
-                return backward_pass.looking[0].double()
+                return backward_pass.looking[0].double(), ((start, numbers.now()), shapes)
             finally:
                 backward_pass.looking = None
                 backward_pass.reset()
                 state.take_back()
 
-        norms(items, "")
-        probed()
-        whole = norms(items, "keep")
-        # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
-        one = next(p for p in model.parameters() if p.requires_grad)
-        tolerance = 0.02 if noise.low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
-        for j in range(count):
-            others = [i for i in range(count) if i != j]
-            changed = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)], "repeat")
-            if noise.repeats:
-                _refuse_far(whole[others], changed[others], tolerance, count, count)
-        # Where random numbers are drawn, the first examples: theirs are the first of those that were kept.
-        fewer = [range(count - 1), *([k] for k in range(1 if noise.draws else count))]
-        for some in fewer:
-            changed = norms([items[k] for k in some], "repeat")
-            if noise.repeats:
-                _refuse_far(whole[list(some)], changed, tolerance, count, len(some))
+        try:
+            norms(items)
+            probed()
+            whole, drawn = norms(items)
+            # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
+            one = next(iter(backward_pass.parameters.values()))
+            low = backward_pass.low or one.dtype in (torch.bfloat16, torch.float16)
+            tolerance = 0.02 if low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
+            for j in range(count):
+                others = [i for i in range(count) if i != j]
+                changed, also = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)])
+                if draw_alike(drawn, also):
+                    _refuse_far(whole[others], changed[others], tolerance, count, count)
+            if drawn[0][0] != drawn[0][1]:  # numbers for fewer examples are others: without dropout, and from one batch
+                model.eval()
+                if draws:
+                    items, collate = list(range(count)), partial(_rows_of, batch, count)
+                whole, drawn = norms(items)
+            for fewer in [range(count - 1), *([k] for k in range(count))] if drawn[0][0] == drawn[0][1] else ():
+                _refuse_far(whole[list(fewer)], norms([items[k] for k in fewer])[0], tolerance, count, len(fewer))
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
@@ -552,9 +513,8 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
         f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
         "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
-        "each example first), class weights or ignore_index in a mean, "
-        "a root or power of the mean, contrastive terms, mixup in collate_fn, padding on the "
-        "left (pad on the right), padding without an attention mask."
+        "each example first), class weights or ignore_index in a mean, a root or power of the mean, contrastive terms, "
+        "mixup in collate_fn, padding on the left (pad on the right), padding without an attention mask."
     )
 
 
@@ -568,26 +528,32 @@ class Seen:
     Attributes:
         count: How many examples it had.
         names: Of all parameters, by their id.
-        rows: By layer, kind ("input", "output", "gradient" of all the model's outputs, or "gradient of k", the k-th)
-            and how many of that kind came before.
+        kind: "gradient" in a backward pass from all the model's outputs, "gradient of k" from the k-th.
+        rows: By layer, kind ("input", "output" or that) and how many of that kind came before.
         outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
         written: What it wrote; see `State`.
+        numbers: Where generators of random numbers stood before and behind it.
     """
 
     count: int
     names: dict[int, str]
-    kind: str = "gradient"  # of the backward pass under way
+    kind: str = "gradient"
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: set[str] = field(default_factory=set)
     strays: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
+    numbers: tuple[Any, Any] = (None, None)
     tolerance: float = 0.0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def shapes(self) -> dict[tuple[str, str, int], torch.Size]:
+        return {place: x.shape for place, x in self.rows.items()}
 
     def number(self, path: str, kind: str) -> int:
         """How many of this kind this layer had before."""
@@ -597,8 +563,7 @@ class Seen:
     def add(self, path: str, kind: str, x: Any, place: int | None = None) -> None:
         """Keep the rows of a tensor; what is none is left out."""
         if isinstance(x, Tensor) and x.dim() and x.numel():
-            number = self.number(path, kind) if place is None else place
-            self.rows[path, kind, number] = sample(plain(x))
+            self.rows[path, kind, self.number(path, kind) if place is None else place] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
     def note(self, x: Tensor) -> None:
@@ -616,10 +581,7 @@ class Seen:
 
 
 def sample(x: Tensor) -> Tensor:
-    """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all.
-
-    Which ones does not depend on the number of steps, which may be another without the longest example.
-    """
+    """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all."""
     with torch.no_grad():
         x = x.detach().unsqueeze(1) if x.dim() == 1 else x.detach()
         parts = x.flatten(2)[:, :_STEPS] if x.dim() > 2 else x.unsqueeze(1)  # [rows, steps, numbers of each]
@@ -634,10 +596,9 @@ def sample(x: Tensor) -> Tensor:
 def tolerance_of(x: Tensor) -> float:
     """How far two results for one example may lie apart, relative to the example's row, and be rounding.
 
-    Measured over 91 models of the zoo in train mode on a CPU (docs/clipping.md): none at all, in float32 and bfloat16.
-    Shapes that change with the longest example, kernels of CUDA that add up in any order, and models that compute in
-    another type without padding round differently: a thousand units of float32 are left for that, ten of TF32 and of
-    bfloat16. The mildest of the tests that mix differ by 1.4%.
+    None at all over 91 models of the zoo on a CPU (docs/clipping.md). Shapes that change with the longest example and
+    kernels of CUDA that add up in any order round differently: a thousand units of float32 are left for that, ten of
+    TF32 and of bfloat16. The mildest of the tests that mix differ by 1.4%.
     """
     if x.dtype in (torch.bfloat16, torch.float16):
         return 0.04
@@ -647,10 +608,7 @@ def tolerance_of(x: Tensor) -> float:
 
 
 def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: float, floor: float) -> set[str]:
-    """In which layouts the rows of all but one of ``count`` examples are the same in ``x`` and ``y``.
-
-    MAJOR: all rows of one example, then those of the next. MINOR: the first row of every example, then the second.
-    """
+    """In which layouts the rows of all but one of ``count`` examples are the same in ``x`` and ``y``."""
     if x.shape[0] != y.shape[0] or x.shape[0] % count:
         return set()
     apart = differences(x, y)
@@ -709,12 +667,6 @@ def _is_object(value: Any) -> bool:
     return hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)) and not callable(value)
 
 
-def dimension_of_examples(shape: torch.Size, other: torch.Size | None) -> int | None:
-    """The one in which an output differs from its ``other`` shape, for another number of examples; None: none does."""
-    dims = [d for d, (a, b) in enumerate(zip(shape, other or shape, strict=False)) if a != b]
-    return dims[0] if len(dims) == 1 else None
-
-
 def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
     """The same direction for all examples, which are in ``dim``, with their weights where each has one row there."""
     shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
@@ -729,15 +681,15 @@ def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
 
 
 def take_examples(
-    arguments: Arguments,
-    batch: int,
-    rows: Sequence[int],
-    count: Callable[..., int],
-    scales: Sequence[float] | None = None,
-) -> Arguments | None:
+    arguments: Any, batch: int, rows: Sequence[int], count: Callable[..., int], scales: Sequence[float] | None = None
+) -> Any:
     """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
     they cannot be cut. ``scales``: what each example's numbers and pixels are multiplied by.
     """
+
+    def whole(x: Any) -> bool:
+        return isinstance(x, PackedSequence)
+
     for dim in (0, 1):
 
         def take(x: Any, dim: int = dim) -> Any:
@@ -748,7 +700,7 @@ def take_examples(
                 return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
             if _is_object(x):
                 held = copy.copy(x)
-                vars(held).update({name: tree_map(take, value, is_leaf=_whole) for name, value in vars(x).items()})
+                vars(held).update({name: tree_map(take, value, is_leaf=whole) for name, value in vars(x).items()})
                 return held
             if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == batch):
                 return x
@@ -758,7 +710,7 @@ def take_examples(
             factors = torch.tensor(list(scales), device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
             return (some * factors).to(some.dtype)
 
-        args, kwargs = tree_map(take, arguments, is_leaf=_whole)
+        args, kwargs = tree_map(take, arguments, is_leaf=whole)
         first = next(tensors_in((args, kwargs)), None)
         cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
         if cut and count(args, kwargs) == len(rows):
@@ -774,147 +726,91 @@ def sizes_of(arguments: Arguments, batch: int, rows: Sequence[int], count: Calla
     return None
 
 
-def _whole(x: Any) -> bool:
-    return isinstance(x, PackedSequence)
+# --- the same random numbers ------------------------------------------------------------------------------------------
+
+Drawn = tuple[tuple[Any, Any], Any]  #: where generators stood before and behind a pass, and the shapes in it
 
 
-@contextlib.contextmanager
-def same_numbers(devices: Sequence[torch.device]) -> Iterator[Callable[..., None]]:
-    """Yields what sets Python's, NumPy's and torch's generators back to where they stood, or, for turns after the
-    first, to some other place of their own; at the end they stand where they stood.
+class Numbers:
+    """Python's, NumPy's and torch's generators of random numbers, and those that are attributes of a model's modules; at
+    the end they stand where they stood.
     """
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-    on_devices = [(d, torch.cuda.get_rng_state(d)) for d in devices]
 
-    def again(turn: int = 0) -> None:
-        random.setstate(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        torch.set_rng_state(states[2])
-        for device, state in on_devices:
-            torch.cuda.set_rng_state(state, device)
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        held = (value for module in model.modules() for value in vars(module).values())
+        self._own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
+
+    def __enter__(self) -> Numbers:
+        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
+        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.again()
+
+    def again(self, turn: int = 0) -> Any:
+        """Set them back, or, for turns after the first, to some other place; returns `now`."""
+        random.setstate(self._states[0])
+        np.random.set_state(self._states[1])  # noqa: NPY002
+        torch.set_rng_state(self._states[2])
+        if self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device, self._device)  # type: ignore[arg-type]
+        for generator, state in self._own:
+            generator.set_state(state)
         if turn:
             random.seed(turn)
             np.random.seed(turn)  # noqa: NPY002
             torch.default_generator.manual_seed(turn)
-            for device, _ in on_devices:
-                with torch.cuda.device(device):
+            if self._device is not None:
+                with torch.cuda.device(self._device):
                     torch.cuda.manual_seed(turn)
+        return self.now()
 
-    try:
-        yield again
-    finally:
-        again()
+    def now(self) -> Any:
+        """Where they stand, to be compared: it moves where numbers are drawn."""
+        states = [torch.get_rng_state(), *(generator.get_state() for generator, _ in self._own)]
+        states += [torch.cuda.get_rng_state(self._device)] if self._device else []
+        of_numpy: Any = np.random.get_state()  # noqa: NPY002
+        return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], [state.numpy().tobytes() for state in states]
 
 
-class SameNoise(DispatchMode):
-    """Random numbers of the probe's passes: one pass keeps what it draws, the others are given that.
-
-    Generators set back are not enough: where the longest example is exchanged, tensors may be shorter, and the numbers
-    of all later operations move.
+def draw_alike(one: Drawn, other: Drawn) -> bool:
+    """Whether two passes drew the same random numbers for the same rows: none, or as many for tensors of the same
+    shapes, which may be shorter where the longest example is exchanged.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.repeats = True  #: whether the passes ask for the same random tensors, up to their length
-        self.low = False  #: whether anything was computed in 16 bits
-        self._kept: list[Tensor] = []
-        self._stage, self._place, self._count, self._examples = "", 0, 0, 0
-        self._known: dict[Any, tuple[bool, int | None]] = {}
-
-    @contextlib.contextmanager
-    def passing(self, stage: str, examples: int) -> Iterator[None]:
-        """A pass over some examples: "keep" keeps what is drawn, "repeat" gives it again, "" does neither."""
-        self._stage, self._place, self._examples = stage, 0, examples
-        if stage == "keep":
-            self._kept, self._count = [], examples
-        with self if stage else contextlib.nullcontext():
-            yield
-        if stage == "repeat" and self._place != len(self._kept):
-            self.repeats = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        draws, dropout = self._known.get(func) or self._known.setdefault(func, _random(func))
-        if dropout is not None:  # fused attention draws its own, out of reach
-            if dropout < len(args):
-                args = (*args[:dropout], 0.0, *args[dropout + 1 :])
-            elif "dropout_p" in kwargs:
-                kwargs = {**kwargs, "dropout_p": 0.0}
-        out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and out.dtype in (torch.bfloat16, torch.float16):
-            self.low = True
-        if not draws:
-            return out
-        if isinstance(out, tuple) and len(out) == 2 and "dropout" in func.__name__:
-            mask = self._same(out[1])
-            return args[0] * mask.to(args[0].dtype) / max(1.0 - float(args[1]), 1e-6), mask
-        return self._same(out) if isinstance(out, Tensor) else out
-
-    @property
-    def draws(self) -> bool:
-        """Whether the pass that kept its random numbers drew any."""
-        return bool(self._kept)
-
-    def _same(self, drawn: Tensor) -> Tensor:
-        place, self._place = self._place, self._place + 1
-        if self._stage == "keep":
-            for dim, size in enumerate(drawn.shape):
-                # Whole numbers may be places among the examples (randperm, which may leave all where they are).
-                if size == self._count and not drawn.is_floating_point() and drawn.dtype != torch.bool:
-                    drawn.copy_(drawn.amin(dim, keepdim=True).expand_as(drawn))
-            self._kept.append(drawn.detach().clone())
-            return drawn
-        kept = self._kept[place] if place < len(self._kept) else None
-        if kept is None or kept.dim() != drawn.dim() or not all(map(self._fits, kept.shape, drawn.shape)):
-            self.repeats = False
-            return drawn
-        return drawn.copy_(kept[tuple(slice(0, d) for d in drawn.shape)])
-
-    def _fits(self, kept: int, drawn: int) -> bool:
-        """Whether the first of what was kept are those of the first examples, or steps; not where both are folded."""
-        if self._examples == self._count or kept == drawn:
-            return kept >= drawn
-        folded = kept != self._count and kept % self._count == 0 and drawn % self._examples == 0
-        return kept > drawn and not folded
-
-
-def _random(func: Any) -> tuple[bool, int | None]:
-    """Whether an operation draws random numbers, and which of its arguments is the rate of a dropout inside it."""
-    names = argument_names(func)
-    dropout = names.index("dropout_p") if "dropout_p" in names else None
-    return torch.Tag.nondeterministic_seeded in func.tags and dropout is None, dropout
+    return one[0] == other[0] and (one[0][0] == one[0][1] or one[1] == other[1])
 
 
 # --- what forward passes write ----------------------------------------------------------------------------------------
 
 Place = tuple[str, str, bool]  #: a module's path, a name in it, and whether that is a buffer
 Written = dict[Place, Any]
+_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
 
 
 class State:
     """What a model holds besides its parameters: buffers, and numbers and tensors that are plain attributes of modules.
 
-    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What then comes out
+    `take_back` undoes what a pass of the probe wrote, or appended to a list that is an attribute. What comes out
     differently where one example is exchanged holds something of that example. Counters and power iterations come out
-    the same; what is as long as the batch is a cache.
+    the same; what is as long as the batch is a cache, unless a state_dict holds it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._slots: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._kept = set[Place]()  # buffers that a state_dict holds; asking for one would make FSDP2 let go of shards
+        self._persistent = set[Place]()  # asking for a state_dict would make FSDP2 let go of shards
+        self._containers: list[tuple[Any, Any]] = []  # lists and dictionaries, each with a copy of what it holds
         for path, module in model.named_modules():
             self._slots[path, True], self._slots[path, False] = own_buffers(module), vars(module)
-            self._kept |= {(path, name, True) for name in own_buffers(module).keys() - non_persistent_buffers(module)}
+            names = own_buffers(module).keys() - non_persistent_buffers(module)
+            self._persistent |= {(path, name, True) for name in names}
+            for value in (value for name, value in vars(module).items() if name not in _OF_MODULES):
+                inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict))]
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
-        self._containers = [
-            kept
-            for (_, buffer), slots in self._slots.items()
-            for name, value in slots.items()
-            if not buffer and name not in _OF_MODULES
-            for kept in _contents(value)
-        ]
-        self._caches = set[Place]()  # what is as long as the batch, and no state_dict holds
-        self._versions = self._versions_now()
+        self._caches = set[Place]()
+        self._marks = self._marks_now()
         self.touched = set[str]()  #: names of buffers that passes have written, if only with what they held
 
     def _values(self) -> dict[Place, Any]:
@@ -926,80 +822,53 @@ class State:
             if name != "training" and not isinstance(value, nn.Parameter)
         }
 
-    def _versions_now(self) -> dict[Place, tuple[int, int]]:
-        return {place: mark(value) for place, value in self._values().items() if place[2]}
+    def _marks_now(self) -> set[tuple[str, tuple[int, int]]]:
+        return {(f"{path}.{name}".lstrip("."), mark(value)) for (path, name, b), value in self._values().items() if b}
 
     @torch.no_grad()
     def take_back(self) -> Written:
-        """Everything as it was before the probe.
-
-        Returns:
-            What was written since.
-        """
-        values, written, versions = self._values(), {}, self._versions_now()
-        self.touched |= {
-            f"{p}.{n}".lstrip(".") for p, n, _ in (v for v, _ in versions.items() ^ self._versions.items())
-        }
-        for place, now in values.items():
+        """Everything as it was before the probe. Returns what was written since."""
+        values, written = self._values(), {}
+        self.touched |= {name for name, _ in self._marks_now() ^ self._marks}
+        for place in values.keys() | self._before.keys():
             slots, name = self._slots[place[0], place[2]], place[1]
-            if place not in self._before:
+            held, value = self._before.get(place, (None, None))
+            now = values.get(place)
+            if place in self._before and now is held and _same(now, value):
+                continue
+            if place in values:
                 written[place] = _copy(now)
+            if place not in self._before:
                 del slots[name]
                 continue
-            held, value = self._before[place]
-            if now is not held or not _same(now, value):
-                written[place] = _copy(now)
+            if place in values or name not in slots:
                 slots[name] = held
-                if isinstance(held, Tensor) and not _same(held, value):
-                    held.copy_(value)
-        for place in self._before.keys() - values.keys():
-            self._slots[place[0], place[2]].setdefault(place[1], self._before[place][0])
+            if isinstance(held, Tensor) and not _same(held, value):
+                held.copy_(value)
         for container, items in self._containers:
-            _refill(container, items)
-        self._versions = self._versions_now()
+            container.clear()
+            container.extend(items) if isinstance(container, list) else container.update(items)
+        self._marks = self._marks_now()
         return written
 
     @torch.no_grad()
     def compare(self, one: Written, other: Written, tolerance: float | None) -> None:
-        """What two passes wrote; without a tolerance, over two numbers of examples: whole numbers count them.
-
-        Raises:
-            ClippingError: It depends on the examples.
+        """Refuse what two passes wrote where it depends on the examples; without a tolerance, they had two numbers of
+        examples: whole numbers count them.
         """
         for place in one.keys() | other.keys():
             before = self._before.get(place, (None, None))[1]
             x, y = one.get(place, before), other.get(place, before)
             path, name, buffer = place
             if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-                self._caches |= {place} - self._kept
+                self._caches |= {place} - self._persistent
             if place not in self._caches and _differs(x, y, before, tolerance):
                 raise ClippingError(
                     f"the forward pass writes what depends on the examples into the "
-                    f"{'buffer' if buffer else 'attribute'} '{f'{path}.' if path else ''}{name}': statistics of "
-                    "examples would leave the model without clipping or noise. Freeze them (eval mode), or use a layer "
-                    "without running statistics: lambdacgd.clipping.convert(model)."
+                    f"{'buffer' if buffer else 'attribute'} '{f'{path}.{name}'.lstrip('.')}': statistics of examples "
+                    "would leave the model without clipping or noise. Freeze them (eval mode), or use a layer without "
+                    "running statistics: lambdacgd.clipping.convert(model)."
                 )
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
-
-
-def _contents(value: Any, depth: int = 2) -> Iterator[tuple[Any, Any]]:
-    """The lists and dictionaries in an attribute, each with a copy of what it holds."""
-    if depth and isinstance(value, (list, dict)):
-        yield value, value.copy()
-        for item in list(value.values() if isinstance(value, dict) else value):
-            yield from _contents(item, depth - 1)
-
-
-def _refill(container: Any, items: Any) -> None:
-    """Put back what a list or dictionary held, where that has changed."""
-    if isinstance(container, list):
-        if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
-            container[:] = items
-    elif container.keys() != items.keys() or any(container[key] is not items[key] for key in items):
-        container.clear()
-        container.update(items)
 
 
 def mark(value: Any) -> tuple[int, int]:
@@ -1033,8 +902,7 @@ def _same(x: Any, y: Any) -> bool:
 def _differs(x: Any, y: Any, before: Any, tolerance: float | None) -> bool:
     """Whether two values that passes over other examples wrote differ by more than rounding."""
     if isinstance(x, float) and isinstance(y, float):
-        x, y = torch.tensor(x), torch.tensor(y)
-        before = torch.tensor(before) if isinstance(before, float) else None
+        x, y, before = (torch.tensor(v) if isinstance(v, float) else None for v in (x, y, before))
     if not (isinstance(x, Tensor) and isinstance(y, Tensor)) or x.requires_grad or _same(x, y):
         return False  # other things, a part of the loss
     if x.shape != y.shape:

@@ -1,12 +1,10 @@
 """What a layer's rule is made of: seeing inputs and output gradients without weight gradients being computed.
 
-While a model is attached, ``module.forward`` of each module that owns trainable parameters is replaced on the instance
-(and given back on detach). A *rule* is called in its place as ``rule(layer, *args, **kwargs)``. It runs the original
-with its parameters hidden from autograd (``layer.hidden(...)``), so that the backward pass computes input gradients
-only, and returns the output through a `tap`: when the output's gradient arrives, the rule's recorder turns it and the
-saved input into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them
-like any other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see
-`clipper`).
+A *rule* is called in place of a module's forward, as ``rule(layer, *args, **kwargs)``. It runs the original with its
+parameters hidden from autograd (``layer.hidden(...)``), so that the backward pass computes input gradients only, and
+returns the output through a `tap`: when the output's gradient arrives, the rule's recorder turns it and the saved input
+into records. Saved tensors go through ``save_for_backward``, so non-reentrant checkpointing recomputes them like any
+other activation. A parameter used in any other way receives an ordinary gradient, which is an error (see `clipper`).
 
 `register` adds a rule for a class of layers. It applies to that class and to those subclasses that keep the class's
 ``forward`` and what it calls (``_conv_forward``, say). One file under `layers` holds the rules of a family.
@@ -90,12 +88,11 @@ _FREE, _BATCH, _FOLDED, _SECOND = "free", "batch", "folded", "second"
 class BatchSizes:
     """Which tensors have the batch first: learnt from batches of different sizes, never from one size alone.
 
-    A position table of 64 rows looks like a batch of 64 examples, and a [time, batch] tensor like a [batch, time] one,
-    whenever the numbers agree. So each place in a model where the question arises (a module, an operation on a
-    parameter; told apart by how often it was asked in this forward pass) keeps what it saw: a first dimension that once
-    differed from the batch size is not the batch, however often it agrees later. The probe gives it two sizes to begin
-    with (``learning``), by which it also finds first dimensions that are a multiple of the batch: examples folded with
-    frames, windows or tokens.
+    A position table of 64 rows looks like a batch of 64 examples whenever the numbers agree. So each place in a model
+    where the question arises (a module, an operation on a parameter; told apart by how often it was asked in this
+    forward pass) keeps what it saw: a first dimension that once differed from the batch size is not the batch, however
+    often it agrees later. The probe gives it two sizes to begin with (``learning``), by which it also finds first
+    dimensions that are a multiple of the batch: examples folded with frames, windows or tokens.
     """
 
     def __init__(self) -> None:
@@ -144,8 +141,8 @@ class BatchSizes:
         if known == _FOLDED and first % batch == 0:
             return first // batch
         raise ClippingError(
-            f"{place}: the first dimension was the batch in earlier batches and now is {tuple(x.shape)[:1]} "
-            f"for {batch} examples. Keep the batch first in every batch."
+            f"{place}: the first dimension was the batch in earlier batches and now is {first} for {batch} examples. "
+            "Keep the batch first in every batch."
         )
 
     def _learn(self, key: tuple[Hashable, int], x: Tensor) -> str:
@@ -240,7 +237,6 @@ class Layer:
     """A module that owns trainable parameters.
 
     Attributes:
-        module: The module.
         path: Its name in the model.
         names: Its own names of its parameters, and the model's.
         original: Its own forward.
@@ -255,7 +251,6 @@ class Layer:
     original: Callable[..., Any]
     forward_pass: ForwardPass
     backward_pass: BackwardPass
-    recorder: Any = None  # kept by rules whose recorder never changes
     slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
     batched: bool = False
     layout: str | None = None
@@ -263,11 +258,6 @@ class Layer:
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
-
-    @property
-    def anchor(self) -> Tensor:
-        """The leaf that every tap hangs on."""
-        return self.backward_pass.anchor
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -318,21 +308,22 @@ class Call:
             return
         if self.delivered:
             raise self.layer.refuse(
-                "a second backward pass went through the same forward pass. Every example's gradient is clipped and "
-                "added once; add the losses up and call backward() once, or run the model again."
+                "a second backward pass went through the same forward pass. Add the losses up and call backward() "
+                "once, or run the model again."
             )
         if self.within_backward:
             raise self.layer.refuse(
-                "its forward ran inside a backward pass and is now differentiated there: reentrant gradient "
-                "checkpointing splits an example's gradient into parts that would be clipped one by one. Use "
-                "torch.utils.checkpoint(..., use_reentrant=False)."
+                "its forward ran inside a backward pass: reentrant gradient checkpointing splits an example's gradient "
+                "into parts that would be clipped one by one. Use torch.utils.checkpoint(..., use_reentrant=False)."
             )
         self.delivered = True
         without_autocast(self._deliver, gradient, *saved)
 
     def _deliver(self, gradient: Tensor, *saved: Tensor) -> None:
         backward_pass, refuse = self.layer.backward_pass, self.layer.refuse
-        examples = self.batch // backward_pass.settings.views
+        examples = self.batch // backward_pass.views
+        if backward_pass.looking is not None:
+            backward_pass.low |= gradient.dtype in (torch.bfloat16, torch.float16)
         backward_pass.begin(examples, self.forward, refuse)
         for record in self.recorder(gradient, *saved):
             backward_pass.receive(record if record.examples == examples else self._by_example(record, examples), refuse)
@@ -395,7 +386,7 @@ def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Ten
     if any(output is s for s in saved):
         output = output.clone()
     saved = tuple(s.detach() for s in saved)
-    return apply_tap(output, layer.anchor, Call(layer, recorder), *saved)
+    return apply_tap(output, layer.backward_pass.anchor, Call(layer, recorder), *saved)
 
 
 def computed(m: nn.Module) -> bool:

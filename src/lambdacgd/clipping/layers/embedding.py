@@ -30,10 +30,6 @@ class Rows(Record):
     b: Tensor  # [B, T, d]
     shape: torch.Size
 
-    @property
-    def examples(self) -> int:
-        return self.index.shape[0]
-
     def folded(self, examples: int, *, minor: bool) -> Record:
         index, b = (fold(x, examples, minor=minor).flatten(1, 2) for x in (self.index, self.b))
         return Rows(self.name, index, b, self.shape)
@@ -162,12 +158,11 @@ def embedding_records(
 
 
 def _refuse_options(layer: Layer, module: Any) -> None:
-    if module.max_norm is not None:
+    if module.max_norm is not None or module.scale_grad_by_freq:
         raise layer.refuse(
-            "max_norm rewrites the table during the forward pass, depending on the batch. Set max_norm=None."
+            "max_norm rewrites the table in the forward pass, depending on the batch, and scale_grad_by_freq divides "
+            "by counts over the whole batch. Leave them out."
         )
-    if module.scale_grad_by_freq:
-        raise layer.refuse("scale_grad_by_freq divides by counts over the whole batch. Set scale_grad_by_freq=False.")
 
 
 @register(nn.Embedding, finds_batch=True, pointwise=True)
@@ -188,7 +183,12 @@ def embedding_bag(
     _refuse_options(layer, m)
     if m.mode == "max":
         raise layer.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
-    index, weights = _bags(m, input, offsets, per_sample_weights)
+    if offsets is not None:
+        raise layer.refuse(
+            "offsets say which tokens are whose, which cannot be seen in a first dimension. Give bags as a matrix "
+            "[batch, longest], filled up with padding_idx."
+        )
+    index, weights = input, per_sample_weights
     if not layer.is_batched(index):
         raise layer.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
@@ -201,21 +201,4 @@ def embedding_bag(
     def recorder(gradient: Tensor, index: Tensor, weights: Tensor) -> Iterator[Record]:
         yield Rows(layer.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)
 
-    return tap(layer, layer.hidden(input, offsets, per_sample_weights), recorder, index, weights)
-
-
-def _bags(
-    m: nn.EmbeddingBag, input: Tensor, offsets: Tensor | None, weights: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """Bags as a matrix [B, longest bag], filled up with -1, and their weights alike."""
-    if input.dim() == 2:
-        return input, weights
-    assert offsets is not None
-    ends = offsets[1:] if m.include_last_offset else torch.cat([offsets[1:], offsets.new_tensor([input.numel()])])
-    starts = offsets[:-1] if m.include_last_offset else offsets
-    longest = int((ends - starts).max()) if starts.numel() else 0
-    place = starts.unsqueeze(1) + torch.arange(max(longest, 1), device=input.device)
-    inside = place < ends.unsqueeze(1)
-    place = place.clamp_max(max(input.numel() - 1, 0))
-    index = torch.where(inside, input[place], torch.full_like(place, -1))
-    return index, None if weights is None else weights[place] * inside
+    return tap(layer, layer.hidden(input, None, per_sample_weights), recorder, index, weights)

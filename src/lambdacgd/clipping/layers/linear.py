@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -102,19 +102,16 @@ def tapped_linear(
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
     shape = weight.t().shape if transposed else weight.shape
     recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
-    anchor, call = layer.anchor, Call(layer, recorder)
+    anchor, call = layer.backward_pass.anchor, Call(layer, recorder)
     return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
 
 
 @register(nn.Linear, pointwise=True)
 def linear(layer: Layer, input: Tensor) -> Tensor:
     own = own_parameters(layer.module)
-    weight, bias = own["weight"].detach(), own["bias"]  # type: ignore[union-attr]
-    if layer.recorder is None:
-        names = {"weight": layer.names.get("weight"), "bias": layer.names.get("bias")}
-        layer.recorder = partial(linear_records, **names, shape=weight.shape)  # type: ignore[arg-type]
-    bias = None if bias is None else bias.detach()  # type: ignore[assignment]
-    return apply_linear(layer.anchor, input, weight, bias, Call(layer, layer.recorder))
+    weight, bias = cast(Tensor, own["weight"]), own["bias"]
+    names = (layer.names.get("weight"), layer.names.get("bias"))
+    return tapped_linear(layer, input, weight, bias, names, transposed=False)
 
 
 @register("transformers.pytorch_utils.Conv1D", pointwise=True)
@@ -258,21 +255,17 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
     x = input if low is None else input.to(low)
-    if layer.recorder is None:
-        layer.recorder = partial(conv_records, names=layer.names, geometry=_geometry(m), shape=m.weight.shape)
-    recorder = layer.recorder
+    geometry = _geometry(m)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
     weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
     if low is not None:
         weight, bias = weight.to(low), None if bias is None else bias.to(low)
-    if computed(m) or not _plain(m) or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
+    # Padded by zeros, on both sides alike: what the geometry says is what `Convolution` computes.
+    plain = m.padding_mode == "zeros" and m.padding != "same" and not computed(m)
+    if not plain or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
         return tap(layer, layer.hidden(x), recorder, x)
-    operation = Convolution(bias, recorder.keywords["geometry"])
-    return apply_fused(layer.anchor, x, weight, operation, Call(layer, recorder))
-
-
-def _plain(m: Any) -> bool:
-    """Padded by zeros, on both sides alike: what the geometry says is what `ConvTap` computes."""
-    return m.padding_mode == "zeros" and m.padding != "same"
+    operation = Convolution(bias, geometry)
+    return apply_fused(layer.backward_pass.anchor, x, weight, operation, Call(layer, recorder))
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -75,21 +75,13 @@ class LayerNormOf:
 def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.LayerNorm = layer.module  # type: ignore[assignment]
     x = input.float() if autocast_dtype(input) is not None else input
+    recorder: Any = partial(affine_records, over=_trailing(m), names=layer.names)
     if not _is_ready(m, x):
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
-        recorder: Any = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
-        return tap(layer, layer.hidden(input), recorder, input)
-    if layer.recorder is None:
-        kernel = partial(gpu.layer_norm_sums, size=m.weight.numel())
-        options: dict[str, Any] = {
-            "normalise": _standardised,
-            "over": _trailing(m),
-            "names": layer.names,
-            "kernel": kernel,
-        }
-        layer.recorder = partial(affine_records, **options)
+        return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
+    recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=m.weight.numel()))
     operation = LayerNormOf(m.normalized_shape, None if m.bias is None else m.bias.detach(), m.eps)
-    return apply_fused(layer.anchor, x, m.weight.detach(), operation, Call(layer, layer.recorder))
+    return apply_fused(layer.backward_pass.anchor, x, m.weight.detach(), operation, Call(layer, recorder))
 
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -159,14 +151,13 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.GroupNorm = layer.module  # type: ignore[assignment]
     groups = m.groups_for(input) if isinstance(m, FittedGroupNorm) else m.num_groups
     x = input.float() if autocast_dtype(input) is not None else input
-    options: dict[str, Any] = {"over": slice(2, None), "names": layer.names}
+    recorder: Any = partial(affine_records, over=slice(2, None), names=layer.names)
     if not _is_ready(m, x) or not x.is_contiguous():
-        options["normalise"] = partial(F.group_norm, num_groups=groups, eps=m.eps)
-        return tap(layer, layer.hidden(input), partial(affine_records, **options), input)
-    options |= {"normalise": _standardised_by_group, "kernel": gpu.group_norm_sums}
+        normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
+        return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
+    recorder = partial(recorder, normalise=_standardised_by_group, kernel=gpu.group_norm_sums)
     operation = GroupNormOf(groups, None if m.bias is None else m.bias.detach(), m.eps)
-    call = Call(layer, partial(affine_records, **options))
-    return apply_fused(layer.anchor, x, m.weight.detach(), operation, call)
+    return apply_fused(layer.backward_pass.anchor, x, m.weight.detach(), operation, Call(layer, recorder))
 
 
 def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.loader import Loader, cut
+from lambdacgd.training.loader import cut
 from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.step import PrivateStep
 
@@ -40,9 +40,9 @@ class CapturedStep:
     """
 
     def __init__(
-        self, loop: Loop, loader: Loader, loss: LossFunction, data: Sequence[Tensor], padded: int | None
+        self, loop: Loop, loss: LossFunction, data: Sequence[Tensor], padded: int | None
     ) -> None:
-        self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
+        self._loop, self._loss_of, self._data = loop, loss, tuple(data)
         plan = self._plan = loop.private_step.plan
         self._device = _check(loop, plan, self._data)
         # Not the loop's own: graphs hold the memory of its noise, and the loop makes its noise anew when it resumes.
@@ -136,7 +136,7 @@ class CapturedStep:
         """The rows of the rest of this epoch, in one copy to the device."""
         plan = self._plan
         end = -(-step // plan.steps_per_epoch) * plan.steps_per_epoch
-        batches = self._loader.batches(step)
+        batches = self._private_step.batches(step)
         rows, parts = [], []
         for number in range(step, end + 1):
             kinds = []

@@ -14,19 +14,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import random
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lambdacgd.errors import TrainingError
-from lambdacgd.sampling import BinSortedParquet, Cyclic, Sampling
-from lambdacgd.torch_private import AnyConvolution
 from lambdacgd.training.loop import Chunk, Loop, Phase
 
 Collate = Callable[[list[Any]], Any]
@@ -107,30 +104,45 @@ class Rows(Dataset[Any]):
         )
 
 
+def generators() -> dict[str, Any]:
+    """The random numbers of dropout and augmentation. They protect nobody: noise and bins come from the key alone."""
+    legacy: Any = np.random.get_state()  # noqa: NPY002
+    name, words, *rest = legacy
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else [],
+        "python": random.getstate(),
+        "numpy": [name, torch.from_numpy(words.astype(np.int64)), *rest],
+    }
+
+
+def set_generators(state: dict[str, Any]) -> None:
+    """Go on with the random numbers of `generators`."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    name, words, *rest = state["numpy"]
+    np.random.set_state((name, words.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+
+
 @contextlib.contextmanager
-def random_numbers_of(name: str, *, put_back: bool | None = None) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators set by a name, and put back afterwards (by default not in workers).
+def random_numbers_of(name: str) -> Iterator[None]:
+    """Python's, NumPy's and torch's generators set by a name, and put back afterwards.
 
     CUDA's, too, where this process uses it: a ``collate_fn`` may augment there.
     """
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-    put_back = get_worker_info() is None if put_back is None else put_back
-    before = (random.getstate(), np.random.get_state(), torch.get_rng_state()) if put_back else None  # noqa: NPY002
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    before = generators()
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # noqa: NPY002
     torch.default_generator.manual_seed(seed)
-    if cuda is not None:
+    if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(seed)
     try:
         yield
     finally:
-        if before is not None:
-            random.setstate(before[0])
-            np.random.set_state(before[1])  # noqa: NPY002
-            torch.set_rng_state(before[2])
-        if cuda is not None:
-            torch.cuda.set_rng_state_all(cuda)
+        set_generators(before)
 
 
 class Loader:
@@ -154,7 +166,6 @@ class Loader:
         self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
         self._stands_at: tuple[int, bool] | None = None  # the step of the next chunk, and whether it has others before
         self._turn = 0
-        self._verified = False  # whether a bin-sorted file has been checked against the run
         loop.when_moved.append(self.restart)
 
     def __iter__(self) -> Iterator[Any]:
@@ -218,11 +229,10 @@ class Loader:
             raise TrainingError(
                 f"the dataset now has {len(dataset)} examples and the plan {plan.examples}; it must not change mid-run"
             )
-        warn_of_search(self._loop.model, plan.sampling)
         self._given = given = deque[Chunk]()
 
         def chunks() -> Iterator[Chunk]:
-            for number, batch in enumerate(self.batches(step), start=step):
+            for number, batch in enumerate(self._loop.private_step.batches(step), start=step):
                 parts = cut(number, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple)
                 for chunk in parts:
                     given.append(chunk)
@@ -240,20 +250,6 @@ class Loader:
             **options,
         )
         return iter(loader)
-
-    def batches(self, step: int) -> Iterator[np.ndarray]:
-        """The plan's batches from ``step`` on; a file sorted by the run's bins knows them as runs of its rows."""
-        data, run = self._dataset, self._loop.private_step.run
-        if not isinstance(data, BinSortedParquet):
-            return self._loop.private_step.batches(step)
-        if data.sampling != self._plan.sampling:
-            raise TrainingError(
-                f"{data.path} was sorted for {data.sampling}, and the plan samples {self._plan.sampling}"
-            )
-        if not self._verified:
-            data.verify(run.key, run=run.id)
-            self._verified = True
-        return data.batches(start_step=step)
 
     def restart(self) -> None:
         """Forget the position; the next iteration starts at the run's current step."""
@@ -283,17 +279,3 @@ class Epoch:
     def __len__(self) -> int:
         """Logical steps left in the epoch."""
         return self._loader.left_until(self._last_step)
-
-
-def warn_of_search(model: nn.Module, sampling: Sampling) -> None:
-    """Say it where cuDNN would look for its fastest algorithms at nearly every step, which takes far longer than it."""
-    if not torch.backends.cudnn.benchmark or isinstance(sampling, Cyclic):
-        return
-    convolutions = (m for m in model.modules() if isinstance(m, AnyConvolution))
-    if any(p.is_cuda for module in convolutions for p in module.parameters()):
-        warnings.warn(
-            "torch.backends.cudnn.benchmark is on: cuDNN searches its algorithms for every batch size it meets, and "
-            "sampled batches have many (measured: steps eighteen times slower). Set it to False, or pad_batches, or "
-            "use private.captured_step, which has three sizes",
-            stacklevel=4,  # the loop over the loader
-        )

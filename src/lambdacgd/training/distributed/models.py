@@ -154,18 +154,14 @@ class Place:
 
 def place_of(name: str, p: Any) -> Place:
     """Where a sharded parameter lies; refused if its shard is not a run of whole rows."""
-    kinds = [str(placement) for placement in p.placements]
-    shards = [k for k, placement in enumerate(p.placements) if not placement.is_replicate()]
-    last = p.device_mesh.ndim - 1
-    if p.device_mesh.ndim > 2 or shards != [last] or not p.placements[last].is_shard(0):
+    if p.device_mesh.ndim != 1 or not p.placements[0].is_shard(0):
         raise InvalidInput(
             "model",
-            f"Parameter {name!r} is placed as {', '.join(kinds)}. fully_shard must shard dimension 0 over one mesh "
-            "dimension (replicated over another at most). Tensor parallelism and shard_placement_fn with other "
-            "dimensions are not supported: leave them out.",
+            f"Parameter {name!r} is placed as {', '.join(map(str, p.placements))}. fully_shard must shard dimension 0 "
+            "over a mesh of one dimension. Replicated shards (HSDP), tensor parallelism and shard_placement_fn with "
+            "other dimensions are not supported: leave them out.",
         )
-    ranks = p.device_mesh.size(last)
-    place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(last), ranks)
+    place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(), p.device_mesh.size())
     if tuple(local(p).shape) != place.local_shape:
         raise InvalidInput(
             "model",
@@ -291,24 +287,19 @@ def broadcast_(model: nn.Module, world: World) -> None:
 
 
 def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, step: int, world: World) -> None:
-    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it.
+    """An error on every rank unless replicas are equal to the bit. All must call it.
 
-    Shards that nobody else holds cannot be compared: that the optimizers' settings agree is what keeps them together.
+    Shards, which nobody else holds, cannot be compared: that the optimizers' settings agree keeps them together.
     """
     if not world.many:
         return
     world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
-    every: list[Any] = list(parameters.values())
-    plain = (step, *fingerprint(p for p in every if not is_sharded(p)))
-    shards = [p for p in every if is_sharded(p) and p.device_mesh.ndim == 2]
-    place = shards[0].device_mesh.get_local_rank(1) if shards else 0
-    gathered = world.gather((plain, place, fingerprint(local(p) for p in shards)))
-    first = {index: shard for _, index, shard in reversed(gathered)}  # the first rank's that holds this shard
-    odd = [rank for rank, (own, index, shard) in enumerate(gathered) if own != gathered[0][0] or shard != first[index]]
+    gathered = world.gather((step, *fingerprint(p for p in parameters.values() if not is_sharded(p))))
+    odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
     if odd:
         raise TrainingError(
             f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
-            f"of the ranks before. {_DRIFTED if step else _BEGIN_ALIKE}"
+            f"of the ranks before. {_DRIFTED}"
         )
 
 
@@ -316,7 +307,6 @@ _DRIFTED = (
     "They have drifted apart: different hardware or libraries, or weights changed by hand on some. Resume all from the "
     "newest checkpoint, on equal machines"
 )
-_BEGIN_ALIKE = "They must begin alike: build the model from one seed on every rank, or load the same weights on all"
 
 
 def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.keys import LedgerError
+from lambdacgd.errors import LedgerError
 from lambdacgd.training import CheckpointError, checkpoint
 from tests.faults import fault
 from tests.training import oracle

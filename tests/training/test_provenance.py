@@ -76,13 +76,6 @@ def test_an_earlier_run_that_claims_nothing_leaves_no_claim(p):
     assert facts["epsilon"] == "inf"
 
 
-def test_cards_of_before_count_their_sums():
-    """Cards that do not say what their last run cost: ε and δ are those of all runs together."""
-    old = {"format": "lambdacgd-privacy-card-1", "claim": "(5, 2e-05)-differentially private together with …"}
-    old |= {"epsilon": 5.0, "delta": 2e-5, "earlier_runs": [{"epsilon": 2.0, "delta": 1e-5}]}
-    assert run(oracle.model(), earlier=[old]).card()["epsilon"] == 9.0
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
@@ -90,7 +83,7 @@ def test_cards_of_before_count_their_sums():
         (["nowhere"], "no privacy card to be read"),
         ({"format": "lambdacgd-privacy-card-1"}, "earlier must be a list of cards, .*a dict was given"),
         ([EMPTY], "damaged"),
-        ([EMPTY | {"epsilon": -1, "delta": 0}], "damaged"),
+        ([EMPTY | {"this_run": {"epsilon": -1, "delta": 0}}], "damaged"),
     ],
 )
 def test_what_is_no_card_is_refused(given, words):

@@ -41,10 +41,9 @@ _ALONE = (
     "ranks from the newest checkpoint"
 )
 _LOADED_BY_HAND = (
-    "optimizer.load_state_dict() was called on the optimizer of a private run, with the state of another moment. A run "
-    "is resumed by private.load(path) or private.resume(path), which go on with its noise and batches and ask its "
-    "ledger. State loaded by hand (or by accelerator.load_state) would be a new run behind the old one's weights, "
-    "which costs its own (ε, δ). If that is meant, load before privatize"
+    "optimizer.load_state_dict() was called on the optimizer of a private run. A run is resumed by private.load(path) "
+    "or private.resume(path), which go on with its noise and batches and ask its ledger. State loaded by hand (or by "
+    "accelerator.load_state) would be a new run, which costs its own (ε, δ). If that is meant, load before privatize"
 )
 _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
@@ -91,20 +90,13 @@ class Cycle:
 
     A logical batch is handed out in one or more physical batches; each must see exactly one backward pass; when all
     have, the optimizer acts once. Whatever goes wrong before that, the step can be done again: nothing was released.
-
-    Attributes:
-        steps: The plan's steps.
-        done: Steps that are behind us.
-        phase: What has happened in the step under way.
-        handed_out: Examples of this logical batch that the loop has received.
-        before_last: The same, without its last physical batch.
     """
 
-    steps: int
+    steps: int  #: the plan's
     done: int = 0
     phase: Phase = Phase.IDLE
-    handed_out: int = 0
-    before_last: int = 0
+    handed_out: int = 0  #: examples of this logical batch that the loop has received
+    before_last: int = 0  #: the same, without its last physical batch
 
     @property
     def current(self) -> int:
@@ -174,19 +166,7 @@ class Cycle:
 
 
 class Loop:
-    """A run under way: its position, its gradients and weights, and what is called around its steps.
-
-    Attributes:
-        cycle: The position, and what may happen next.
-        gradients: What stands in ``p.grad``.
-        history: What the weights went through besides this run's steps.
-        averages: Running averages of the weights.
-        after_step: Called after every logical step.
-        when_moved: Called where the position has changed in another way than by the loader's next batch.
-        loss_checked: Whether anybody has seen that the loss adds examples up.
-        resting: Whether the hooks do nothing, because a step is being captured that does all of it by itself.
-        broken: Why this run must not go on in this process; None if it may.
-    """
+    """A run under way: its position, its gradients and weights, and what is called around its steps."""
 
     def __init__(
         self,
@@ -208,15 +188,18 @@ class Loop:
         self.weights = Weights(model)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
-        self.when_moved: list[Callable[[], None]] = []
+        self.when_moved: list[Callable[[], None]] = []  # where the position changes, but for the loader's next batch
         self.loss_checked = False
-        self.resting = False
+        self.resting = False  # whether hooks do nothing: a step is being captured that does all of it by itself
         self.attached = True
-        self.broken: str | None = None
+        self.broken: str | None = None  # why this run must not go on in this process
         self._steps_per_epoch = private_step.plan.steps_per_epoch
         self._sharded_modules = len(fsdp_modules(model))
         self._loading = False
-        undo.callback(_set, optimizer, SCALES_BY_ITSELF, vars(optimizer).get(SCALES_BY_ITSELF))
+        if SCALES_BY_ITSELF in vars(optimizer):
+            undo.callback(setattr, optimizer, SCALES_BY_ITSELF, vars(optimizer)[SCALES_BY_ITSELF])
+        else:
+            undo.callback(vars(optimizer).pop, SCALES_BY_ITSELF, None)
         setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
         clipper.call_before_adding(self._before_adding)
         for hook in (
@@ -272,9 +255,8 @@ class Loop:
         self.weights.check()
 
     def note_changes(self) -> None:
-        """Before weights are used: the card will say it if something else has changed them since the last step.
-
-        Before the first step only where their history was declared: else the card says that it is not known.
+        """Before weights are used: the card will say it if something else has changed them since the last step, before
+        the first one only where their history was declared.
         """
         watched = self.cycle.done > 0 or self.history.declared
         if watched and not self.history.changed and self.weights.changed():
@@ -326,10 +308,8 @@ class Loop:
     # --- the hooks ---------------------------------------------------------------------------------------------------
 
     def _before_adding(self) -> None:
-        """A backward pass is about to write the buffers that p.grad shares with the clipper.
-
-        Noised gradients that the optimizer has not finished with must not become sums without noise, and nobody may
-        change sums by way of a gradient that was not set to None in time.
+        """A backward pass is about to write the buffers that p.grad shares with the clipper: noised gradients that the
+        optimizer has not finished with must not become sums without noise.
         """
         if not self.resting:
             self.cycle.refuse_half_done()
@@ -392,7 +372,7 @@ class Loop:
         self.weights.settle()
 
     def _warn_of_dropped(self) -> None:
-        """Warn of examples without a finite gradient, which count for nothing. Once an epoch: it waits for the device."""
+        """Warn of examples without a finite gradient. Once an epoch: it waits for the device."""
         dropped = self.clipper.dropped
         if dropped:
             warnings.warn(
@@ -406,8 +386,7 @@ class Loop:
 
     def stand_at(self, step: int) -> None:
         """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
-        forwards = step >= self.cycle.done and self.cycle.phase is Phase.IDLE
-        if not forwards and not self._loading:
+        if not self._loading and (step < self.cycle.done or self.cycle.phase is not Phase.IDLE):
             raise TrainingError(
                 f"the run stands after step {self.cycle.done}, and other sums would get the noise of steps it has "
                 "taken or begun; only a checkpoint leads back: private.load(path)"
@@ -425,7 +404,7 @@ class Loop:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """In this block the optimizer's state may be loaded and the position set back: the ledger has allowed it."""
+        """In this block the run's own state may be loaded, and the position set back: the ledger has allowed it."""
         self._loading = True
         try:
             yield
@@ -524,7 +503,7 @@ class Weights:
         self._model = model
         self._parameters = list(model.parameters())
         self._sharded = any(map(is_sharded, self._parameters))
-        self.settle()
+        self._expected = self._counters()
 
     def _counters(self) -> dict[int, int]:
         return {id(p): version(local(p) if self._sharded else p) for p in self._parameters}
@@ -592,9 +571,9 @@ class EMA:
         new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
         if all(type(tensor) is Tensor for tensor in new):
             foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
-            return
-        for average, tensor in zip(averages, new, strict=True):  # sharded tensors know fewer operations
-            average.lerp_(tensor, 1 - decay)
+        else:  # sharded tensors know fewer operations
+            for average, tensor in zip(averages, new, strict=True):
+                average.lerp_(tensor, 1 - decay)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -605,8 +584,8 @@ class EMA:
         """
         weights = self._loop.weights
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        changes, written = weights.changes(), {id(p) for p in self._parameters.values()}
-        changes = {i: n for i, n in changes.items() if i in written}
+        written = {id(p) for p in self._parameters.values()}
+        changes = {i: n for i, n in weights.changes().items() if i in written}
         try:
             self._copy(self._average)
             weights.settle(dict.fromkeys(written, 0))
@@ -645,8 +624,3 @@ class EMA:
         self._updates = state["updates"]
         for name, value in state["average"].items():
             self._average[name].copy_(value)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute of the owner's own, or remove it (None)."""
-    vars(owner).pop(name, None) if value is None else setattr(owner, name, value)

@@ -22,7 +22,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import KeepsApart, Sample, a_few, check_dataset, sample_of
+from lambdacgd.training.data import Collate, Epoch, KeepsApart, Loader, Sample, a_few, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
     follow,
@@ -33,7 +33,6 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, Epoch, Loader
 from lambdacgd.training.loop import EMA, Loop, Phase
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
@@ -174,8 +173,7 @@ def privatize(
             private.dataset = dataset
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
-            private.sample = Sample(dataset, plan.examples, readable=readable)
-            private.plan_json = plan.to_json()
+            private.sample = Sample(dataset, readable=readable)
             private.settings = {
                 "plan": plan.digest,
                 "layout": layout.digest,
@@ -234,8 +232,6 @@ class Private(Loop):
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
-    #: The plan as checkpoints hold it.
-    plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
 
@@ -440,13 +436,12 @@ class Private(Loop):
 
 def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, Any]:
     """What all ranks must agree on: digests and settings, nothing secret."""
-    named = private.settings["data_fingerprint"]
     return {
         **private.settings,
         # In their order, which is that of the sums in buckets: the layout has names in alphabetical order.
         "parameters": [f"{name} {p.dtype}" for name, p in private.clipper.parameters.items()],
         # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
-        "sample": None if named else sample_of(private.dataset, private.plan.examples),
+        "sample": None if private.settings["data_fingerprint"] else sample_of(private.dataset),
         "max_physical_batch_size": max_physical_batch_size,
         "earlier": private.history.to_dict(),
         "device": private.clipper.anchor.device.type,

@@ -181,9 +181,7 @@ class Run:
                 "system, or a cleaner that removes lock files)"
             )
 
-    def _hold(
-        self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None
-    ) -> None:
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:
         deadline = time.monotonic() + (_ORPHANS_S if patience is None else patience)
         while True:
             try:

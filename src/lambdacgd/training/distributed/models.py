@@ -10,7 +10,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,48 +96,17 @@ def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
     return plain, weighted
 
 
-@dataclass(frozen=True)
 class Place:
     """Rows of a parameter of shape [n, …]: rank r of ``ranks`` holds rows r·c … (r+1)·c with c = ⌈n/ranks⌉."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int
-    ranks: int
-
-    @property
-    def row(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.shape[1:])
-
-    @property
-    def rows(self) -> int:
-        """Rows that one rank holds at most."""
-        return -(-self.shape[0] // self.ranks)
-
-    @property
-    def chunk(self) -> int:
-        """Elements that travel to each rank, padded."""
-        return self.rows * self.row
-
-    @property
-    def first(self) -> int:
-        """The first row held here."""
-        return min(self.rank * self.rows, self.shape[0])
-
-    @property
-    def offset(self) -> int:
-        """The row-major index of the first element held here: what names the shard in the noise field."""
-        return self.first * self.row
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return (min(self.rows, self.shape[0] - self.first), *self.shape[1:])
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.local_shape)
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int, ranks: int) -> None:
+        self.name, self.dtype, self.ranks = name, dtype, ranks
+        row, rows = math.prod(shape[1:]), -(-shape[0] // ranks)
+        self.chunk = rows * row  # elements that travel to each rank, padded
+        self.first = min(rank * rows, shape[0])  # the first row held here
+        self.offset = self.first * row  # the row-major index of its first element, which names it in the noise field
+        self.local_shape = (min(rows, shape[0] - self.first), *shape[1:])
+        self.count = math.prod(self.local_shape)
 
     def scatter_into(self, flat: Tensor, start: int, total: Tensor) -> None:
         """Put rank r's rows of ``total`` into ``flat[r, start:]``."""
@@ -204,13 +172,12 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
             f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}. "
             "Pass the group that DistributedDataParallel was given.",
         )
-    for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
-        if asked:
-            raise InvalidInput(
-                "model",
-                f"DistributedDataParallel({name}=…) hooks into gradients that private training never makes. Leave it "
-                "out (autocast works).",
-            )
+    if model.static_graph or model.mixed_precision:
+        raise InvalidInput(
+            "model",
+            "DistributedDataParallel(static_graph=…, mixed_precision=…) hook into gradients that private training "
+            "never makes. Leave them out (autocast works).",
+        )
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
@@ -299,14 +266,9 @@ def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
     if odd:
         raise TrainingError(
             f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
-            f"of the ranks before. {_DRIFTED}"
+            "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
+            "on some. Resume all from the newest checkpoint, on equal machines"
         )
-
-
-_DRIFTED = (
-    "They have drifted apart: different hardware or libraries, or weights changed by hand on some. Resume all from the "
-    "newest checkpoint, on equal machines"
-)
 
 
 def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:

@@ -190,9 +190,7 @@ class ShardedTotals(Totals):
 
     def _send(self, group: Group) -> Callable[[], Tensor]:
         """Form a group's sums and send them; returns what waits for this rank's part of them."""
-        flat = torch.zeros(
-            self._world.size, group.received.numel(), dtype=group.received.dtype, device=self.device
-        )
+        flat = torch.zeros(self._world.size, group.received.numel(), dtype=group.received.dtype, device=self.device)
         start = 0
         for place in group.places:
             total = self._sum_of(place.name)

@@ -329,7 +329,7 @@ def check_no_repeats(dataset: Any) -> None:
     if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None:
         return
     owners, index = _sources(dataset)
-    most = int(index.max()) + 1
+    most = int(index.max(initial=0)) + 1
     examples, times = np.unique(np.unique(owners, return_inverse=True)[1] * most + index, return_counts=True)
     if (times > 1).any():
         first = int(np.argmax(times > 1))

@@ -27,7 +27,8 @@ from lambdacgd.cli.options import plan_arguments
 from lambdacgd.errors import CheckpointError, InvalidInput, brief, integer, number
 from lambdacgd.files import read_bytes
 from lambdacgd.integrations.shared import default_key_path, load_or_make
-from lambdacgd.keys import Release, SecretKey
+from lambdacgd.keys import SecretKey
+from lambdacgd.ledger import Release
 from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export

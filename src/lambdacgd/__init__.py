@@ -26,7 +26,8 @@ if TYPE_CHECKING:
         NotPrivateWarning,
         TrainingError,
     )
-    from lambdacgd.keys import Ledger, SecretKey
+    from lambdacgd.keys import SecretKey
+    from lambdacgd.ledger import Ledger
     from lambdacgd.mechanisms import (
         BISR,
         BLT,
@@ -59,7 +60,8 @@ _HOMES = {
         "AccountingError", "CheckpointError", "ClippingError", "InvalidInput", "KeyFileError", "LedgerError",
         "NonFiniteSum", "NotPrivateWarning", "TrainingError",
     ),
-    "lambdacgd.keys": ("Ledger", "SecretKey"),
+    "lambdacgd.keys": ("SecretKey",),
+    "lambdacgd.ledger": ("Ledger",),
     "lambdacgd.mechanisms": (
         "BISR", "BLT", "BSR", "BandInvMF", "BandMF", "Diagonal", "GammaBIFR", "Horizon", "Identity", "LambdaCGD",
         "Mechanism", "Workload", "maxse", "rmse", "sensitivity",

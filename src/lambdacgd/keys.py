@@ -24,25 +24,9 @@ import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherContext, algorithms
 from numpy.typing import NDArray
 
-from lambdacgd.errors import KeyFileError, LedgerError
+from lambdacgd.errors import KeyFileError
 from lambdacgd.files import sync_folder, write_new
-from lambdacgd.ledger import Ledger, Release
-
-__all__ = [
-    "DestroyedKeyError",
-    "KeyFileError",
-    "Ledger",
-    "LedgerError",
-    "Release",
-    "SecretKey",
-    "SubKey",
-    "check_key",
-    "keystream",
-    "keystream_into",
-    "prf64",
-    "prf64_range",
-    "scattered_blocks",
-]
+from lambdacgd.ledger import Ledger
 
 # A key file: the header, the secret in hexadecimal, and the fingerprint, by which damage is noticed. Files of version 1
 # end after the secret.
@@ -80,6 +64,9 @@ class _Buffer(bytearray):
         return "<secret>"
 
     __str__ = __repr__
+
+    def wipe(self) -> None:
+        self[:] = bytes(len(self))  # of the same length, so it is written in place
 
 
 class SecretKey:
@@ -248,7 +235,7 @@ class SecretKey:
                 f"{target} exists; a key file is never overwritten. Load it, or choose another name"
             ) from None
         finally:
-            _wipe(content)
+            content.wipe()
         sync_folder(target.parent)
         self._path = target
 
@@ -299,7 +286,7 @@ class SecretKey:
         """
         path = self._path
         replaced = path is not None and bool(self._secret) and not self._may_be_in(path)
-        _wipe(self._secret)
+        self._secret.wipe()
         self._secret = _Buffer()
         if path is not None and not replaced:
             with contextlib.suppress(FileNotFoundError):
@@ -317,10 +304,9 @@ class SecretKey:
                 secret = _read_secret(file)
         except OSError:
             return True
-        if secret is None:
-            return True
-        same = hmac.compare_digest(secret, self._secret)
-        _wipe(secret)
+        same = secret is None or hmac.compare_digest(secret, self._secret)
+        if secret is not None:
+            secret.wipe()
         return same
 
     def __repr__(self) -> str:
@@ -370,7 +356,7 @@ def _read_secret(file: Any) -> _Buffer | None:
     try:
         return _decode(memoryview(content)[: file.readinto(content)])
     finally:
-        _wipe(content)
+        content.wipe()
 
 
 def _decode(content: memoryview) -> _Buffer | None:
@@ -386,12 +372,8 @@ def _decode(content: memoryview) -> _Buffer | None:
     check = b"\n" + _CHECK + SecretKey._make(secret).fingerprint().encode() + b"\n"
     if content[:start] == _HEADER and content[end:] == check:
         return secret
-    _wipe(secret)
+    secret.wipe()
     return None
-
-
-def _wipe(buffer: bytearray) -> None:
-    buffer[:] = bytes(len(buffer))  # of the same length, so it is written in place
 
 
 def _overwrite_and_remove(path: Path) -> None:
@@ -481,11 +463,9 @@ def prf64_range(subkey: bytes, count: int) -> UINT64:
     check_key(subkey)
     out = np.empty(count, dtype=np.uint64)
     for start in range(0, count, 1 << 16):
-        size = min(1 << 16, count - start)
-        block = start >> 3
-        out[start : start + size] = keystream(subkey, (block & 0xFFFFFFFF, block >> 32, 0, 0), -(-size // 8)).view(
-            "<u8"
-        )[:size]
+        part, block = out[start : start + (1 << 16)], start >> 3
+        tail = (block & 0xFFFFFFFF, block >> 32, 0, 0)
+        part[:] = keystream(subkey, tail, -(-part.size // 8)).view("<u8")[: part.size]
     return out
 
 

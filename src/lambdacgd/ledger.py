@@ -35,8 +35,6 @@ from typing import Any
 from lambdacgd.errors import LedgerError
 from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
 
-_PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
-
 
 @dataclass(frozen=True)
 class Release:
@@ -287,15 +285,11 @@ class _Contents:
 
     def read(self, file: Any) -> None:
         """Read an unbuffered file to its end."""
-        torn = b""
-        while part := file.read(_PART):
-            *lines, torn = (torn + part).split(b"\n")
-            for line in lines:
-                self._add(line)
-            if len(torn) > _PART:  # no record is as long: the file does not decide how much memory is taken
-                raise self._damaged(self.lines + 1)
+        *lines, torn = file.read().split(b"\n")
+        for line in lines:
+            self._add(line)
         if _is_more_than_an_object(torn):  # a crash cuts a line off; it does not put something else behind it
-            raise self._damaged(self.lines + 1)
+            raise self._damaged()
 
     def _add(self, line: bytes) -> None:
         try:
@@ -304,7 +298,7 @@ class _Contents:
         except (ValueError, KeyError, TypeError, RecursionError):
             valid = False
         if not valid:
-            raise self._damaged(self.lines + 1)
+            raise self._damaged()
         self._checks.setdefault(str(record["run"]), set()).add(int(record["check"], 16))
         self.lines += 1
         self.length += len(line) + 1
@@ -324,10 +318,10 @@ class _Contents:
             return False
         return True
 
-    def _damaged(self, number: int) -> LedgerError:
+    def _damaged(self) -> LedgerError:
         return LedgerError(
-            f"line {number} of {self.path} is damaged, so it is unknown which weights were released. Restore the file "
-            f"from a backup, or destroy every checkpoint of its runs and train anew with a new key"
+            f"line {self.lines + 1} of {self.path} is damaged, so it is unknown which weights were released. Restore "
+            f"the file from a backup, or destroy every checkpoint of its runs and train anew with a new key"
         )
 
 

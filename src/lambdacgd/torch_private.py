@@ -56,7 +56,6 @@ KNOWN: dict[str, str] = {
     "torch.nn.Module._parameters": _SEEN,
     "torch.nn.modules.batchnorm._BatchNorm": _SEEN,
     "torch.nn.modules.batchnorm._LazyNormBase": _SEEN,
-    "torch.nn.modules.conv._ConvNd": _SEEN,
     "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
     "torch.nn.modules.dropout._DropoutNd": _SEEN,
     "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
@@ -91,7 +90,6 @@ foreach_zero_ = torch._foreach_zero_
 
 # Base classes of layers, so that subclasses of users and of torch are recognised.
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
-AnyConvolution = nn.modules.conv._ConvNd
 AnyDropout = nn.modules.dropout._DropoutNd
 AnyInstanceNorm = nn.modules.instancenorm._InstanceNorm
 AnyLazyNorm = nn.modules.batchnorm._LazyNormBase

@@ -18,7 +18,7 @@ from lambdacgd.training import CheckpointError
 from lambdacgd.training.checkpoint import content_digest, decode, encode, write_tensors
 
 NUMBERS = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(),
     st.floats(width=32).map(np.float32), st.floats().map(np.float64), st.integers(-(2**63), 2**63 - 1).map(np.int64),
     st.booleans().map(np.bool_),
 )  # fmt: skip
@@ -42,6 +42,7 @@ def same(a, b):
         return list(map(repr, a)) == list(map(repr, b)) and all(same(a[k], b[k]) for k in a)
     if isinstance(a, (list, tuple)):
         return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    a = a.item() if isinstance(a, np.generic) else a  # NumPy's numbers come back as Python's
     return type(a) is type(b) and (a == b or (a != a and b != b)) and repr(a) == repr(b)
 
 
@@ -56,7 +57,7 @@ def test_the_digest_is_that_of_what_comes_back(state):
 
 
 def test_degenerate_cases():
-    for value in ({}, [], (), 0, -0.0, math.inf, -math.inf, math.nan, 10**400, "\ud800", b"", torch.zeros(0), {(): {}}):
+    for value in ({}, [], (), 0, -0.0, math.inf, -math.inf, math.nan, 10**400, "\ud800", torch.zeros(0), {(): {}}):
         assert same(value, again(value))
 
 
@@ -74,7 +75,7 @@ def test_tied_tensors_are_kept_once_and_stay_tied():
     assert back["one"] is back["two"]
 
 
-@pytest.mark.parametrize("bad", [{1, 2}, object(), nn.Linear(1, 1), np.zeros(2), 1j, np.longdouble(1)])
+@pytest.mark.parametrize("bad", [{1, 2}, object(), nn.Linear(1, 1), np.zeros(2), 1j, b"", np.longdouble(1)])
 def test_what_is_not_plain_data_is_refused_by_its_place(bad):
     with pytest.raises(CheckpointError, match=r"a\.1\.b is a .*, which cannot be part of a checkpoint"):
         encode({"a": [0, {"b": bad}]})

@@ -306,13 +306,13 @@ def test_where_workers_read_this_process_does_not(tmp_path):
 
 def test_seals_tell_nothing_without_the_key():
     data = oracle.data()
-    seals = [Sample(data, len(data), readable=True).seal(KEY) for _ in range(2)]
+    seals = [Sample(data, readable=True).seal(KEY, run) for run in ("one", "two")]
     assert seals[0] != seals[1]  # of two runs on the same data
-    assert sample_of(data, len(data)) not in repr(seals)
-    for sample in seals:
-        Sample(data, len(data), readable=True).check(sample, KEY)
+    assert sample_of(data) not in repr(seals)
+    for run, seal in zip(("one", "two"), seals, strict=True):
+        Sample(data, readable=True).check(seal, KEY, run)
         with pytest.raises(CheckpointError):
-            Sample(data, len(data), readable=True).check(sample, SecretKey.from_bytes(bytes(32)))
+            Sample(data, readable=True).check(seal, SecretKey.from_bytes(bytes(32)), run)
 
 
 def test_every_kind_of_item_counts():
@@ -322,8 +322,7 @@ def test_every_kind_of_item_counts():
         "image": pillow.new("RGB", (2, 2)),
     }  # fmt: skip
     other = {name: copy.deepcopy(value) for name, value in item.items()}
-    assert sample_of([item], 1, plain=True) == sample_of([other], 1, plain=True) is not None
+    assert sample_of([item]) == sample_of([other]) is not None
     other["image"].putpixel((0, 0), (1, 0, 0))
-    assert sample_of([item], 1, plain=True) != sample_of([other], 1, plain=True)
-    assert sample_of([item | {"set": {1, 2}}], 1, plain=True) is None  # its order is the process's own
-    assert sample_of([item | {"set": {1, 2}}], 1) is not None
+    assert sample_of([item]) != sample_of([other])
+    assert sample_of([item | {"set": {1, 2}}]) is None  # its order is the process's own

@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-import warnings
 from multiprocessing import active_children
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -203,32 +201,6 @@ def test_between_physical_batches_gradients_are_none_and_weights_rest():
         moved = any(not torch.equal(v, before[n]) for n, v in oracle.weights(module).items())
         assert moved == (private.steps_taken > done)
         optimizer.zero_grad()
-
-
-@pytest.mark.parametrize(
-    ("sampling", "benchmark", "on_cuda", "warned"),
-    [
-        ("bins", True, True, True),
-        ("cyclic", True, True, False),  # batches of one size
-        ("bins", False, True, False),
-        ("bins", True, False, False),
-    ],
-)
-def test_cudnns_search_at_every_batch_size_is_warned_of(monkeypatch, sampling, benchmark, on_cuda, warned):
-    module = torch.nn.Sequential(torch.nn.Conv1d(1, 1, 1), torch.nn.Flatten())
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    p = oracle.binned_plan(30, 5, 2) if sampling == "bins" else oracle.plan(30, 5, 2)
-    data = torch.utils.data.TensorDataset(torch.ones(30, 1, 1))
-    private = privatize(module, optimizer, data, p, max_grad_norm=1.0, key=oracle.key())
-    monkeypatch.setattr(module[0], "parameters", lambda: [SimpleNamespace(is_cuda=on_cuda)])
-    monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        for _ in private.loader:
-            break
-    about = [warning for warning in found if "cudnn.benchmark" in str(warning.message)]
-    assert len(about) == warned
-    assert all(warning.filename == __file__ for warning in about)
 
 
 @pytest.mark.parametrize(("views", "size"), [(1, None), (1, 9), (2, 9)])

@@ -18,7 +18,7 @@ from torch import Tensor
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
 from lambdacgd.training import Private, TrainingError
-from lambdacgd.training.checkpoint import generators, set_generators
+from lambdacgd.training.data import generators, set_generators
 from lambdacgd.training.loop import Phase
 
 # --- the library beneath an integration ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.loader import Loader, cut
+from lambdacgd.training.data import cut
 from lambdacgd.training.loop import Loop, Phase
 from lambdacgd.training.step import PrivateStep
 
@@ -39,10 +39,8 @@ class CapturedStep:
     so, and the run goes on from its last checkpoint.
     """
 
-    def __init__(
-        self, loop: Loop, loader: Loader, loss: LossFunction, data: Sequence[Tensor], padded: int | None
-    ) -> None:
-        self._loop, self._loader, self._loss_of, self._data = loop, loader, loss, tuple(data)
+    def __init__(self, loop: Loop, loss: LossFunction, data: Sequence[Tensor], padded: int | None) -> None:
+        self._loop, self._loss_of, self._data = loop, loss, tuple(data)
         plan = self._plan = loop.private_step.plan
         self._device = _check(loop, plan, self._data)
         # Not the loop's own: graphs hold the memory of its noise, and the loop makes its noise anew when it resumes.
@@ -136,7 +134,7 @@ class CapturedStep:
         """The rows of the rest of this epoch, in one copy to the device."""
         plan = self._plan
         end = -(-step // plan.steps_per_epoch) * plan.steps_per_epoch
-        batches = self._loader.batches(step)
+        batches = self._private_step.batches(step)
         rows, parts = [], []
         for number in range(step, end + 1):
             kinds = []
@@ -220,7 +218,10 @@ class CapturedStep:
         """
         loop = self._loop
         weights = {id(p): p.detach().clone() for p in loop.clipper.parameters.values()}
-        states = {id(p): _tensors(state) for p, state in loop.optimizer.state.items()}
+        states = {
+            id(p): {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
+            for p, state in loop.optimizer.state.items()
+        }
         loop.broken = _NOT_PUT_BACK
         try:
             for _ in range(_WARM_UP):
@@ -257,19 +258,15 @@ def _constant(value: Any) -> Any:
     return value.data_ptr() if value.is_cuda else value.tolist()
 
 
-def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
-
-
 def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
     devices = {p.device for p in loop.clipper.parameters.values()} | {tensor.device for tensor in data}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    device = next(iter(devices))
+    if len(devices) != 1 or device.type != "cuda":
         raise InvalidInput(
             "data",
             f"A captured step needs the data and the model on one CUDA device, and they are on "
             f"{', '.join(sorted(map(str, devices)))}.",
         )
-    (device,) = devices
     if device.index not in (None, torch.cuda.current_device()):
         raise InvalidInput(
             "data",
@@ -287,19 +284,13 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
             "plan",
             f"The noise of {plan.mechanism.name} needs buffers that advance on the host. Use the ordinary loop.",
         )
-    _check_optimizer(loop.optimizer)
+    kind = type(loop.optimizer)
+    for group in loop.optimizer.param_groups:
+        plain = kind is torch.optim.SGD and not group["dampening"]
+        if not plain and not (kind in (torch.optim.Adam, torch.optim.AdamW) and group["capturable"]):
+            raise InvalidInput(
+                "optimizer",
+                f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this "
+                f"{kind.__name__} is none of them.",
+            )
     return device
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    kind = type(optimizer)
-    for group in optimizer.param_groups:
-        if kind is torch.optim.SGD and not group["dampening"]:
-            continue
-        if kind in (torch.optim.Adam, torch.optim.AdamW) and group["capturable"]:
-            continue
-        raise InvalidInput(
-            "optimizer",
-            f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this {kind.__name__} "
-            "is none of them.",
-        )

@@ -39,6 +39,7 @@ LOSS_CHECKED = "checked on a few examples: each one's gradient is the same whate
 LOSS_NOT_CHECKED = "not checked: the claim needs a loss that adds examples up; privatize(…, loss=…) looks at it"
 
 KEY_FOR_TESTS = "none: trained with a key for tests (SecretKey.for_tests), which everybody can compute"
+FLOATING_POINT = "in ε and δ: released numbers are this close to those of real-valued noise, by docs/noise-proof.md"
 NOT_DECLARED = "what these weights went through before this run was not declared"
 
 #: What `privatize` takes as one of its ``earlier`` cards: the card itself, its file, or the folder of an export.
@@ -181,9 +182,8 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
     facts: Any = given
     if isinstance(given, (str, os.PathLike)):
         path = Path(given)
-        path = path / CARD_JSON if path.is_dir() else path
         try:
-            facts = read_json(path)
+            facts = read_json(path / CARD_JSON if path.is_dir() else path)
         except (OSError, ValueError) as error:
             raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
@@ -199,18 +199,15 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
 def _runs_of(facts: Mapping[str, Any]) -> list[tuple[float, float]]:
     """(ε, δ) of every run on a card. A card that claims nothing has ε = inf."""
     try:
-        entries = [*facts["earlier_runs"], facts.get("this_run", facts)]
+        entries = [*facts["earlier_runs"], facts["this_run"]]
         runs = [(float(entry["epsilon"]), float(entry["delta"])) for entry in entries]
-        if "this_run" not in facts:  # an older card: its ε and δ are sums over all its runs
-            runs = runs[-1:]
-        claims_nothing = str(facts["claim"]).startswith("none")
+        if str(facts["claim"]).startswith("none"):
+            runs[-1] = (math.inf, runs[-1][1])
+        if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
+            raise ValueError("an ε is negative, or a δ not in [0, 1]")
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidInput(
-            "earlier", f"This privacy card is damaged: an entry is missing or no number ({brief(error)})."
-        ) from None
-    if any(math.isnan(epsilon) or epsilon < 0 or not 0 <= delta <= 1 for epsilon, delta in runs):
-        raise InvalidInput("earlier", "This privacy card is damaged: an ε is negative, or a δ not in [0, 1].")
-    return [*runs[:-1], (math.inf, runs[-1][1])] if claims_nothing else runs
+        raise InvalidInput("earlier", f"This privacy card is damaged ({brief(error)}).") from None
+    return runs
 
 
 # --- the card --------------------------------------------------------------------------------------------------------
@@ -259,9 +256,7 @@ def card(
     """The privacy card of a run's weights: the facts, in the order in which a person would read them.
 
     The ε and δ of earlier runs in ``history`` are added to the plan's (basic composition), as if all had read the same
-    examples. ``clipping`` is the clipping mode, ``augmentations`` the readings of an example whose gradients are
-    averaged before clipping. ``floating_point`` is None where nothing is claimed, and with ``key_for_tests``, which
-    everybody can compute, nothing is.
+    examples. With ``key_for_tests`` nothing is claimed, and ``floating_point`` is None where nothing is.
     """
     certified = plan.certificate.kind == "bound" and not key_for_tests
     own = (plan.epsilon if certified else math.inf, plan.delta)
@@ -294,15 +289,8 @@ def card(
         "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
-        "steps": {
-            "planned": plan.steps,
-            "taken": steps_taken,
-            "note": "the claim is that of all planned steps",
-        },
-        "floating_point": None
-        if floating_point is None
-        else floating_point.to_dict()
-        | {"note": "in ε and δ: released numbers are this close to those of real-valued noise, by docs/noise-proof.md"},
+        "steps": {"planned": plan.steps, "taken": steps_taken, "note": "the claim is that of all planned steps"},
+        "floating_point": floating_point and floating_point.to_dict() | {"note": FLOATING_POINT},
         "certificate": {key: _finite(value) for key, value in plan.certificate.to_dict().items()},
         "plan_digest": plan.digest,
         "not_covered": list(NOT_COVERED),

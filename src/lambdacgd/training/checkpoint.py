@@ -17,14 +17,12 @@ Resuming from anything older than the newest release is refused unless the later
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import itertools
 import json
 import math
 import os
-import random
 import re
 import shutil
 import stat
@@ -41,18 +39,18 @@ from lambdacgd.errors import CheckpointError, LedgerError, brief, shown
 from lambdacgd.files import read_json, sync_folder, write_new
 from lambdacgd.noise.layout import FORMAT as NOISE_FORMAT
 from lambdacgd.training.card import History
+from lambdacgd.training.data import generators, set_generators
 from lambdacgd.training.distributed.models import groups_by_name, is_sharded, local, place_of, reshard
-from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 from lambdacgd.version import __version__
 
 if TYPE_CHECKING:
     from lambdacgd.training.privatize import Private
 
-FORMAT = "lambdacgd-checkpoint-2"
+FORMAT = "lambdacgd-checkpoint-3"
 FACTS, WHOLE = "run.json", "whole.safetensors"
 Keys = tuple[Any, ...]  # what leads to a place in nested data
-_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.old")  # the rest of the folder is not ours to remove
+_STEP = re.compile(r"step-\d{8,}")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
 
@@ -79,21 +77,22 @@ def save(
         check_savable(private)
         private.note_changes()
         left_out = set() if frozen else _frozen(private)
-        if not weights_only:
-            _check_optimizer(private)
+        optimizer = None if weights_only else private.optimizer.state_dict()
+        if optimizer is not None:
+            _check_optimizer_state(private, optimizer)
         state = {  # tensors are those in use, not copies
             "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
-            "optimizer": None if weights_only else private.optimizer.state_dict(),
+            "optimizer": optimizer,
             "averages": [average.state_dict() for average in private.averages],
             "extra": extra if extra is not None and world.first else {},
         }
     private.compare_weights()
     state["generators"] = world.gather(generators())
     with world.together("saving"):
-        parts = {"identity": identity(private), "plan": private.plan_json, "groups": _groups(private)}
+        who = identity(private) | {"sample": private.sample.seal(private.run.key, run_id)}
+        parts = {"identity": who, "plan": private.plan.to_json(), "groups": _groups(private)}
         facts, tensors = encode(parts | {"state": state})
     facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
-    facts["resumable"] = not weights_only
     name = f"step-{private.steps_taken:08d}"
     draft, target = folder / f".{name}.{run_id}.draft", folder / name
     with contextlib.ExitStack() as held:  # a detached run has let go of its lock
@@ -103,8 +102,8 @@ def save(
         try:
             world.from_first("saving", lambda: _make_draft(draft))
             with world.together("saving"):
-                digests, rows = _write_tensors(draft, tensors, world)
-            written = world.gather((digests, rows))
+                own = _write_tensors(draft, tensors, private)
+            written = world.gather(own)
             digest = world.from_first("saving", lambda: _write_facts(draft, facts, written))
         except Exception as error:  # a full disk, a folder that not all ranks see, whatever the file system says
             if world.first:
@@ -117,6 +116,9 @@ def save(
         def release() -> None:
             private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
             _give_name(draft, target)
+            for old in folder.iterdir():
+                if old != target and _STEP.fullmatch(old.name):
+                    _remove(old)
 
         world.from_first("saving", release)
 
@@ -137,16 +139,15 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             who = decode(facts["identity"], _no_tensor)
             check_identity(who, current)
             history = private.history.resumed(History.from_dict(who["history"]))
-            private.sample.check(who["sample"], private.run.key)
-            if not facts["resumable"]:
+            private.sample.check(who["sample"], private.run.key, facts["run"])
+            if facts["state"]["optimizer"] is None:
                 raise CheckpointError(
                     f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the "
                     "optimizer's state and the loop's position are missing"
                 )
             _check_fits(private, saved)
-            seen = _view(source)
-    world.agree("loading", {str(source): seen}, {str(source): "All ranks must see one file system"})
-    digest = _digest(source, world)
+            digest = _digest(source)
+    world.agree("loading", {str(source): digest}, {str(source): "All ranks must see one file system"})
     with private.going_on_from(facts["step"], lambda: private.run.resume(facts["run"], facts["step"], digest)):
         with world.together("loading"):
             _apply(private, saved)
@@ -216,7 +217,6 @@ def identity(private: Private) -> dict[str, Any]:
         **private.settings,
         "noise": NOISE_FORMAT,
         "key": private.run.key.fingerprint(),
-        "sample": private.sample.seal(private.run.key),
         "history": private.history.to_dict(),
     }
 
@@ -263,20 +263,18 @@ def _parameters(private: Private) -> list[Any]:
     return [p for group in private.optimizer.param_groups for p in group["params"]]
 
 
-def _check_optimizer(private: Private) -> None:
-    """Refuse state of a sharded parameter that is not sharded like it: other numbers of ranks could not read it."""
-    for p in filter(is_sharded, _parameters(private)):
-        for key, value in private.optimizer.state.get(p, {}).items():
-            if isinstance(value, Tensor) and not (is_sharded(value) and value.shape == p.shape):
-                _check_replicated(key, value.shape, sharded=is_sharded(value))
-
-
-def _check_replicated(key: Any, shape: Any, *, sharded: bool = False) -> None:
-    if sharded or math.prod(shape) > 1:
-        raise CheckpointError(
-            f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers of "
-            "processes could not take over: use an optimizer whose state has the parameters' shapes"
-        )
+def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
+    """Refuse state of a sharded parameter in another shape, of tensors or given as shapes: nobody could divide it."""
+    parameters = _parameters(private)
+    for index, values in state["state"].items():
+        p: Any = parameters[index] if isinstance(index, int) else None
+        for key, value in values.items() if is_sharded(p) else ():
+            shape = value if isinstance(value, torch.Size) else getattr(value, "shape", ())
+            if shape != p.shape and math.prod(shape) > 1:
+                raise CheckpointError(
+                    f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers "
+                    "of processes could not take over: use an optimizer whose state has the parameters' shapes"
+                )
 
 
 def _check_fits(private: Private, saved: _Saved) -> None:
@@ -301,11 +299,7 @@ def _check_fits(private: Private, saved: _Saved) -> None:
     if wrong:
         names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
-    for index, values in saved.shapes("optimizer")["state"].items():
-        p: Any = _parameters(private)[index] if isinstance(index, int) else None
-        for key, shape in values.items() if is_sharded(p) else ():
-            if isinstance(shape, torch.Size) and shape != p.shape:
-                _check_replicated(key, shape)
+    _check_optimizer_state(private, saved.shapes("optimizer"))
 
 
 @torch.no_grad()
@@ -324,30 +318,6 @@ def _apply(private: Private, saved: _Saved) -> None:
     states = saved.value("generators")
     if len(states) == private.world.size:  # other worlds give ranks other examples, so other dropout
         set_generators(states[private.world.rank])
-
-
-def generators() -> dict[str, Any]:
-    """Dropout's and augmentation's random numbers. They protect nobody: noise and bins come from the key alone."""
-    version, words, gauss = random.getstate()
-    legacy: Any = np.random.get_state()  # noqa: NPY002
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
-        "python": [version, torch.tensor(words, dtype=torch.int64), gauss],
-        "numpy": [legacy[0], torch.tensor(legacy[1].tolist(), dtype=torch.int64), *map(float, legacy[2:])],
-    }
-
-
-def set_generators(state: dict[str, Any]) -> None:
-    """Go on with the random numbers of `generators`."""
-    torch.set_rng_state(state["torch"])
-    if state["cuda"] and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
-    name, numbers, position, has_gauss, cached = state["numpy"]
-    words = np.asarray(numbers.tolist(), dtype=np.uint32)
-    np.random.set_state((name, words, int(position), int(has_gauss), cached))  # noqa: NPY002
 
 
 # --- the folder: drafts, the ledger, names ---------------------------------------------------------------------------
@@ -401,8 +371,8 @@ def _settle(run: Run, folder: Path, only: str | None = None) -> None:
                 newest = ledger.newest(match[2])
                 if not draft.is_dir():  # whoever held the run before us has settled it
                     continue
-                if newest is not None and newest.digest == _digest(draft, World(None)):
-                    _give_name(draft, folder / match[1], only=match[2])  # checkpoints of other runs may be newer
+                if newest is not None and newest.digest == _digest(draft):
+                    _give_name(draft, folder / match[1])
                 else:
                     shutil.rmtree(draft, ignore_errors=True)
         except LedgerError as error:
@@ -417,55 +387,44 @@ def _make_draft(draft: Path) -> None:
     draft.mkdir(mode=0o700)
 
 
-def _give_name(draft: Path, target: Path, *, only: str | None = None) -> None:
-    """The ledger knows the draft: give it its name, and remove the checkpoints before (``only`` those of a run)."""
-    if target.exists():  # this step was saved before; the ledger knows both
-        aside = target.with_name(f".{target.name}.old")
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(target, aside)
+def _give_name(draft: Path, target: Path) -> None:
+    """The ledger knows the draft, which is therefore kept whatever happens: give it its name."""
+    if target.exists():  # this step was saved before
+        _remove(target)
     os.rename(draft, target)
     sync_folder(target.parent)
-    for old in target.parent.iterdir():
-        if old != target and _STEP.fullmatch(old.name) and (only is None or _run_of(old) in (None, only)):
-            shutil.rmtree(old, ignore_errors=True)
 
 
-def _run_of(folder: Path) -> str | None:
-    """The run of a checkpoint; None where that cannot be read."""
-    try:
-        return str(_read_facts(folder)["run"])
-    except Exception:  # whatever is left of a folder that was being removed
-        return None
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, which is none from the first moment on."""
+    with contextlib.suppress(OSError):
+        (folder / FACTS).unlink()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 # --- what is in it ---------------------------------------------------------------------------------------------------
 
 
-def _write_tensors(draft: Path, tensors: dict[str, Tensor], world: World) -> tuple[dict[str, str], dict[str, Any]]:
-    """This rank's files: returns their digests, and of each sharded tensor the rows that are in them."""
-    digests, rows, parts = {}, {}, {}
-    file = f"rows-{world.rank:05d}.safetensors"
-    for name, value in tensors.items():
-        if is_sharded(value):
-            first = place_of(name, value).first
-            if value.device_mesh.get_local_rank(0) == 0 or value.device_mesh.ndim == 1:  # type: ignore[attr-defined]
-                parts[name] = local(value)
-                rows[name] = {"shape": list(value.shape), "file": file, "first": first}
-    if world.first:
-        whole = {name: value for name, value in tensors.items() if not is_sharded(value)}
-        digests[WHOLE] = write_tensors(draft / WHOLE, whole)
-    if parts:
-        digests[file] = write_tensors(draft / file, parts)
-    return digests, rows
+Written = tuple[dict[str, str], dict[str, list[Any]]]
 
 
-def _write_facts(draft: Path, facts: dict[str, Any], written: list[tuple[dict[str, str], dict[str, Any]]]) -> str:
+def _write_tensors(draft: Path, tensors: dict[str, Tensor], private: Private) -> Written:
+    """This rank's files: returns their digests and, of each sharded tensor, its shape, the file and its first row."""
+    sharded = {name: value for name, value in tensors.items() if is_sharded(value)}
+    digests, file = {}, f"rows-{private.world.rank:05d}.safetensors"
+    if private.world.first:
+        digests[WHOLE] = write_tensors(draft / WHOLE, {n: value for n, value in tensors.items() if n not in sharded})
+    if sharded:
+        digests[file] = write_tensors(draft / file, {name: local(value) for name, value in sharded.items()})
+    return digests, {n: [list(value.shape), file, place_of(n, value).first] for n, value in sharded.items()}
+
+
+def _write_facts(draft: Path, facts: dict[str, Any], written: list[Written]) -> str:
     """``run.json``, which comes last; returns the digest of the whole."""
     sharded: dict[str, Any] = {}
     for _, rows in written:
-        for name, part in rows.items():
-            entry = sharded.setdefault(name, {"shape": part["shape"], "parts": []})
-            entry["parts"].append([part["file"], part["first"]])
+        for name, (shape, *part) in rows.items():
+            sharded.setdefault(name, {"shape": shape, "parts": []})["parts"].append(part)
     digests = {name: digest for own, _ in written for name, digest in own.items()}
     content = json.dumps(facts | {"sharded": sharded}, allow_nan=False).encode()
     if len(content) > MOST_JSON:
@@ -486,7 +445,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
             f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
             "version that wrote it"
         )
-    kinds = {"run": str, "step": int, "resumable": bool, "identity": dict, "state": dict, "sharded": dict}
+    kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
         raise ValueError("run.json")
     return facts
@@ -494,12 +453,6 @@ def _read_facts(folder: Path) -> dict[str, Any]:
 
 def _no_tensor(name: str, path: Keys) -> None:
     raise ValueError("a tensor in the identity")
-
-
-def _view(folder: Path) -> str:
-    """What this rank sees of a folder: sizes of all files, and what names the run. Files' contents are shared work."""
-    sizes = sorted((p.name, p.stat().st_size) for p in folder.iterdir())
-    return hashlib.sha256(repr(sizes).encode() + (folder / FACTS).read_bytes()).hexdigest()
 
 
 def _names(folder: Path) -> list[str]:
@@ -514,15 +467,13 @@ def _names(folder: Path) -> list[str]:
     return names
 
 
-def _digest(folder: Path, world: World) -> str:
-    """SHA-256 over the names and bytes of all files. Ranks share the work, so all must call it."""
-    names = world.from_first("reading", lambda: _names(folder))
-    own: dict[str, str] = {}
-    with world.together("reading"):
-        for name in names[world.rank :: world.size]:
-            with open(folder / name, "rb") as file:
-                own[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return _joined({name: digest for part in world.gather(own) for name, digest in part.items()})
+def _digest(folder: Path) -> str:
+    """SHA-256 over the names and bytes of all files."""
+    digests = {}
+    for name in _names(folder):
+        with open(folder / name, "rb") as file:
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return _joined(digests)
 
 
 def _joined(digests: Mapping[str, str]) -> str:
@@ -590,10 +541,6 @@ class _Saved:
 # A JSON object that holds this key stands for something that JSON lacks; the key's value says for what.
 _TAG = "$"
 MOST_JSON = 1 << 30  # bytes: the user's ``extra`` is part of it, and longer files are not read
-_SAFE_INTEGER = 1 << 53  # larger ones are written in hexadecimal: other readers of JSON would round them
-_NUMPY = (
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-)  # fmt: skip
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
@@ -606,8 +553,8 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
     """Turn nested plain data into a JSON value and the tensors that it names.
 
     Args:
-        value: Dicts, lists, tuples, numbers (NumPy's too), strings, bytes, None and tensors, nested at will. Subclasses
-            of these count as what they derive from.
+        value: Dicts, lists, tuples, numbers, strings, None and tensors, nested at will. Subclasses of these count as
+            what they derive from, NumPy's numbers as Python's.
 
     Returns:
         A value for ``json.dumps``, and the tensors by name. They are those given, not copies. Two places that hold
@@ -620,21 +567,16 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
     names: dict[Any, str] = {}  # of tensors, by the memory that they are in
 
     def plain(value: Any, path: str) -> Any:
-        if isinstance(value, np.generic):  # before float: np.float64 is one
-            if value.dtype.name not in _NUMPY:
-                raise _not_plain(value, path)
-            return {_TAG: "numpy", "dtype": value.dtype.name, "value": plain(value.item(), path)}
+        if isinstance(value, np.generic):
+            value = value.item()
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
             return str(value)
         if isinstance(value, int):
-            whole = int(value)
-            return whole if abs(whole) < _SAFE_INTEGER else {_TAG: "integer", "hex": hex(whole)}
+            return int(value)
         if isinstance(value, float):
             return float(value) if math.isfinite(value) else {_TAG: "float", "value": repr(float(value))}
-        if isinstance(value, bytes):
-            return {_TAG: "bytes", "base64": base64.b64encode(value).decode()}
         if isinstance(value, Tensor):
             return {_TAG: "tensor", "name": name_of(value, path)}
         if isinstance(value, (list, tuple)):
@@ -645,7 +587,10 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
                 return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
             items = [[plain(k, f"{path}.(key)"), plain(v, f"{path}.{k}")] for k, v in value.items()]
             return {_TAG: "dict", "items": items}
-        raise _not_plain(value, path)
+        raise CheckpointError(
+            f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give tensors, "
+            "numbers, strings, lists and dicts (a state_dict, not the object itself)"
+        )
 
     def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
@@ -675,13 +620,6 @@ def _memory(value: Tensor) -> Any:
     if hasattr(value, "placements") or not value.numel() or value.device.type == "meta":
         return None
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
-
-
-def _not_plain(value: Any, path: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give tensors, "
-        "numbers, strings, lists and dicts (a state_dict, not the object itself)"
-    )
 
 
 def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> Any:
@@ -715,12 +653,6 @@ def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> A
                 return {key: decode(item, tensor, (*path, key)) for key, item in pairs}
             case "float":
                 return float(value["value"])
-            case "integer":
-                return int(value["hex"], 16)
-            case "bytes":
-                return base64.b64decode(value["base64"], validate=True)
-            case "numpy" if value["dtype"] in _NUMPY:
-                return np.dtype(value["dtype"]).type(decode(value["value"], tensor))
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"a checkpoint holds a {value[_TAG]!r} that cannot be read ({error})") from error
     raise CheckpointError(f"a checkpoint holds a {str(value[_TAG])[:20]!r}, which this version does not know")

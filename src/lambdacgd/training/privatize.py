@@ -22,7 +22,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import KeepsApart, Sample, a_few, check_dataset, sample_of
+from lambdacgd.training.data import Collate, Epoch, KeepsApart, Loader, Sample, a_few, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
     follow,
@@ -33,7 +33,6 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import Collate, Epoch, Loader
 from lambdacgd.training.loop import EMA, Loop, Phase
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
@@ -52,7 +51,6 @@ def privatize(
     max_physical_batch_size: int | None = None,
     pad_batches: int = 1,
     key: SecretKey | None = None,
-    run_id: str | None = None,
     loss_reduction: LossReduction = "mean",
     clipping_mode: Mode = "flat",
     augmentations: int = 1,
@@ -67,7 +65,6 @@ def privatize(
     data_fingerprint: str | None = None,
     earlier: Iterable[GivenCard] | None = None,
     process_group: Any = None,
-    reduce_every_batch: bool = False,
 ) -> Private:
     """Bind a plan to a model, an optimizer and a map-style dataset. All three stay what they are, and so does the loop.
 
@@ -97,7 +94,6 @@ def privatize(
             counts them.
         key: A ``SecretKey``; by default a new one in memory. Give one with a file to be able to save checkpoints. With
             several ranks only rank 0 needs one.
-        run_id: Names a run prepared with ``key.ledger().new_run()``.
         loss_reduction: What your loss does with the examples of a batch: "mean", "sum", or "none" (a vector,
             ``loss.sum().backward()``).
         clipping_mode: "flat", "per-layer" or "automatic".
@@ -115,8 +111,6 @@ def privatize(
             ``privacy-card.json`` or of export folders); this run's card adds them up. ``[]`` declares that the weights
             have seen no private data. None declares nothing, and the card says so.
         process_group: The ranks that train together; by default all.
-        reduce_every_batch: Reduce the sums of sharded models after every physical batch, which takes less memory and
-            more traffic.
 
     Returns:
         The run: its loader, position, checkpoints, and the way back (``detach``).
@@ -166,11 +160,11 @@ def privatize(
             floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
             clipper.leave_room(plan.batch_size)  # σ is then the plan's own
             clipper.expect_views(views)
-            run = Run(key, prepared=run_id, world=world, plan=plan.digest)
+            run = Run(key, world=world, plan=plan.digest)
             undo.callback(run.close)
             shards = None
             if any(map(is_sharded, clipper.parameters.values())):
-                shards = ShardedTotals(model, clipper.parameters, world, reduce_every_batch=reduce_every_batch)
+                shards = ShardedTotals(model, clipper.parameters, world)
                 clipper.keep_sums_in(shards)
                 clipper.allow_probe(False)  # until a batch of which every rank has two examples
             layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
@@ -179,8 +173,7 @@ def privatize(
             private.dataset = dataset
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
-            private.sample = Sample(dataset, plan.examples, readable=readable)
-            private.plan_json = plan.to_json()
+            private.sample = Sample(dataset, readable=readable)
             private.settings = {
                 "plan": plan.digest,
                 "layout": layout.digest,
@@ -206,7 +199,7 @@ def privatize(
                 multiprocessing_context=multiprocessing_context,
             )
         if world.many:
-            _start_together(private, max_physical_batch_size, reduce_every_batch)
+            _start_together(private, max_physical_batch_size)
         if loss is not None and views == 1 and shards is None:
             with world.together("looking at the loss"):
                 private.check_loss(loss, a_few(dataset, _LOOKED_AT), collate_fn or default_collate)
@@ -239,8 +232,6 @@ class Private(Loop):
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
-    #: The plan as checkpoints hold it.
-    plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
 
@@ -383,7 +374,7 @@ class Private(Loop):
         """
         if self.world.many or self.shards is not None:
             raise TrainingError("a captured step is for one process; with several, loop over private.loader")
-        return CapturedStep(self, self.loader, loss, data, padded)
+        return CapturedStep(self, loss, data, padded)
 
     # --- saving, going on, and the way back --------------------------------------------------------------------------
 
@@ -443,20 +434,18 @@ class Private(Loop):
 # --- at the door -----------------------------------------------------------------------------------------------------
 
 
-def _facts(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> dict[str, Any]:
+def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, Any]:
     """What all ranks must agree on: digests and settings, nothing secret."""
-    named = private.settings["data_fingerprint"]
     return {
         **private.settings,
         # In their order, which is that of the sums in buckets: the layout has names in alphabetical order.
         "parameters": [f"{name} {p.dtype}" for name, p in private.clipper.parameters.items()],
         # With a data_fingerprint the user vouches for the data, also where reading it draws random numbers of its own.
-        "sample": None if named else sample_of(private.dataset, private.plan.examples),
+        "sample": None if private.settings["data_fingerprint"] else sample_of(private.dataset),
         "max_physical_batch_size": max_physical_batch_size,
         "earlier": private.history.to_dict(),
         "device": private.clipper.anchor.device.type,
         "sharded modules": [path for path, _ in fsdp_modules(private.model)],
-        "reduce_every_batch": private.shards is not None and reduce_every_batch,
         "version": __version__,
         **optimizer_settings(private.clipper.parameters, private.optimizer),
     }
@@ -473,29 +462,24 @@ _ADVICE = {
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
     "max_physical_batch_size": "Ranks go through physical batches together",
     "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
-    "reduce_every_batch": "Ranks reduce sums together",
 }
 
 
-def _start_together(private: Private, max_physical_batch_size: int | None, reduce_every_batch: bool) -> None:
+def _start_together(private: Private, max_physical_batch_size: int | None) -> None:
     """Compare what the ranks brought, then take rank 0's key and weights. All must call it; a difference is an error
-    on each.
-
-    Shards are not sent. Where a mesh replicates them, the copies are compared.
+    on each. Shards are not sent.
     """
     world = private.world
     with world.together("privatize"):
-        facts = _facts(private, max_physical_batch_size, reduce_every_batch)
+        facts = _facts(private, max_physical_batch_size)
     world.agree("privatize", facts, _ADVICE)
-    for what, given in zip(("key", "run_id"), zip(*world.gather(private.run.given), strict=True), strict=True):
-        for rank, value in enumerate(given):
-            if value not in (None, given[0]):
-                first = "none" if given[0] is None else f"{given[0][:8]}…"
-                raise TrainingError(
-                    f"privatize: the {what} is {first} on rank 0 and {value[:8]}… on rank {rank}: their noise and "
-                    f"batches would not be one run's. Give the {what} on rank 0 alone (the others receive it), or the "
-                    "same on all"
-                )
+    given = world.gather(private.run.given)
+    for rank, key in enumerate(given):
+        if key not in (None, given[0]):
+            raise TrainingError(
+                f"privatize: rank {rank} has a key that is not rank 0's: their noise and batches would not be one "
+                "run's. Give the key on rank 0 alone (the others receive it), or the same on all"
+            )
     with private.loading():  # all ranks begin with rank 0's weights
         private.run.share(private.clipper.anchor.device)
         broadcast_(private.model, world)

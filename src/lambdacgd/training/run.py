@@ -11,8 +11,9 @@ from collections.abc import Iterator
 
 import torch
 
-from lambdacgd.errors import CheckpointError, InvalidInput, NotPrivateWarning, TrainingError
-from lambdacgd.keys import Ledger, LedgerError, Release, SecretKey, SubKey
+from lambdacgd.errors import CheckpointError, InvalidInput, LedgerError, NotPrivateWarning, TrainingError
+from lambdacgd.keys import SecretKey, SubKey
+from lambdacgd.ledger import Ledger, Release
 from lambdacgd.training.distributed.world import World
 
 # Data-loading workers of a killed process inherit its lock and notice their parent's death within seconds.
@@ -29,15 +30,8 @@ class Run:
     the ledger; the others hold the key in memory.
     """
 
-    def __init__(
-        self,
-        key: SecretKey | None,
-        *,
-        prepared: str | None = None,
-        world: World | None = None,
-        **facts: str | int | float,
-    ) -> None:
-        """``prepared`` names a run that the ledger knows already; ``facts`` are entered with a new one."""
+    def __init__(self, key: SecretKey | None, *, world: World | None = None, plan: str = "") -> None:
+        """``plan`` is the plan's digest, which a new run is entered with."""
         if key is not None and not isinstance(key, SecretKey):
             raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
@@ -49,11 +43,9 @@ class Run:
                 stacklevel=3,
             )
         self._world = World(None) if world is None else world
-        #: What this rank was asked to be: the fingerprint of its key, and a prepared run; None where nothing was given.
-        self.given = (None if key is None else key.fingerprint(), prepared)
-        if prepared is not None and self._world.first and self.key.path is None:
-            raise InvalidInput("run_id", "A prepared run is in the ledger beside its key's file: save the key first.")
-        self._prepared, self._facts = prepared, facts
+        #: The fingerprint of the key that this rank was given, if it was given one.
+        self.given = None if key is None else key.fingerprint()
+        self._plan = plan
         self._has_ledger = self.key.path is not None
         self._id: str | None = None
         self._process = os.getpid()
@@ -89,22 +81,10 @@ class Run:
         if self.key.path is None:
             return secrets.token_hex(16)
         ledger = self.key.ledger()
-        run_id = self._prepared or ledger.new_run(**self._facts)
-        self._take(ledger, run_id, 0, patience=0)  # a prepared run must not have released anything
+        run_id = ledger.new_run(plan=self._plan)
+        self._hold(ledger, run_id, self._held, 0)
+        self._ledger, self._holds = ledger, True
         return run_id
-
-    def _take(
-        self, ledger: Ledger, run_id: str, step: int, digest: str | None = None, patience: float | None = None
-    ) -> None:
-        """Hold the run from now on, if the ledger allows to go on from ``step``."""
-        ledger.check_resume(run_id, step, digest)
-        self._hold(ledger, run_id, self._held, patience)
-        try:
-            ledger.check_resume(run_id, step, digest)  # again: whoever held it may have released more meanwhile
-        except LedgerError:
-            self._held.close()
-            raise
-        self._ledger, self._holds, self._last = ledger, True, ledger.newest(run_id)
 
     @property
     def started(self) -> bool:
@@ -136,13 +116,6 @@ class Run:
                 self._ledger.record(self.id, step, digest=digest, kind=kind)
                 self._last = Release(step, digest, kind)  # the ledger refuses what is not the newest
 
-    def hand_over(self, step: int) -> None:
-        """The operator gets the weights after ``step`` steps back: a prepared run does not start again behind them."""
-        if step == 0 or self._ledger is None or self._id is None or os.getpid() != self._process:
-            return
-        if self._ledger.newest(self._id) is None:
-            self._ledger.record(self._id, step, digest="", kind="detach")
-
     def resume(self, run_id: str, step: int, digest: str) -> None:
         """Become the run of a checkpoint, if rank 0's ledger allows it. All ranks must call it.
 
@@ -153,21 +126,18 @@ class Run:
         self._id = run_id
 
     def _resume(self, run_id: str, step: int, digest: str) -> None:
+        self.check_ledger()
+        if self._id not in (None, run_id):
+            raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
+        ledger = self.key.ledger()
         try:
-            if self._id == run_id:
-                self.check_ledger()
-                ledger = self.key.ledger()
-                ledger.check_resume(run_id, step, digest)
-                self._last = ledger.newest(run_id)
-            elif self.key.path is None:
-                raise CheckpointError(
-                    "a run resumes with the key file it was started with, beside its ledger: pass "
-                    "key=SecretKey.load(path)"
-                )
-            elif self._id is not None or self._prepared not in (None, run_id):
-                raise CheckpointError("this run has already begun; load a checkpoint before taking the first batch")
-            else:
-                self._take(self.key.ledger(), run_id, step, digest)
+            ledger.check_resume(run_id, step, digest)
+            if not self._holds:
+                with contextlib.ExitStack() as held:
+                    self._hold(ledger, run_id, held)
+                    ledger.check_resume(run_id, step, digest)  # whoever held it may have released more meanwhile
+                    self._held = held.pop_all()
+            self._ledger, self._holds, self._last = ledger, True, ledger.newest(run_id)
         except LedgerError as error:
             raise CheckpointError(str(error)) from error
 
@@ -180,44 +150,38 @@ class Run:
                 as long as its orphans may live); or it is this run, which was detached, and another process has gone
                 on with it since.
         """
-        if run_id == self._id and self._holds:
+        own = run_id == self._id
+        if own and self._holds:
             yield
             return
         with contextlib.ExitStack() as held:
             ledger = self.key.ledger()
             self._hold(ledger, run_id, held, patience)
-            if run_id != self._id:
+            if not own:
                 yield
                 return
-            if ledger.newest(run_id) != self._last:
-                raise LedgerError(
-                    f"run {run_id} was detached here, and its ledger has changed since: another process went on with "
-                    "it, under the noise of steps that these weights went through too. Both must not leave: throw "
-                    "these weights away, and load the run's newest checkpoint"
-                )
+            self._check_alone(ledger, detached=True)
             self._holds = True
             try:
                 yield
             finally:
-                self._let_go()
+                self._holds = False
 
-    def _check_alone(self, ledger: Ledger) -> None:
-        """Locks fail: where a file system has none, or somebody removed the file. What others enter is seen here."""
+    def _check_alone(self, ledger: Ledger, *, detached: bool = False) -> None:
+        """Whether anybody else has released weights of this run. Locks fail, too: where a file system has none, or
+        somebody removed the file. A later release than ours may have been declared destroyed only while we held it.
+        """
         newest, last = ledger.newest(self.id), self._last
-        if newest is not None and newest != last and (last is None or newest.step >= last.step):
+        older = newest is None or (last is not None and newest.step < last.step)
+        if newest != last and (detached or not older):
             raise LedgerError(
-                f"another process released step {newest.step} of run {self.id} while this one had it: both use the "
-                "same noise for different sums. Stop this one, throw its weights away, and find out why the run's "
-                "lock did not hold (a network file system, or a cleaner that removes lock files)"
+                f"another process went on with run {self.id} and released weights: it used the noise of steps that "
+                "these weights went through too, for other sums. Both must not leave: throw these weights away, and "
+                "load the run's newest checkpoint. If this run was not detached, its lock did not hold (a network file "
+                "system, or a cleaner that removes lock files)"
             )
 
-    def _let_go(self) -> None:
-        self._holds, self._last = False, None
-        with contextlib.suppress(LedgerError, OSError):  # it cannot be read: then nothing can be released either
-            if self._ledger is not None and self._id is not None:
-                self._last = self._ledger.newest(self._id)
-
-    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None) -> None:
+    def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:
         deadline = time.monotonic() + (_ORPHANS_S if patience is None else patience)
         while True:
             try:
@@ -230,6 +194,5 @@ class Run:
 
     def close(self) -> None:
         """Let go of the lock."""
-        if self._holds:
-            self._let_go()
+        self._holds = False
         self._held.close()

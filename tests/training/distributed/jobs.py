@@ -60,11 +60,6 @@ def shard(model: Net, **options: Any) -> Net:
 def wrap(model: Any, kind: str, **options: Any) -> Any:
     if kind == "ddp":
         return nn.parallel.DistributedDataParallel(model, **options)
-    if kind == "hsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-
-        size = dist.get_world_size()
-        return shard(model, mesh=init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("copies", "shards")))
     return shard(model, **options) if kind == "fsdp" else model
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-import tempfile
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -38,8 +36,7 @@ def bind(kind: str = "plain", **changes: Any) -> tuple[Private, Any, torch.optim
     settings = {"max_grad_norm": 1.0, "key": oracle.key()} | changes
     dataset, plan = settings.pop("dataset", None) or jobs.data(), settings.pop("plan", None) or jobs.plan()
     private = privatize(model, optimizer, dataset, plan, **settings)
-    if "run_id" not in changes:
-        private.run._id = jobs.RUN  # the same bins every time, of four examples and more
+    private.run._id = jobs.RUN  # the same bins every time, of four examples and more
     return private, model, optimizer
 
 
@@ -56,20 +53,6 @@ def other_key(rank: int) -> None:
 @mistake
 def key_on_the_wrong_rank(rank: int) -> None:
     bind(key=oracle.key() if rank == 1 else None)
-
-
-@mistake
-def other_run_id(rank: int) -> None:
-    with tempfile.TemporaryDirectory() as place:
-        key = lc.SecretKey.generate()
-        key.save(Path(place) / "run.key")
-        runs = [key.ledger().new_run(), "cd" * 16]
-        bind(key=key if rank == 0 else None, run_id=runs[rank])
-
-
-@mistake
-def run_id_on_the_wrong_rank(rank: int) -> None:
-    bind(run_id="cd" * 16 if rank == 1 else None)
 
 
 @mistake
@@ -98,11 +81,6 @@ def other_clipping_mode(rank: int) -> None:
 @mistake
 def other_physical_batch(rank: int) -> None:
     bind(max_physical_batch_size=2 + rank)
-
-
-@mistake
-def other_reductions(rank: int) -> None:
-    bind("fsdp", max_physical_batch_size=1, reduce_every_batch=rank == 0)
 
 
 @mistake
@@ -162,11 +140,6 @@ def schedules_that_part(rank: int) -> None:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-
-
-@mistake
-def replicas_that_begin_apart(rank: int) -> None:
-    bind(model=jobs.wrap(jobs.net(seed=1 + rank), "hsdp"))
 
 
 @mistake
@@ -284,18 +257,6 @@ def weights_changed_on_one_rank(rank: int) -> None:
 
 
 @mistake
-def shards_changed_on_one_rank(rank: int) -> None:
-    """Two replicas of whole shards (HSDP on a mesh of 2 × 1): they are compared as well."""
-    private, model, optimizer = bind("hsdp")
-    for step, (x, y) in enumerate(private.loader):
-        if rank == 1 and step == 2:
-            model.last.weight._local_tensor.add_(1e-9)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@mistake
 def sums_of_different_steps(rank: int) -> None:
     all_reduce_({"w": torch.ones(3)}, 7 + rank, World.of(None))
 
@@ -324,19 +285,6 @@ def a_rank_at_another_step(rank: int) -> None:
 @mistake
 def a_shard_at_another_step(rank: int) -> None:
     _drifted("fsdp", rank)
-
-
-@mistake
-def a_batch_begun_again_on_one_rank(rank: int) -> None:
-    """Sums that are reduced part by part: a rank that begins its batch again would give its first part twice."""
-    private, model, optimizer = bind("fsdp", max_physical_batch_size=1, reduce_every_batch=True)
-    batches = iter(private.loader)
-    for part in range(3):
-        if rank == 1 and part == 1:
-            batches = iter(private.loader)  # an error that was caught, and a new loop
-        x, y = next(batches)
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
 
 
 @mistake

@@ -51,8 +51,6 @@ def entries(folder):
         ("fsdp", "ddp", 4, "fixed"),
         pytest.param("ddp", "plain", 0, "fresh", marks=pytest.mark.slow),
         pytest.param("fsdp", "fsdp", 4, "fresh", marks=pytest.mark.slow),
-        pytest.param("fsdp", "hsdp", 4, "fixed", marks=pytest.mark.slow),
-        pytest.param("hsdp", "fsdp", 3, "fixed", marks=pytest.mark.slow),
     ],
 )
 def test_from_two_processes_to_another_world(folder, first, second, size, bins):

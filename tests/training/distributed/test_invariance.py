@@ -17,7 +17,6 @@ CASES: dict[str, dict[str, Any]] = {
     "unwrapped": {"kind": "plain"},
     "ddp, physical batches": {"kind": "ddp", "physical": 2},
     "fsdp, physical batches": {"kind": "fsdp", "physical": 2},
-    "fsdp, reduced every batch": {"kind": "fsdp", "physical": 1, "reduce_every_batch": True},
     "ddp, fresh bins": {"kind": "ddp", "bins": "fresh"},
     "fsdp, fresh bins, AdamW": {"kind": "fsdp", "bins": "fresh", "optimizer": "adamw"},
     "ddp, BLT": {"kind": "ddp", "mechanism": "blt"},
@@ -26,12 +25,11 @@ CASES: dict[str, dict[str, Any]] = {
     "ddp, ranks without examples": {"kind": "ddp", "batch": 2},
     "fsdp, two views": {"kind": "fsdp", "augmentations": 2, "physical": 2},
     "fsdp, per layer": {"kind": "fsdp", "clipping_mode": "per-layer"},
-    "hsdp": {"kind": "hsdp"},
 }
 WORLDS = {
     1: ["fsdp", "fsdp, physical batches", "fsdp, BLT"],
-    2: [name for name in CASES if name != "hsdp"],
-    4: ["ddp", "fsdp", "hsdp", "fsdp, physical batches", "fsdp, ranks without examples", "ddp, ranks without examples"],
+    2: list(CASES),
+    4: ["ddp", "fsdp", "fsdp, physical batches", "fsdp, ranks without examples", "ddp, ranks without examples"],
 }
 _ALONE = ("mechanism", "batch", "bins", "optimizer", "clipping_mode", "augmentations")
 
@@ -80,9 +78,7 @@ def test_replicas_are_equal_to_the_bit():
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("case", list(CASES))
 def test_the_whole_grid(size, case):
-    """All worlds, also one that divides nothing. HSDP wants an even number."""
-    if case == "hsdp" and size % 2:
-        pytest.skip("an even number of processes")
+    """All worlds, also one that divides nothing."""
     (wanted,) = launch.run(0, jobs.train_many, [alone(case)])[0]
     for ranks in launch.run(size, jobs.train_many, [CASES[case]], timeout=240, together=120):
         for name, value in ranks[0].items():

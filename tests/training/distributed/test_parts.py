@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lambdacgd.errors import TrainingError
 from lambdacgd.keys import SecretKey
+from lambdacgd.training.data import cut
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loader import cut
 from lambdacgd.training.run import Run
 
 
@@ -59,35 +59,34 @@ def test_shards_tile_their_parameter(rows, columns, ranks):
             assert float(part.flatten()[0]) == place.offset  # the row-major index that names the shard in the field
 
 
-@given(st.lists(st.tuples(st.integers(1, 10_000), st.booleans()), min_size=2, max_size=40))
+@given(st.lists(st.integers(1, 10_000), min_size=2, max_size=40))
 def test_a_tag_notices_other_steps(places):
-    received = torch.tensor([reduction.tag(step, begins=begins) for step, begins in places]).sum(0)
-    same = len({(step % 32, begins) for step, begins in places}) == 1
-    for step, begins in places:
+    received = torch.tensor([reduction.tag(step) for step in places]).sum(0)
+    same = len({step % 32 for step in places}) == 1
+    for step in places:
         if same:
-            reduction.check_tag(received, step, len(places), begins=begins)
+            reduction.check_tag(received, step, len(places))
         else:
             with pytest.raises(TrainingError, match="drifted apart"):
-                reduction.check_tag(received, step, len(places), begins=begins)
+                reduction.check_tag(received, step, len(places))
 
 
-@given(st.integers(1, 10_000), st.integers(1, 5), st.data())
-def test_ranks_that_part_are_noticed_at_once(step, parts, data):
+@given(st.integers(1, 10_000), st.data())
+def test_ranks_that_part_are_noticed_at_once(step, data):
     """However long ranks go on from one place, steps with equal tags never meet before different ones have."""
-    places = [(step, 0)] * 3
+    places = [step] * 3
     for _ in range(200):
-        tags = [reduction.tag(t, begins=part == 0) for t, part in places]
+        tags = [reduction.tag(t) for t in places]
         if any(tag != tags[0] for tag in tags):
             return  # refused on all ranks, and none goes on
         assert len(set(places)) == 1
         back = data.draw(st.lists(st.sampled_from([False] * 9 + [True]), min_size=3, max_size=3))
-        following = [(t, part + 1) if part + 1 < parts else (t + 1, 0) for t, part in places]
-        places = [(t, 0) if again else new for (t, _), new, again in zip(places, following, back, strict=True)]
+        places = [t if again else t + 1 for t, again in zip(places, back, strict=True)]
 
 
 def test_a_tag_is_exact_for_thousands_of_ranks():
-    received = torch.tensor(reduction.tag(31, begins=False)) * 4096
-    reduction.check_tag(received, 31, 4096, begins=False)
+    received = torch.tensor(reduction.tag(31)) * 4096
+    reduction.check_tag(received, 31, 4096)
     assert float(received[1] + 1) > float(received[1])  # float32 still counts here
 
 

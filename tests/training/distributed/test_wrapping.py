@@ -206,7 +206,7 @@ def part_not_sharded() -> Any:
     model = jobs.net()
     fully_shard(model.block)
     fully_shard(model.last)
-    private, optimizer = bind(model, max_physical_batch_size=3, reduce_every_batch=True)
+    private, optimizer = bind(model, max_physical_batch_size=3)
     jobs.loop(private, model, optimizer)
     return jobs.weights(model)
 

@@ -10,7 +10,6 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,48 +96,17 @@ def fingerprint(parameters: Iterable[Tensor]) -> tuple[int, int]:
     return plain, weighted
 
 
-@dataclass(frozen=True)
 class Place:
     """Rows of a parameter of shape [n, …]: rank r of ``ranks`` holds rows r·c … (r+1)·c with c = ⌈n/ranks⌉."""
 
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rank: int
-    ranks: int
-
-    @property
-    def row(self) -> int:
-        """Elements of a row."""
-        return math.prod(self.shape[1:])
-
-    @property
-    def rows(self) -> int:
-        """Rows that one rank holds at most."""
-        return -(-self.shape[0] // self.ranks)
-
-    @property
-    def chunk(self) -> int:
-        """Elements that travel to each rank, padded."""
-        return self.rows * self.row
-
-    @property
-    def first(self) -> int:
-        """The first row held here."""
-        return min(self.rank * self.rows, self.shape[0])
-
-    @property
-    def offset(self) -> int:
-        """The row-major index of the first element held here: what names the shard in the noise field."""
-        return self.first * self.row
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return (min(self.rows, self.shape[0] - self.first), *self.shape[1:])
-
-    @property
-    def count(self) -> int:
-        return math.prod(self.local_shape)
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rank: int, ranks: int) -> None:
+        self.name, self.dtype, self.ranks = name, dtype, ranks
+        row, rows = math.prod(shape[1:]), -(-shape[0] // ranks)
+        self.chunk = rows * row  # elements that travel to each rank, padded
+        self.first = min(rank * rows, shape[0])  # the first row held here
+        self.offset = self.first * row  # the row-major index of its first element, which names it in the noise field
+        self.local_shape = (min(rows, shape[0] - self.first), *shape[1:])
+        self.count = math.prod(self.local_shape)
 
     def scatter_into(self, flat: Tensor, start: int, total: Tensor) -> None:
         """Put rank r's rows of ``total`` into ``flat[r, start:]``."""
@@ -154,18 +122,14 @@ class Place:
 
 def place_of(name: str, p: Any) -> Place:
     """Where a sharded parameter lies; refused if its shard is not a run of whole rows."""
-    kinds = [str(placement) for placement in p.placements]
-    shards = [k for k, placement in enumerate(p.placements) if not placement.is_replicate()]
-    last = p.device_mesh.ndim - 1
-    if p.device_mesh.ndim > 2 or shards != [last] or not p.placements[last].is_shard(0):
+    if p.device_mesh.ndim != 1 or not p.placements[0].is_shard(0):
         raise InvalidInput(
             "model",
-            f"Parameter {name!r} is placed as {', '.join(kinds)}. fully_shard must shard dimension 0 over one mesh "
-            "dimension (replicated over another at most). Tensor parallelism and shard_placement_fn with other "
-            "dimensions are not supported: leave them out.",
+            f"Parameter {name!r} is placed as {', '.join(map(str, p.placements))}. fully_shard must shard dimension 0 "
+            "over a mesh of one dimension. Replicated shards (HSDP), tensor parallelism and shard_placement_fn with "
+            "other dimensions are not supported: leave them out.",
         )
-    ranks = p.device_mesh.size(last)
-    place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(last), ranks)
+    place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(), p.device_mesh.size())
     if tuple(local(p).shape) != place.local_shape:
         raise InvalidInput(
             "model",
@@ -208,13 +172,12 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
             f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}. "
             "Pass the group that DistributedDataParallel was given.",
         )
-    for name, asked in (("static_graph", model.static_graph), ("mixed_precision", model.mixed_precision)):
-        if asked:
-            raise InvalidInput(
-                "model",
-                f"DistributedDataParallel({name}=…) hooks into gradients that private training never makes. Leave it "
-                "out (autocast works).",
-            )
+    if model.static_graph or model.mixed_precision:
+        raise InvalidInput(
+            "model",
+            "DistributedDataParallel(static_graph=…, mixed_precision=…) hook into gradients that private training "
+            "never makes. Leave them out (autocast works).",
+        )
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
@@ -291,32 +254,21 @@ def broadcast_(model: nn.Module, world: World) -> None:
 
 
 def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer, step: int, world: World) -> None:
-    """An error on every rank unless replicas, of parameters or of shards, are equal to the bit. All must call it.
+    """An error on every rank unless replicas are equal to the bit. All must call it.
 
-    Shards that nobody else holds cannot be compared: that the optimizers' settings agree is what keeps them together.
+    Shards, which nobody else holds, cannot be compared: that the optimizers' settings agree keeps them together.
     """
     if not world.many:
         return
     world.agree(f"after step {step}", optimizer_settings(parameters, optimizer), {})
-    every: list[Any] = list(parameters.values())
-    plain = (step, *fingerprint(p for p in every if not is_sharded(p)))
-    shards = [p for p in every if is_sharded(p) and p.device_mesh.ndim == 2]
-    place = shards[0].device_mesh.get_local_rank(1) if shards else 0
-    gathered = world.gather((plain, place, fingerprint(local(p) for p in shards)))
-    first = {index: shard for _, index, shard in reversed(gathered)}  # the first rank's that holds this shard
-    odd = [rank for rank, (own, index, shard) in enumerate(gathered) if own != gathered[0][0] or shard != first[index]]
+    gathered = world.gather((step, *fingerprint(p for p in parameters.values() if not is_sharded(p))))
+    odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
     if odd:
         raise TrainingError(
             f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
-            f"of the ranks before. {_DRIFTED if step else _BEGIN_ALIKE}"
+            "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
+            "on some. Resume all from the newest checkpoint, on equal machines"
         )
-
-
-_DRIFTED = (
-    "They have drifted apart: different hardware or libraries, or weights changed by hand on some. Resume all from the "
-    "newest checkpoint, on equal machines"
-)
-_BEGIN_ALIKE = "They must begin alike: build the model from one seed on every rank, or load the same weights on all"
 
 
 def optimizer_settings(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:

@@ -28,33 +28,30 @@ BUCKET_BYTES = 25 << 20  #: tensors below this travel together (DDP's own bucket
 TAGS = 2  #: numbers added to a bucket
 
 
-def tag(step: int, *, begins: bool) -> list[float]:
-    """(s, s²) with s = 2·(step mod 32), plus one unless the reduction ``begins`` its logical batch.
+def tag(step: int) -> list[float]:
+    """(s, s²) with s = step mod 32. Over any ranks, mean s² = (mean s)² only if all s are equal.
 
-    Over any ranks, mean s² = (mean s)² only if all s are equal; small enough to be added exactly in float32 by 4 096
-    ranks. That steps 32 apart have the same tag does no harm. All ranks begin at one place (they agree on it when they
-    start or resume), and reductions are collective: the k-th of one rank meets the k-th of the others. After one that
-    succeeded, a rank goes on to the next reduction of its logical batch, or to the first of the next step, or, where
-    its batch was dropped, back to the first of the same step; in no other way does its step change. So ranks that part
-    do so as (t, later) or (t + 1, first) against (t, first), which are three different tags, and that reduction fails
-    on all ranks, of which none goes on.
+    Added exactly in float32 by 4 096 ranks. That steps 32 apart have the same tag does no harm: all ranks begin at one
+    place, and reductions are collective, so the k-th of one rank meets the k-th of the others. After one that succeeded
+    a rank goes on to the next step or, where its batch was dropped, to the same one; ranks that part do so as t and
+    t + 1, and that reduction fails on all ranks, of which none goes on.
     """
-    s = 2 * (step % 32) + (not begins)
+    s = step % 32
     return [float(s), float(s * s)]
 
 
-def check_tag(received: Tensor, step: int, ranks: int, *, begins: bool) -> None:
-    """Refuse a bucket whose parts come from different steps, or from different parts of a step's batch."""
-    if received.tolist() != [ranks * t for t in tag(step, begins=begins)]:
+def check_tag(received: Tensor, step: int, ranks: int) -> None:
+    """Refuse a bucket whose parts come from different steps."""
+    if received.tolist() != [ranks * t for t in tag(step)]:
         raise TrainingError(
-            f"this rank reduced its sums at step {step}, and another rank at another step or another part of its "
-            "batch. The ranks have drifted apart (an error caught on one of them, a loop that breaks at different "
-            "steps). Nothing was released at this step: stop the job and resume all ranks from the newest checkpoint"
+            f"this rank reduced its sums at step {step}, and another rank at another step. The ranks have drifted "
+            "apart (an error caught on one of them, a loop that breaks at different steps). Nothing was released at "
+            "this step: stop the job and resume all ranks from the newest checkpoint"
         )
 
 
-def all_reduce_(sums: dict[str, Tensor], step: int, world: World, *, begins: bool = True) -> None:
-    """Replace each rank's sums by their sum over all ranks, in place. ``begins``: the first time in this step."""
+def all_reduce_(sums: dict[str, Tensor], step: int, world: World) -> None:
+    """Replace each rank's sums by their sum over all ranks, in place."""
     if not world.many:
         return
     large = [t for t in sums.values() if t.numel() * t.element_size() >= BUCKET_BYTES and t.is_contiguous()]
@@ -65,13 +62,13 @@ def all_reduce_(sums: dict[str, Tensor], step: int, world: World, *, begins: boo
         like = members[0] if members else next(iter(sums.values()))
         parts = [t.reshape(-1) for t in members]
         if not flats:
-            parts.append(torch.tensor(tag(step, begins=begins), dtype=like.dtype, device=like.device))
+            parts.append(torch.tensor(tag(step), dtype=like.dtype, device=like.device))
         flat = torch.cat(parts)
         works.append(dist.all_reduce(flat, group=world.group, async_op=True))
         flats.append((flat, members))
     for work in works:
         work.wait()
-    check_tag(flats[0][0][-TAGS:], step, world.size, begins=begins)
+    check_tag(flats[0][0][-TAGS:], step, world.size)
     for flat, members in flats:
         if members:
             sizes = [t.numel() for t in members]
@@ -105,41 +102,29 @@ class Group:
     """Parameters whose sums travel together, and the memory that receives this rank's part of them."""
 
     places: list[Place]
-    shard_group: Any
-    replicas: Any | None  # the process group of ranks with the same shards (HSDP)
+    ranks: Any
     received: Tensor
-
-    @property
-    def ranks(self) -> int:
-        return self.places[0].ranks
 
 
 class ShardedTotals(Totals):
     """Takes the place of the clipper's buffers: ``filled`` holds this rank's shards of sums over all ranks.
 
     FSDP2 gathers parameters for the forward and backward passes and never sees a gradient, because clipping keeps
-    gradients away from autograd. When a backward pass has ended and the clip factors are known, the sums of each group
-    (the parameters of one ``fully_shard`` call) are formed whole, reduce-scattered in float32, and let go: beyond the
-    shards, no rank ever holds more than two groups' sums. That is the traffic of ordinary FSDP2 training with float32
-    reductions.
-
-    With physical batches, all but the last of a logical batch are added up locally, which takes whole sums (as
-    ``set_requires_gradient_sync(False)`` does in ordinary training); ``reduce_every_batch`` reduces each instead.
+    gradients away from autograd. When a logical batch's last backward pass has ended and the clip factors are known,
+    the sums of each group (the parameters of one ``fully_shard`` call) are formed whole, reduce-scattered in float32,
+    and let go: beyond the shards, no rank ever holds more than two groups' sums, which is the traffic of ordinary FSDP2
+    training. Physical batches before the last are added up locally, which takes whole sums.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, nn.Parameter], world: World, *, reduce_every_batch: bool
-    ) -> None:
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter], world: World) -> None:
         super().__init__()
-        self._world, self.reduce_every_batch = world, reduce_every_batch
-        self._parameters = dict(parameters)
+        self._world, self._parameters = world, dict(parameters)
         self.device = compute_device(next(iter(self._parameters.values())))
         self.places = {name: place_of(name, p) for name, p in self._parameters.items() if is_sharded(p)}
         self._groups = self._make_groups(model)
         self._apart = [name for name in self._parameters if name not in self.places]  # replicated: not under FSDP2
-        self._step, self._last, self._expects = 0, False, False
+        self._step, self._reduces = 0, False
         self.failed = False
-        self._fresh = True  # nothing reduced yet in this logical batch
         self._whole: dict[str, Tensor] = {}
         self._waiting: dict[str, tuple[Record, Tensor, Tensor | None]] = {}
 
@@ -150,7 +135,7 @@ class ShardedTotals(Totals):
 
     def expect(self, step: int, *, last: bool) -> None:
         """The next backward pass is of this step; ``last``: the logical batch is then whole."""
-        self._step, self._last, self._expects = step, last, True
+        self._step, self._reduces = step, last
 
     # --- what the clipper calls --------------------------------------------------------------------------------------
 
@@ -172,14 +157,14 @@ class ShardedTotals(Totals):
             if len(arriving) > 1:
                 tags.append(arriving.popleft()())
         tags += [receive() for receive in arriving]
-        if tags:
-            self._check(tags)
+        for received in torch.stack(tags).cpu().unbind(0) if tags else ():  # one wait for the device
+            check_tag(received, self._step, self._world.size)
         self._reduce_apart()
-        self._fresh = self.failed = False
+        self.failed = False
 
     def clear(self) -> None:
         super().clear()
-        self._whole, self._waiting, self._fresh, self._expects = {}, {}, True, False
+        self._whole, self._waiting, self._reduces = {}, {}, False
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
         raise TrainingError(
@@ -187,11 +172,6 @@ class ShardedTotals(Totals):
         )
 
     # --- the reduction -----------------------------------------------------------------------------------------------
-
-    @property
-    def _reduces(self) -> bool:
-        """A backward pass outside any batch stays where it is; it is forgotten when the next batch comes."""
-        return self._expects and (self._last or self.reduce_every_batch)
 
     def _form(self, record: Record, factor: Tensor, keep: Tensor | None) -> None:
         total = self._whole.get(record.name)
@@ -210,38 +190,29 @@ class ShardedTotals(Totals):
 
     def _send(self, group: Group) -> Callable[[], Tensor]:
         """Form a group's sums and send them; returns what waits for this rank's part of them."""
-        flat = torch.zeros(group.ranks, group.received.numel(), dtype=group.received.dtype, device=self.device)
+        flat = torch.zeros(self._world.size, group.received.numel(), dtype=group.received.dtype, device=self.device)
         start = 0
         for place in group.places:
             total = self._sum_of(place.name)
             if total is not None:
                 place.scatter_into(flat, start, total)
             start += place.chunk
-        flat[:, start:] = torch.tensor(tag(self._step, begins=self._fresh), dtype=flat.dtype, device=self.device)
-        out = group.received if self._fresh else torch.empty_like(group.received)
-        if group.ranks == 1:
-            return partial(self._receive, group, out.copy_(flat[0]), None, flat)
-        work = _reduce_scatter(out, flat.view(-1), group=group.shard_group, async_op=True)
-        return partial(self._receive, group, out, work, flat)
+        flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
+        if not self._world.many:
+            group.received.copy_(flat[0])
+            return partial(self._receive, group, None, flat)
+        work = _reduce_scatter(group.received, flat.view(-1), group=group.ranks, async_op=True)
+        return partial(self._receive, group, work, flat)
 
-    def _receive(self, group: Group, out: Tensor, work: Any, flat: Tensor) -> Tensor:
+    def _receive(self, group: Group, work: Any, flat: Tensor) -> Tensor:
         """Wait for a group's sums, whose ``flat`` must live until then, and hand out its shards; returns their tag."""
         if work is not None:
             work.wait()
-        if group.replicas is not None:
-            dist.all_reduce(out, group=group.replicas)
-        tags = out[-TAGS:].to(torch.float64, copy=True)
-        if out is not group.received:
-            group.received.add_(out)
         start = 0
         for place in group.places:
             self.filled[place.name] = group.received[start : start + place.count].view(place.local_shape)
             start += place.chunk
-        return tags
-
-    def _check(self, tags: list[Tensor]) -> None:
-        for received in torch.stack(tags).cpu().unbind(0):  # one wait for the device
-            check_tag(received, self._step, self._world.size, begins=self._fresh)
+        return group.received[-TAGS:].to(torch.float64)
 
     def _reduce_apart(self) -> None:
         sums = {}
@@ -251,33 +222,24 @@ class ShardedTotals(Totals):
                 total = torch.zeros(p.shape, dtype=accumulator(p.dtype), device=self.device)
             sums[name] = total
         if sums:
-            all_reduce_(sums, self._step, self._world, begins=self._fresh)
-            for name, total in sums.items():
-                self.filled[name] = total if self._fresh else self.filled[name].add_(total)
+            all_reduce_(sums, self._step, self._world)
+            self.filled.update(sums)
 
     def _make_groups(self, model: nn.Module) -> list[Group]:
         by_owner: dict[tuple[Any, ...], list[Place]] = {}
         paths = sorted((path for path, _ in fsdp_modules(model)), key=len, reverse=True)
         for name, place in self.places.items():
             owner = next((path for path in paths if path == "" or name.startswith(path + ".")), "")
-            mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
-            if mesh.size() != self._world.size:
+            if place.ranks != self._world.size:
                 raise InvalidInput(
                     "model",
-                    f"Parameter {name!r} is on a mesh of {mesh.size()} processes, and {self._world.size} train "
+                    f"Parameter {name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train "
                     "together. Shard over all processes of the job, or pass the mesh's process group as process_group.",
                 )
-            by_owner.setdefault((owner, place.dtype, id(mesh)), []).append(place)
+            mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
+            by_owner.setdefault((owner, place.dtype, mesh), []).append(place)
         groups = []
-        for places in by_owner.values():
-            mesh = self._parameters[places[0].name].device_mesh  # type: ignore[attr-defined]
+        for (_, dtype, mesh), places in by_owner.items():
             width = sum(place.chunk for place in places) + TAGS
-            groups.append(
-                Group(
-                    places,
-                    mesh.get_group(mesh.ndim - 1),
-                    mesh.get_group(0) if mesh.ndim == 2 else None,
-                    torch.zeros(width, dtype=places[0].dtype, device=self.device),
-                )
-            )
+            groups.append(Group(places, mesh.get_group(), torch.zeros(width, dtype=dtype, device=self.device)))
         return groups

@@ -140,11 +140,16 @@ class LambdaCGDTrainer(_Trainer):
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
-        self._zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
-        if not self._zeta:  # "no clipping", for a plain Trainer
-            raise InvalidInput("max_grad_norm", self._zeta, "it is the per-example clipping norm ζ and must be above 0")
-        self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
-        self._earlier = None if earlier is None else list(earlier)  # every train() reads it
+        zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
+        if not zeta:  # "no clipping", for a plain Trainer
+            raise InvalidInput("max_grad_norm", zeta, "it is the per-example clipping norm ζ and must be above 0")
+        self._key = key
+        self._terms: dict[str, Any] = {
+            "max_grad_norm": zeta,
+            "clipping_mode": clipping_mode,
+            "data_fingerprint": data_fingerprint,
+            "earlier": None if earlier is None else list(earlier),  # every train() reads it
+        }
         self._resumed: dict[str, Any] | None = None
         self._randomness = TrainingRandomness()
         super().__init__(model, args, **options)
@@ -236,17 +241,14 @@ class LambdaCGDTrainer(_Trainer):
             getattr(optimizer, "optimizer", optimizer),
             dataset,
             self.plan,
-            max_grad_norm=self._zeta,
             max_physical_batch_size=self.args.train_batch_size,
             key=key,
             loss_reduction="sum",
-            clipping_mode=self._mode,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            data_fingerprint=self._fingerprint,
-            earlier=self._earlier,
+            **self._terms,
         )
 
     def _data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -564,7 +566,6 @@ def _plain(value: Any) -> Any:
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
-_BY_THE_PLAN = "which examples meet in a batch is fixed by the plan. Leave it out"
 # Arguments that keep their defaults under a plan, and what to do instead of changing them.
 _DEFAULTS = {
     "gradient_accumulation_steps": "leave it at 1: logical batches come from the plan and are split into physical ones "
@@ -573,7 +574,7 @@ _DEFAULTS = {
     "auto_find_batch_size": "it starts training over after running out of memory. Set per_device_train_batch_size "
     "lower: the result does not depend on it",
     "dataloader_drop_last": "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
-    "train_sampling_strategy": _BY_THE_PLAN,
+    "train_sampling_strategy": "which examples meet in a batch is fixed by the plan. Leave it out",
     "torch_compile": "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
     "use_liger_kernel": "its fused kernels hide the layers that clipping must see. Leave it out",
     "neftune_noise_alpha": "its noise depends on the longest example of the batch. Leave it out",

@@ -680,16 +680,17 @@ _MAPPINGS: tuple[tuple[Kind, str], ...] = (
 
 def kind_of(model: nn.Module) -> Kind:
     """What the model's labels are for; refused where we do not know it."""
-    if hasattr(model, "get_base_model"):  # a wrapper of peft, which gives adapters no class of their own
-        model = model.get_base_model()
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        for name in (own.__name__ for own in type(model).__mro__):
+    bare: Any = model
+    if hasattr(bare, "get_base_model"):  # a wrapper of peft, which gives adapters no class of their own
+        bare = bare.get_base_model()
+    if not getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        for name in (own.__name__ for own in type(bare).__mro__):
             for kind, mapping in _MAPPINGS:
                 if name in getattr(auto, mapping).values():
                     return kind
     raise InvalidInput(
         "model",
-        f"The per-example loss of {type(model).__name__} is not known here. Pass compute_loss_func=function(outputs, "
+        f"The per-example loss of {type(bare).__name__} is not known here. Pass compute_loss_func=function(outputs, "
         "labels, **kwargs) that returns one loss per example, or override compute_loss to return that vector.",
     )
 

@@ -10,7 +10,6 @@ import torch
 from lambdacgd.mechanisms.base import BandedInverse
 from lambdacgd.noise import BufferedNoise, NoiseField
 from lambdacgd.noise.buffered import Vectors
-from lambdacgd.noise.field import CorrelatedNoise
 from lambdacgd.noise.layout import Job
 from lambdacgd.torch_private import foreach_add_, foreach_mul
 
@@ -18,11 +17,13 @@ from lambdacgd.torch_private import foreach_add_, foreach_mul
 class StoredNoise(BufferedNoise):
     """The noise of ``RegeneratedNoise``, from the last p−1 fields. The library has no use for it: it computes them."""
 
+    serves = (BandedInverse,)
+
     def __init__(
         self, field: NoiseField, recurrence: BandedInverse, *, buffers: Literal["device", "cpu"], **terms: Any
     ) -> None:
-        CorrelatedNoise.__init__(self, field, recurrence, **terms)
-        self._where, self._store, self._next, self._signature = buffers, [], None, None
+        super().__init__(field, recurrence, **terms)
+        self._where = buffers
 
     def _prepare(self, jobs: Sequence[Job], step: int) -> None:
         if self._next != step and torch.cuda.is_available():

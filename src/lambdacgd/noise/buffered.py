@@ -33,12 +33,9 @@ class BufferedNoise(CorrelatedNoise):
     sums. Nothing of them is part of any saved state.
     """
 
+    serves = (BandedStrategy, BufferedToeplitz)
+
     def __init__(self, field: NoiseField, recurrence: Recurrence, **terms: Any) -> None:
-        if not isinstance(recurrence, BandedStrategy | BufferedToeplitz):
-            raise TypeError(
-                f"recurrence is a {type(recurrence).__name__}; it must be a BandedStrategy or a "
-                "BufferedToeplitz. A BandedInverse is for RegeneratedNoise"
-            )
         super().__init__(field, recurrence, **terms)
         self._store: list[Vectors] = []  # the newest first, or buffer by buffer for BLT
         self._next: int | None = None  # the step the store is ready for

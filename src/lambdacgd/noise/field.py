@@ -224,6 +224,8 @@ class CorrelatedNoise:
         ValueError: A number is out of its range.
     """
 
+    serves: tuple[type, ...] = ()  #: the recurrences that it computes
+
     def __init__(
         self,
         field: NoiseField,
@@ -236,6 +238,12 @@ class CorrelatedNoise:
         restart_every: int | None = None,
         fineness: int = FINENESS,
     ) -> None:
+        if not isinstance(recurrence, self.serves):
+            raise TypeError(
+                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}. A BandedInverse is "
+                f"for RegeneratedNoise; one that needs its past outputs, which cannot be computed again, for "
+                f"BufferedNoise"
+            )
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
             tuple(map(float, recurrence.coefficients)) if isinstance(recurrence, BandedInverse) else (),
@@ -333,13 +341,7 @@ class RegeneratedNoise(CorrelatedNoise):
     under other terms, are refused.
     """
 
-    def __init__(self, field: NoiseField, recurrence: Recurrence, **terms: Any) -> None:
-        if not isinstance(recurrence, BandedInverse):
-            raise TypeError(
-                f"{type(recurrence).__name__} needs its past outputs, which cannot be computed again from the last few "
-                f"fields; use BufferedNoise"
-            )
-        super().__init__(field, recurrence, **terms)
+    serves = (BandedInverse,)
 
     def _add(self, step: int | torch.Tensor, sums: Tensors, offsets: Offsets) -> None:
         self.field.add_(sums, offsets, self._combination, step)

@@ -33,7 +33,7 @@ class BufferedNoise(CorrelatedNoise):
     sums. Nothing of them is part of any saved state.
     """
 
-    serves = (BandedStrategy, BufferedToeplitz)
+    serves: tuple[type, ...] = (BandedStrategy, BufferedToeplitz)
 
     def __init__(self, field: NoiseField, recurrence: Recurrence, **terms: Any) -> None:
         super().__init__(field, recurrence, **terms)

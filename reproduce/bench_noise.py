@@ -17,10 +17,11 @@ import torch
 
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import BandedInverse
-from lambdacgd.noise import BufferedNoise, Layout, NoiseField, RegeneratedNoise
+from lambdacgd.noise import Layout, NoiseField, RegeneratedNoise
 from lambdacgd.torch_private import foreach_copy_
 from reproduce.bench_models import CASES
 from reproduce.framework import measured_on, wait
+from reproduce.stored import StoredNoise
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -108,7 +109,7 @@ def contenders(
     def buffered(count: int, where: Any) -> Step:
         field = NoiseField(key, layout, run_id=f"buffered {where} {count}")
         recurrence = BandedInverse(coefficients(count))
-        noise = BufferedNoise(field, recurrence, sigma=1e-3, clip=1.0, horizon=HORIZON, buffers=where)
+        noise = StoredNoise(field, recurrence, sigma=1e-3, clip=1.0, horizon=HORIZON, buffers=where)
         return _counting(lambda step: noise.add_(sums, step, check=False))
 
     makers: dict[str, Callable[[], Step]] = {"copy": copy, "torch.randn + add": randn, "opacus DP-SGD": opacus}

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 from lambdacgd.clipping.convert import convert
 from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms import BISR, Identity, LambdaCGD, Mechanism
-from lambdacgd.noise import BufferedNoise, Layout, NoiseField
+from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.planning import Plan, plan
 from lambdacgd.sampling import Cyclic
 from lambdacgd.training import privatize
@@ -36,6 +36,7 @@ from reproduce.bench_models import CASES, Case, LSTMClassifier
 from reproduce.bench_step import set_precision
 from reproduce.framework import MORE, Cell, Experiment, Row, Settings, free, panels, table, value_range, wait
 from reproduce.paper import BANDS, DP_SGD, TABLES, VARIANTS, Model, Table
+from reproduce.stored import StoredNoise
 
 _STEPS_PER_EPOCH, _EPOCHS = 100, 10
 _FAR = 20  # steps behind us, so that 16 bands are all in use
@@ -63,7 +64,7 @@ class Variant:
     on_cpu: bool
     plan: Plan
     key: SecretKey = field(default_factory=SecretKey.generate)
-    buffered: BufferedNoise | None = None
+    buffered: StoredNoise | None = None
     done: int = 0
     times: Times = field(default_factory=Times)
 
@@ -252,7 +253,7 @@ def _round(
             if variant.buffered is None:
                 layout = Layout.of_parameters(model.named_parameters())
                 noise = NoiseField(variant.key, layout, run_id="runtime")
-                variant.buffered = BufferedNoise.of(
+                variant.buffered = StoredNoise.of(
                     noise, variant.plan.mechanism, sigma=variant.plan.sigma, clip=_CLIP, horizon=variant.plan.steps,
                     buffers="cpu",
                 )  # fmt: skip
@@ -434,7 +435,7 @@ _HOW = (
     "times are pooled, and only noise and optimizer differ; `own_epoch_s` and `own_over_dp_sgd` in the CSV use each "
     "variant's own passes, with ± over rounds. Weights and inputs are random, reading data is left out, matrix "
     "products are in TF32. Two bands are λCGD, more are BISR (in the paper BandInvMF, the same work). The peer “CPU "
-    "buffer” is our own `BufferedNoise` with pinned host memory. Opacus (hooks, physical batches halved until they "
+    "buffer” is our own `StoredNoise` with pinned host memory. Opacus (hooks, physical batches halved until they "
     "fit) was measured alone, after ours; a ViT's class token and positions are frozen for it. Peak memory was "
     "measured apart, with a fresh model for each variant."
 )

@@ -1,11 +1,8 @@
 """Every name of PyTorch that this package uses although PyTorch does not promise to keep it.
 
-No other module names them. Each name stands here behind a small function or an alias that says what it is for, and in
-``KNOWN`` with the versions of torch in which it was seen. A test resolves all of them, so that an upgrade which drops
-one fails there first, and not in the middle of somebody's training.
-
-Whoever needs another one adds a function or an alias and an entry in ``KNOWN``. A key of ``KNOWN`` is a dotted path:
-a module, then attributes. An attribute that only instances have is written as one of its class.
+No other module names them. Each name stands here behind a small function or an alias that says what it is for. All
+were seen in torch 2.11 to 2.13. ``tests/test_torch_private.py`` lists and resolves them, so that an upgrade which
+drops one fails there first, and not in the middle of somebody's training.
 """
 
 from __future__ import annotations
@@ -20,62 +17,6 @@ from torch.utils import _pytree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-
-_SEEN = "2.11 to 2.13"
-
-#: Dotted name -> the versions of torch in which it was seen.
-KNOWN: dict[str, str] = {
-    # Operations over lists of tensors
-    "torch._foreach_add_": _SEEN,
-    "torch._foreach_copy_": _SEEN,
-    "torch._foreach_div_": _SEEN,
-    "torch._foreach_lerp_": _SEEN,
-    "torch._foreach_mul": _SEEN,
-    "torch._foreach_mul_": _SEEN,
-    "torch._foreach_norm": _SEEN,
-    "torch._foreach_zero_": _SEEN,
-    # Tensors
-    "torch.Tensor._backward_hooks": _SEEN,
-    "torch.Tensor._version": _SEEN,
-    "torch.distributed.tensor.DTensor._local_tensor": _SEEN,
-    "torch.distributed.tensor.DTensor._spec": _SEEN,
-    # Autograd, functorch, torch.compile
-    "torch._C.DisableTorchFunctionSubclass": _SEEN,
-    "torch._C._are_functorch_transforms_active": _SEEN,
-    "torch._C._current_graph_task_id": _SEEN,
-    "torch._C._FunctionBase.apply": _SEEN,
-    "torch._C._will_engine_execute_node": _SEEN,
-    "torch.autograd.Variable._execution_engine": _SEEN,
-    "torch._dynamo.disable": _SEEN,
-    # Modules
-    "torch.nn.Module._buffers": _SEEN,
-    "torch.nn.Module._forward_hooks": _SEEN,
-    "torch.nn.Module._forward_pre_hooks": _SEEN,
-    "torch.nn.Module._modules": _SEEN,
-    "torch.nn.Module._non_persistent_buffers_set": _SEEN,
-    "torch.nn.Module._parameters": _SEEN,
-    "torch.nn.modules.batchnorm._BatchNorm": _SEEN,
-    "torch.nn.modules.batchnorm._LazyNormBase": _SEEN,
-    "torch.nn.modules.conv._ConvNd._reversed_padding_repeated_twice": _SEEN,
-    "torch.nn.modules.dropout._DropoutNd": _SEEN,
-    "torch.nn.modules.instancenorm._InstanceNorm": _SEEN,
-    "torch.nn.parallel.DistributedDataParallel._active_ddp_module": _SEEN,
-    "torch.nn.parallel.DistributedDataParallel._module_parameters": _SEEN,
-    "torch.nn.MultiheadAttention._qkv_same_embed_dim": _SEEN,
-    # Optimizers
-    "torch.optim.SGD._step_supports_amp_scaling": _SEEN,
-    # Recurrent layers
-    "torch._VF": _SEEN,
-    "torch._cudnn_rnn_flatten_weight": _SEEN,
-    "torch._use_cudnn_rnn_flatten_weight": _SEEN,
-    "torch.nn.RNNBase._flat_weights_names": _SEEN,
-    "torch.nn.RNNBase._weights_have_changed": _SEEN,
-    # Nested inputs and outputs of models
-    "torch.utils._pytree.tree_flatten": _SEEN,
-    "torch.utils._pytree.tree_leaves": _SEEN,
-    "torch.utils._pytree.tree_map": _SEEN,
-    "torch.utils._pytree.tree_unflatten": _SEEN,
-}
 
 # Operations over lists of tensors: one launch for the whole list, which matters where a model has hundreds of small
 # parameters.

@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 import lambdacgd as lc
-from lambdacgd.integrations.huggingface.trainer import RUN_STATE, with_runs
+from lambdacgd.integrations.huggingface import RUN_STATE, with_runs
 from lambdacgd.training import checkpoint
 from tests.integrations import hf
 

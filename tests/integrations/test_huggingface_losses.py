@@ -11,8 +11,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 import lambdacgd as lc
 from lambdacgd.clipping import check_model
 from lambdacgd.errors import InvalidInput
-from lambdacgd.integrations.huggingface import LambdaCGDTrainer
-from lambdacgd.integrations.huggingface.settings import kind_of, per_example
+from lambdacgd.integrations.huggingface import LambdaCGDTrainer, kind_of, per_example
 from tests.integrations import hf
 
 SEED = 5

@@ -50,7 +50,7 @@ def test_a_version_that_was_not_tested_is_refused(known):
         check_internals("pytest", "hf", known, {Theirs: {"step": "model"}})
 
 
-@pytest.mark.parametrize(("package", "module"), [("lightning", "lightning"), ("transformers", "huggingface/trainer")])
+@pytest.mark.parametrize(("package", "module"), [("lightning", "lightning"), ("transformers", "huggingface")])
 def test_importing_an_integration_checks_the_library_beneath(package, module, monkeypatch):
     pytest.importorskip(package)
     real = importlib.metadata.version
@@ -62,7 +62,7 @@ def test_importing_an_integration_checks_the_library_beneath(package, module, mo
 @pytest.mark.parametrize("package", ["transformers", "lightning"])
 def test_the_package_asks_for_the_versions_that_are_checked(package):
     pytest.importorskip(package)
-    module = "lightning" if package == "lightning" else "huggingface/trainer"
+    module = "lightning" if package == "lightning" else "huggingface"
     source = (ROOT / "src" / "lambdacgd" / "integrations" / f"{module}.py").read_text(encoding="utf-8")
     call = re.search(rf'check_internals\("{package}", "\w+", \(\((\d+), (\d+)\), \((\d+), (\d+)\)\)', source)
     first, last = (int(call[1]), int(call[2])), (int(call[3]), int(call[4]))
@@ -87,7 +87,7 @@ def _replaced(ours, theirs):
 
 def test_every_override_of_the_trainer_is_listed():
     transformers = pytest.importorskip("transformers")
-    from lambdacgd.integrations.huggingface.trainer import INTERNALS, LambdaCGDTrainer
+    from lambdacgd.integrations.huggingface import INTERNALS, LambdaCGDTrainer
 
     assert _replaced(LambdaCGDTrainer, transformers.Trainer) <= INTERNALS[transformers.Trainer].keys()
 

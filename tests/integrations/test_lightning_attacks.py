@@ -149,13 +149,6 @@ def test_checkpoints_that_are_written_later_are_refused(plugin, tmp_path):
     assert strategy.private is None
 
 
-def test_more_devices_than_the_strategy_takes_are_spoken_of(tmp_path):
-    module, strategy, trainer = make(tmp_path, devices=2)
-    with pytest.warns(UserWarning, match="LambdaCGDDDPStrategy takes all"):
-        trainer.fit(module, strategy.loader)
-    assert strategy.private.finished
-
-
 def test_a_tuner_is_refused(tmp_path):
     """It would train, look at the losses, and go back to the first weights under the same noise."""
     module, strategy, trainer = make(tmp_path)

@@ -272,10 +272,10 @@ def added_in_its_own_dtype(patch: pytest.MonkeyPatch, narrow: torch.dtype | None
 
     def add_on_cpu(jobs: list[Job], *numbers: object, read: bool = True) -> bool:
         for job in jobs:
-            kind = narrow or job.source.dtype
-            noise = torch.empty(job.source.shape, dtype=job.source.dtype)
-            real([Job(job.entry, noise, noise, job.offset)], *numbers, read=False)  # type: ignore[arg-type]
-            job.target.copy_(job.source.to(kind) + noise.to(kind))
+            kind = narrow or job.tensor.dtype
+            noise = torch.empty_like(job.tensor)
+            real([Job(job.entry, noise, job.offset)], *numbers, read=False)  # type: ignore[arg-type]
+            job.tensor.copy_(job.tensor.to(kind) + noise.to(kind))
         return True
 
     patch.setattr(field, "add_on_cpu", add_on_cpu)

@@ -13,11 +13,9 @@ from .helpers import SUBKEY, correlated, field
 
 SHAPES = {"a": (3, 50), "b": (600,)}
 RECURRENCES: list[Recurrence] = [
-    BandedInverse((1.0,)),
-    BandedInverse((1.0, -0.9)),
-    BandedInverse((1.0, -0.5, -0.125, -0.0625)),
     BandedStrategy((1.0, 0.5, 0.375)),
     BandedStrategy((2.0, 0.5)),
+    BandedStrategy((2.0,)),
     BufferedToeplitz((0.99, 0.6), (0.13, 0.3)),
 ]
 
@@ -56,7 +54,7 @@ def test_resuming_at_any_step_gives_the_same_bits(recurrence: Recurrence, restar
 
 
 def test_asking_out_of_order_does_not_change_the_noise() -> None:
-    noise = stage(RECURRENCES[3])
+    noise = stage(RECURRENCES[0])
     answers = {}
     for step in (1, 2, 3, 4, 5):
         answers[step] = zeros()
@@ -92,28 +90,25 @@ def test_a_step_that_fails_half_way_does_not_spoil_the_next_try(
         assert torch.equal(got[name], want[name])
 
 
-def test_cpu_buffers_shards_and_out() -> None:
-    noise, whole = stage(RECURRENCES[3], buffers="cpu"), stage(RECURRENCES[3])
+def test_shards_get_their_part_of_the_noise() -> None:
+    noise, whole = stage(RECURRENCES[0]), stage(RECURRENCES[0])
     for step in (1, 2, 3):
         sums = {"a": torch.zeros(2, 50), "b": torch.zeros(100)}
-        out = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in sums.items()}
-        noise.add_(sums, step, out=out, offsets={"a": 50, "b": 300})
+        noise.add_(sums, step, offsets={"a": 50, "b": 300})
         full = {name: value.float() for name, value in zeros().items()}
         whole.add_(full, step)
-        assert torch.equal(out["a"], full["a"][1:].to(torch.bfloat16))
-        assert torch.equal(out["b"], full["b"][300:400].to(torch.bfloat16))
-        assert not sums["a"].any()
+        assert torch.equal(sums["a"], full["a"][1:])
+        assert torch.equal(sums["b"], full["b"][300:400])
 
 
 def test_refusals() -> None:
-    noise = stage(RECURRENCES[3])
+    noise = stage(RECURRENCES[0])
     with pytest.raises(NoiseError, match="outside the run"):
         noise.add_(zeros(), 61)
     bad = zeros()
     bad["a"][0, 0] = float("nan")
     with pytest.raises(NonFiniteSum):
         noise.add_(bad, 1)
-    with pytest.raises(ValueError, match="buffers"):
-        stage(RECURRENCES[3], buffers="disk")
-    with pytest.raises(TypeError, match="recurrence"):
-        BufferedNoise(field(SHAPES), None, sigma=1.0, clip=1.0, horizon=5)  # type: ignore[arg-type]
+    for other in (None, BandedInverse((1.0, -0.9))):
+        with pytest.raises(TypeError, match="recurrence"):
+            BufferedNoise(field(SHAPES), other, sigma=1.0, clip=1.0, horizon=5)  # type: ignore[arg-type]

@@ -84,15 +84,15 @@ def test_every_normal_is_within_the_bound_of_the_proof() -> None:
     assert float((difference.norm(dim=1) / (radius + 0.5 / radius)).max()) < 2.0**-48
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_cpu_and_cuda_release_the_same_numbers(dtype: torch.dtype) -> None:
     """They may differ by one Δ where a sum lies within 2⁻⁴⁵ of a rounding boundary: 10⁻⁴ of such in 10⁷ numbers."""
     count = 10_000_000
-    sums = torch.randn(count, generator=torch.Generator().manual_seed(3))
+    oracle = torch.randn(count, generator=torch.Generator().manual_seed(3), dtype=dtype)
+    ours = oracle.cuda()
     noise = {"sigma": 1.5, "clip": 2.0, "horizon": 100}
-    ours, oracle = torch.empty(count, dtype=dtype, device="cuda"), torch.empty(count, dtype=dtype)
-    RegeneratedNoise(field({"w": (count,)}), BANDS, **noise).add_({"w": sums.cuda()}, 9, out={"w": ours})  # type: ignore[arg-type]
-    RegeneratedNoise(field({"w": (count,)}), BANDS, **noise).add_({"w": sums}, 9, out={"w": oracle})  # type: ignore[arg-type]
+    for value in (ours, oracle):
+        RegeneratedNoise(field({"w": (count,)}), BANDS, **noise).add_({"w": value}, 9)  # type: ignore[arg-type]
     assert torch.equal(ours.cpu(), oracle)
 
 
@@ -145,18 +145,6 @@ def test_non_contiguous_sums_give_the_same_bits() -> None:
         noise.add_({"w": view}, 2)
         assert torch.equal(view, plain)
         assert view.stride() == stride
-
-
-def test_out_in_bfloat16_is_rounded_once() -> None:
-    sums = on_cuda(tensors())
-    kept = {name: value.clone() for name, value in sums.items()}
-    out = {name: torch.empty(value.shape, dtype=torch.bfloat16, device="cuda") for name, value in sums.items()}
-    out["conv.weight"] = out["conv.weight"].to(memory_format=torch.channels_last)
-    stage().add_(sums, 4, out=out)
-    assert all(torch.equal(sums[name], kept[name]) for name in sums)
-    stage().add_(sums, 4)
-    for name, value in sums.items():
-        assert torch.equal(out[name], value.to(torch.bfloat16)), name
 
 
 def test_mixed_dtypes_restarts_and_column_scales() -> None:
@@ -230,6 +218,8 @@ def test_a_graph_keeps_its_table_when_other_tensors_come_later() -> None:
     others = [on_cuda(tensors(seed=seed)) for seed in range(1, 9)]
     for other in others:
         noise.add_(other, 6)
+    size = next(iter(noise.field._devices.values()))._tables
+    assert all(any(table.captured for table in tables) for tables in size.values())  # kept: its memory is not reused
     for name, value in tensors().items():
         sums[name].copy_(value)
     graph.replay()
@@ -312,13 +302,12 @@ def test_extra_memory_is_below_one_mebibyte() -> None:
     assert torch.cuda.max_memory_allocated() - before < 1 << 20
 
 
-@pytest.mark.parametrize("buffers", ["device", "cpu"])
 @pytest.mark.parametrize(
-    "recurrence", [BANDS, BandedStrategy((1.0, 0.5, 0.375)), BufferedToeplitz((0.99, 0.6), (0.13, 0.3))], ids=str
+    "recurrence", [BandedStrategy((1.0, 0.5, 0.375)), BufferedToeplitz((0.99, 0.6), (0.13, 0.3))], ids=str
 )
-def test_buffered_equals_the_cpu(recurrence: object, buffers: str) -> None:
+def test_buffered_equals_the_cpu(recurrence: object) -> None:
     terms = {"sigma": 1.5, "clip": 2.0, "horizon": 30, "restart_every": 6}
-    ours = BufferedNoise(field(), recurrence, buffers=buffers, **terms)  # type: ignore[arg-type]
+    ours = BufferedNoise(field(), recurrence, **terms)  # type: ignore[arg-type]
     oracle = BufferedNoise(field(), recurrence, **terms)  # type: ignore[arg-type]
     for step in (1, 2, 3, 4, 5, 6, 7, 8, 9):
         one, two = on_cuda(tensors()), tensors()

@@ -34,12 +34,11 @@ def noise(jobs, combination, step, turns=None, read=True):
     return backend.read_flags()
 
 
-# Every tensor of the layout, strided ones too, in one turn and in several.
+# Every tensor of the layout, in one turn and in several.
 shapes = {"a": (3, 5), "b": (1001,), "c": (2, 3, 5, 7), "scale": (), "empty": (0, 4)}
 layout = Layout.of(shapes)
 for turns in (1, 2, 4):
     z = tensors(shapes, dtype=torch.float64)
-    z["c"] = z["c"].permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0)
     assert noise(match(layout, z), UNIT, 7, turns, read=False) == 0
     for name, value in z.items():
         if value.numel():
@@ -50,15 +49,16 @@ combination = Combination((1.0, -0.9), 3.0, 100, tuple(np.linspace(1.0, 2.0, 10)
 entry = layout.by_name["b"]
 sums = torch.randn(500, generator=torch.Generator().manual_seed(1))
 for step in (11, 12):
-    out = torch.empty(500)
-    assert noise([Job(entry, sums, out, 333)], combination, step, 2) == 0
+    out = sums.clone()
+    assert noise([Job(entry, out, 333)], combination, step, 2) == 0
     bands = combination.bands(step)
     wanted = expected(layout, "b", bands)[333:833] * combination.scale_at(step) + sums.double().numpy()
     quantum = combination.lattice_at(step) / (1.5 * 2.0**52)
     assert np.array_equal(out.double().numpy(), np.rint(wanted / quantum) * quantum)
 sums[-1] = float("inf")
-assert noise([Job(entry, sums, out, 333)], combination, 12) == 1
-assert noise([Job(entry, sums[:4], out[:4], 333)], combination, 101) == 2 and out[:4].isnan().all()
+assert noise([Job(entry, sums.clone(), 333)], combination, 12) == 1
+out = sums[:4].clone()
+assert noise([Job(entry, out, 333)], combination, 101) == 2 and out.isnan().all()
 
 # Radii that take more bits: elements that the reference says have one, near 0 and far out.
 index = np.arange(384 * 40)
@@ -70,7 +70,7 @@ rare = (radius < 0.0078) | (radius > 4.56)
 assert rare.any()
 group = int(np.nonzero(rare.any(axis=1))[0][0])
 z = torch.empty(384, dtype=torch.float64)
-noise([Job(one.by_name["w"], z, z, 384 * group)], UNIT, 3, read=False)
+noise([Job(one.by_name["w"], z, 384 * group)], UNIT, 3, read=False)
 assert np.abs(z.numpy() - pairs[group].ravel()).max() < 1e-13
 print("passed")
 """

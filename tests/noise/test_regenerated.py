@@ -17,6 +17,11 @@ from lambdacgd.noise import BufferedNoise, Layout, LayoutError, NoiseError, NonF
 from .helpers import SHAPES, expected, field, released, tensors
 
 LAMBDA = BandedInverse((1.0, -0.9))
+# For each kind a recurrence, and the first coefficients of the C⁻¹ that it stands for.
+BOTH = {
+    RegeneratedNoise: (LAMBDA, (1.0, -0.9)),
+    BufferedNoise: (BandedStrategy((1.0, 0.5)), (1.0, -0.5, 0.25, -0.125)),
+}
 
 
 def stage(
@@ -147,31 +152,13 @@ def test_non_contiguous_sums(rows: int) -> None:
         assert view.stride() == stride
 
 
-def test_out_is_rounded_once_and_the_sums_stay() -> None:
-    sums = tensors()
-    kept = {name: value.clone() for name, value in sums.items()}
-    out = {name: torch.empty(value.shape, dtype=torch.bfloat16) for name, value in sums.items()}
-    out["conv.weight"] = out["conv.weight"].to(memory_format=torch.channels_last)
-    stage().add_(sums, 4, out=out)
-    assert all(torch.equal(sums[name], kept[name]) for name in sums)
-    stage().add_(sums, 4)
-    for name, value in sums.items():
-        assert torch.equal(out[name], value.to(torch.bfloat16))
-
-
-def test_no_noise_is_no_noise() -> None:
-    sums = tensors()
-    kept = {name: value.clone() for name, value in sums.items()}
-    stage(sigma=0.0, clip=math.inf).add_(sums, 4)
-    assert all(torch.equal(sums[name], kept[name]) for name in sums)
-
-
 @pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_only_lattice_points_leave(kind: type, dtype: torch.dtype) -> None:
     """Sum plus noise as a multiple of Δ, whatever the bits of the sum, and equal to the reference's rounding."""
     scales = np.linspace(0.5, 2.0, 5)
-    noise = kind(field(), LAMBDA, sigma=1.5, clip=2.0, horizon=5, column_scales=scales)
+    recurrence, coefficients = BOTH[kind]
+    noise = kind(field(), recurrence, sigma=1.5, clip=2.0, horizon=5, column_scales=scales)
     for step in (1, 4):
         sums = tensors(dtype=dtype)
         noise.add_(sums, step)
@@ -180,16 +167,17 @@ def test_only_lattice_points_leave(kind: type, dtype: torch.dtype) -> None:
         assert 2.0**-10 <= quantum / scale <= 2.0**-9
         for name, value in sums.items():
             assert torch.equal((value.double() / quantum).round() * quantum, value.double())
-            bands = [(step - j, a) for j, a in enumerate((1.0, -0.9)) if step - j >= 1]
+            bands = [(step - j, a) for j, a in enumerate(coefficients) if step - j >= 1]
             field_noise = expected(noise.field.layout, name, bands)
             want = released(tensors(dtype=dtype)[name].double().numpy(), field_noise, scale, 10)
             assert np.array_equal(value.double().numpy(), want)
 
 
 @pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
-def test_without_noise_every_bit_of_the_sums_stays(kind: type) -> None:
-    sums, kept = tensors(dtype=torch.float64), tensors(dtype=torch.float64)
-    kind(field(), LAMBDA, sigma=0.0, clip=1.0, horizon=5).add_(sums, 1)
+@pytest.mark.parametrize(("dtype", "clip"), [(torch.float32, math.inf), (torch.float64, 1.0)])
+def test_without_noise_every_bit_of_the_sums_stays(kind: type, dtype: torch.dtype, clip: float) -> None:
+    sums, kept = tensors(dtype=dtype), tensors(dtype=dtype)
+    kind(field(), BOTH[kind][0], sigma=0.0, clip=clip, horizon=5).add_(sums, 4)
     assert all(torch.equal(sums[name], kept[name]) for name in sums)
 
 
@@ -355,7 +343,7 @@ def test_works_beside_autograd_and_other_devices_are_told_apart() -> None:
 
 @pytest.mark.parametrize("kind", [RegeneratedNoise, BufferedNoise])
 def test_a_forked_copy_of_a_run_gets_no_noise(kind: type) -> None:
-    noise = kind(field({"w": (3,)}), LAMBDA, sigma=1.0, clip=1.0, horizon=5)
+    noise = kind(field({"w": (3,)}), BOTH[kind][0], sigma=1.0, clip=1.0, horizon=5)
     noise.add_({"w": torch.zeros(3)}, 1)
     child = os.fork()
     if child == 0:

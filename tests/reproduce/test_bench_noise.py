@@ -39,7 +39,7 @@ def test_one_failure_does_not_lose_the_rest(monkeypatch: pytest.MonkeyPatch) -> 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setattr(benchmark, "BufferedNoise", broken)
+    monkeypatch.setattr(benchmark, "StoredNoise", broken)
     rows = benchmark.run(["cnn"], "cpu", bands=[2], seconds=0.005, show=False)["models"]["cnn"]["contenders"]
     assert rows["buffers on device, 2 bands"] == {"error": "RuntimeError: out of memory"}
     assert rows["regenerated, 2 bands"]["ms"] > 0

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lambdacgd.noise import BufferedNoise
 from reproduce import runtime
 from reproduce.bench_models import Case
 from reproduce.framework import Row, Settings
 from reproduce.paper import CIFAR, DP_SGD, IMDB, VARIANTS
 from reproduce.runtime import Times, Variant, measure_model, summary, variants
+from reproduce.stored import StoredNoise
 
 SIZES = {"batch": 8, "physical": 4, "steps_per_epoch": 10, "bands": [2, 4, 16], "device": "cpu"}
 
@@ -76,7 +76,7 @@ def test_bands_are_all_in_use_and_kept_from_round_to_round(
     for variant in seen:
         assert variant.done == (0 if variant.on_cpu else 20) + 2 * 3  # two rounds of one step off the clock and two on
         if variant.on_cpu:
-            assert isinstance(variant.buffered, BufferedNoise)
+            assert isinstance(variant.buffered, StoredNoise)
             assert variant.buffered._next == variant.done + 1  # went on, was not rebuilt
             assert len(stages[variant.title]) == 1
 
@@ -95,7 +95,7 @@ def test_a_failing_variant_does_not_lose_the_rest(tiny: dict[str, Case], monkeyp
     def fail(*a: Any, **k: Any) -> None:
         raise RuntimeError("cannot pin that much memory")
 
-    monkeypatch.setattr(BufferedNoise, "add_", fail)
+    monkeypatch.setattr(StoredNoise, "add_", fail)
     found = measured("cnn")["variants"]
     assert "cannot pin" in found["CPU buffer, 2 bands"]["error"]
     assert found["regenerated, 16 bands"]["over_dp_sgd"] > 0

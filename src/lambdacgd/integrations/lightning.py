@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -373,9 +372,6 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
     for kind, advice in _CALLBACKS:  # ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
-    asked = len(getattr(trainer._accelerator_connector, "_parallel_devices", None) or [])
-    if trainer.world_size == 1 < asked:  # no error: without devices=… Lightning asks for all that there are
-        warnings.warn(f"of {asked} devices this strategy takes one: LambdaCGDDDPStrategy takes all", stacklevel=2)
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
         name = type(trainer.strategy.checkpoint_io).__name__
         raise InvalidInput(

@@ -1,4 +1,4 @@
-"""What every integration needs: the library beneath it checked, a place for the key, logical batches, one loss each."""
+"""What every integration needs: the library beneath it checked, a place for the key, logical batches."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
@@ -206,18 +204,3 @@ class LogicalLoader:
         data = private.loader.until(end)
         while private.steps_taken < end:
             yield LogicalBatch(private, data)
-
-
-# --- one loss per example --------------------------------------------------------------------------------------------
-
-
-def check_losses(losses: object, rows: int) -> Tensor:
-    """One loss per example, as a vector."""
-    if not isinstance(losses, Tensor) or losses.shape != (rows,):
-        found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-        raise TrainingError(
-            f"compute_loss must return one loss per example, a tensor of shape ({rows},), and returned {found}. A loss "
-            "that is already averaged may mix examples (a mean over all tokens of a batch does). Average over each "
-            "example's own tokens and return the vector"
-        )
-    return losses

@@ -7,7 +7,6 @@ import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
@@ -31,15 +30,14 @@ class _Table:
 
 @dataclass(frozen=True)
 class Launch:
-    """All tensors of one pair of dtypes, as addresses in a table: it keeps no tensor alive."""
+    """All tensors of one dtype, as addresses in a table: it keeps no tensor alive."""
 
     table: _Table
     stamp: int
     rows: int
     programs: int
     turns: int
-    source: torch.dtype
-    target: torch.dtype
+    dtype: torch.dtype
 
     @property
     def current(self) -> bool:
@@ -61,28 +59,26 @@ class CudaBackend:
         )
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
-        self._free: dict[int, list[_Table]] = {}  # by size, the longest unused first
+        self._tables: dict[int, list[_Table]] = {}  # by size, the longest unused first; a graph's are kept for good
         self._constants: dict[tuple[float, ...], torch.Tensor] = {}
 
     def prepare(self, jobs: Sequence[Job]) -> list[Launch]:
-        """Tables for these jobs, one launch a pair of dtypes. Valid until ``current`` says otherwise."""
+        """Tables for these contiguous tensors, one launch a dtype. Valid until ``current`` says otherwise."""
         launches = []
-        kind = lambda job: (str(job.source.dtype), str(job.target.dtype))  # noqa: E731
-        for _, group in groupby(sorted(jobs, key=kind), key=kind):
-            batch = [job for job in group if job.source.numel()]
+        for dtype in (torch.float32, torch.float64):
+            batch = [job for job in jobs if job.tensor.dtype == dtype and job.tensor.numel()]
             if not batch:
                 continue
             turns = turns_of(batch)
             rows, programs = table_rows(batch, turns)
             table = self._write(np.concatenate([rows.reshape(-1), programs[:-1]]))
-            types = batch[0].source.dtype, batch[0].target.dtype
-            launches.append(Launch(table, table.stamp, len(batch), int(programs[-1]), turns, *types))
+            launches.append(Launch(table, table.stamp, len(batch), int(programs[-1]), turns, dtype))
         return launches
 
     def launch(
         self, launches: Sequence[Launch], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
-        """target = source + scale·d_t·Σ a_j z[t−j] (the noise alone if not ``read``)."""
+        """Add scale·d_t·Σ a_j z[t−j] to the tensors (write the noise alone if not ``read``)."""
         from lambdacgd.noise.kernel import META_COLUMNS, noise_kernel  # Triton: only where there is CUDA
 
         counter, base = (step, 0) if isinstance(step, torch.Tensor) else (self._no_step, step)
@@ -110,9 +106,7 @@ class CudaBackend:
                     struct.unpack("<q", struct.pack("<d", scale))[0],
                     math.ldexp(1.5, 53 - combination.fineness) if read else 0.0,
                     READ=read,
-                    WIDE=launch.source == torch.float64,
-                    WIDE_OUT=launch.target == torch.float64,
-                    BF16_OUT=launch.target == torch.bfloat16,
+                    WIDE=launch.dtype == torch.float64,
                     SCALED=scales is not None,
                     num_warps=1,
                 )
@@ -134,8 +128,8 @@ class CudaBackend:
 
     def _write(self, content: np.ndarray) -> _Table:
         """A table with this content, sent to the device. Captured tables are never written again, others in turn."""
-        free = self._free.setdefault(len(content), [])
-        free[:] = [table for table in free if not table.captured]
+        tables = self._tables.setdefault(len(content), [])
+        free = [table for table in tables if not table.captured]
         cuda, capturing = self.device.type == "cuda", self._capturing()
         if capturing and not free:
             raise RuntimeError(
@@ -144,8 +138,10 @@ class CudaBackend:
         while not capturing and len(free) < _TABLES:
             host = torch.zeros(len(content), dtype=torch.int64, pin_memory=cuda)
             free.append(_Table(host, torch.zeros(len(content), dtype=torch.int64, device=self.device)))
-        table = free.pop(0)
-        free.append(table)
+            tables.append(free[-1])
+        table = free[0]
+        tables.remove(table)
+        tables.append(table)
         if table.sent is not None and not capturing:
             table.sent.synchronize()  # the copy out of its host half is over; only then may it be written again
         table.stamp += 1
@@ -159,51 +155,24 @@ class CudaBackend:
 
 def turns_of(jobs: Sequence[Job]) -> int:
     """Groups that one program serves in turn: several in a large model, one in a small one, to fill the device."""
-    return 4 if sum(job.source.numel() for job in jobs) >= _LARGE else 1
+    return 4 if sum(job.tensor.numel() for job in jobs) >= _LARGE else 1
 
 
 def table_rows(jobs: Sequence[Job], turns: int) -> tuple[np.ndarray, np.ndarray]:
     """The kernel's table: (tensors, META_COLUMNS) numbers, and each tensor's first program with the total behind.
 
-    Columns: 0 source, 1 target address, 2 unused, 3 elements, 4 offset, 5 first block, 6 first group, 7 strided,
-    8–11 sizes, 12–15 source strides, 16–19 target strides (of at most four merged dimensions, outermost first).
+    Columns: 0 address, 1 elements, 2 offset, 3 first block, 4 first group.
     """
     from lambdacgd.noise.kernel import META_COLUMNS
 
     rows = np.zeros((len(jobs), META_COLUMNS), dtype=np.int64)
     programs = np.zeros(len(jobs) + 1, dtype=np.int64)
     for index, job in enumerate(jobs):
-        count = job.source.numel()
+        count = job.tensor.numel()
         first_group = job.offset // GROUP_ELEMENTS
         last_group = -(-(job.offset + count) // GROUP_ELEMENTS)
         programs[index + 1] = programs[index] - (-(last_group - first_group) // turns)
-        rows[index, :7] = (
-            job.source.data_ptr(), job.target.data_ptr(), 0, count, job.offset, job.entry.first_block, first_group,
-        )  # fmt: skip
-        if not (job.source.is_contiguous() and job.target.is_contiguous()):
-            dimensions = merged_dimensions(job)
-            rows[index, 7] = 1
-            rows[index, 8:12] = [d[0] for d in dimensions]
-            rows[index, 12:16] = [d[1] for d in dimensions]
-            rows[index, 16:20] = [d[2] for d in dimensions]
+        rows[index] = job.tensor.data_ptr(), count, job.offset, job.entry.first_block, first_group
     if programs[-1] >= 1 << 31:
         raise ValueError(f"{programs[-1]} programs exceed one launch (2**31); shard the model over more devices")
     return rows, programs
-
-
-def merged_dimensions(job: Job) -> list[tuple[int, int, int]]:
-    """(size, source stride, target stride) of four dimensions, neighbours merged where both tensors allow it."""
-    merged: list[tuple[int, int, int]] = []
-    for size, source, target in zip(job.source.shape, job.source.stride(), job.target.stride(), strict=True):
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == size * source and merged[-1][2] == size * target:
-            merged[-1] = (merged[-1][0] * size, source, target)
-        else:
-            merged.append((size, source, target))
-    if len(merged) > 4:
-        raise ValueError(
-            f"{job.entry.name!r} has strides {job.source.stride()} that do not merge into four dimensions; "
-            f"make it contiguous or channels_last"
-        )
-    return [(1, 0, 0)] * (4 - len(merged)) + merged

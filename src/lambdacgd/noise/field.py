@@ -117,9 +117,15 @@ class NoiseField:
     def apply(
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
-        """target = source + the combination at this step (the noise alone if not ``read``) for every job."""
-        for device in {job.source.device for job in jobs}:
-            mine = [job for job in jobs if job.source.device == device]
+        """Add the combination at this step to every job's tensor (write the noise alone if not ``read``)."""
+        for job in jobs:
+            if not is_direct(job):  # by a copy, one tensor after the other
+                near = job.tensor.device if job.tensor.device.type == "cuda" else "cpu"
+                copied = job.tensor.to(near, memory_format=torch.contiguous_format, copy=True)
+                self.apply([Job(job.entry, copied, job.offset)], combination, step, read=read)
+                job.tensor.copy_(copied)
+        for device in {job.tensor.device for job in jobs if is_direct(job)}:
+            mine = [job for job in jobs if job.tensor.device == device and is_direct(job)]
             if device.type == "cuda":
                 backend = self.backend(device)
                 backend.launch(backend.prepare(mine), combination, step, read=read)
@@ -127,37 +133,22 @@ class NoiseField:
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
             numbers = combination.bands(step), combination.scale_at(step), combination.lattice_at(step)
-            direct = [job for job in mine if is_direct(job)]
-            self._bad |= not add_on_cpu(direct, self._subkey, *numbers, read=read)
-            for job in mine:
-                if not is_direct(job):  # by a copy, one tensor after the other
-                    near = job.source.to("cpu", memory_format=torch.contiguous_format, copy=True)
-                    kept = near if job.target is job.source else torch.empty(job.target.shape, dtype=job.target.dtype)
-                    copied = Job(job.entry, near, kept, job.offset)
-                    self._bad |= not add_on_cpu([copied], self._subkey, *numbers, read=read)
-                    job.target.copy_(kept)
+            self._bad |= not add_on_cpu(mine, self._subkey, *numbers, read=read)
 
-    def add_(
-        self,
-        sums: Tensors,
-        out: Tensors | None,
-        offsets: Offsets,
-        combination: Combination,
-        step: int | torch.Tensor,
-    ) -> None:
+    def add_(self, sums: Tensors, offsets: Offsets, combination: Combination, step: int | torch.Tensor) -> None:
         """Check the tensors and add the combination at this step. CUDA tensors that have not moved are known again.
 
         A model has hundreds of tensors, and checking each anew would take the host longer than the noise the device.
         """
-        seen = _fingerprint(sums, out, offsets)
+        seen = _fingerprint(sums, offsets)
         known = seen is not None and seen == self._seen
         if not known or not all(launch.current for _, launches in self._launches for launch in launches):
-            jobs = match(self.layout, sums, out=out, offsets=offsets)
-            if seen is None or any(job.source.device.type != "cuda" for job in jobs):
+            jobs = match(self.layout, sums, offsets=offsets)
+            if seen is None:
                 return self.apply(jobs, combination, step)
             self._seen = None
-            devices = {job.source.device for job in jobs}
-            shares = [(self.backend(d), [job for job in jobs if job.source.device == d]) for d in devices]
+            devices = {job.tensor.device for job in jobs}
+            shares = [(self.backend(d), [job for job in jobs if job.tensor.device == d]) for d in devices]
             self._launches = [(backend, backend.prepare(mine)) for backend, mine in shares]
             self._seen = seen
         for backend, launches in self._launches:
@@ -200,15 +191,15 @@ class NoiseField:
         raise TypeError("a NoiseField holds a sub-key and cannot be pickled or copied; build it again from the key")
 
 
-def _fingerprint(sums: Tensors, out: Tensors | None, offsets: Offsets) -> tuple[Any, ...] | None:
-    """All that a launch depends on, without keeping any tensor alive; None for tensors that are not plain CUDA ones."""
+def _fingerprint(sums: Tensors, offsets: Offsets) -> tuple[Any, ...] | None:
+    """All that a launch depends on, without keeping a tensor alive; None unless all are plain, contiguous, on CUDA."""
     seen: list[Any] = []
-    for tensors in (sums, {} if out is None else out):
-        for name, tensor in tensors.items():
-            if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or not tensor.is_cuda or tensor.is_sparse:
-                return None
-            seen.append((name, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype))
-    return (len(sums), tuple(seen), None if offsets is None else tuple(offsets.items()))
+    for name, tensor in sums.items():
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.is_cuda and not tensor.is_sparse
+        if not plain or not tensor.is_contiguous():
+            return None
+        seen.append((name, tensor.data_ptr(), tensor.shape, tensor.dtype))
+    return tuple(seen), None if offsets is None else tuple(offsets.items())
 
 
 UNIT = Combination(coefficients=(1.0,), scale=1.0, horizon=1 << 62)
@@ -233,6 +224,8 @@ class CorrelatedNoise:
         ValueError: A number is out of its range.
     """
 
+    serves: tuple[type, ...] = ()  #: the recurrences that it computes
+
     def __init__(
         self,
         field: NoiseField,
@@ -245,6 +238,12 @@ class CorrelatedNoise:
         restart_every: int | None = None,
         fineness: int = FINENESS,
     ) -> None:
+        if not isinstance(recurrence, self.serves):
+            raise TypeError(
+                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}. A BandedInverse is "
+                f"for RegeneratedNoise; one that needs its past outputs, which cannot be computed again, for "
+                f"BufferedNoise"
+            )
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
             tuple(map(float, recurrence.coefficients)) if isinstance(recurrence, BandedInverse) else (),
@@ -283,17 +282,15 @@ class CorrelatedNoise:
         sums: Tensors,
         step: int | torch.Tensor,
         *,
-        out: Tensors | None = None,
         offsets: Offsets = None,
         check: bool = True,
     ) -> None:
-        """Add step t's noise to the sums in place, or write sum + noise to ``out`` (then the sums keep their values).
+        """Add step t's noise to the sums in place.
 
         Args:
             sums: float32 or float64 tensors named as in the layout.
             step: The step of the run, from 1 to the horizon. For CUDA graphs (regenerated noise, ``check=False``) it
                 may be an int64 tensor of one element on the device; outside 1 … n it yields NaN.
-            out: Where the results go: float32, float64 or bfloat16 tensors, rounded once after the noise.
             offsets: For each tensor that is a shard, the row-major index of its first element in the whole tensor.
             check: Read the flag that a sum which is not finite sets while it is read. On CUDA this waits for the
                 device; with ``check=False`` call ``check()`` before the weights change.
@@ -309,11 +306,11 @@ class CorrelatedNoise:
         elif step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
             raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
         self.field.agree(self.recurrence, self._combination)
-        self._add(step, sums, out, offsets)
+        self._add(step, sums, offsets)
         if check:
             self.check()
 
-    def _add(self, step: int | torch.Tensor, sums: Tensors, out: Tensors | None, offsets: Offsets) -> None:
+    def _add(self, step: int | torch.Tensor, sums: Tensors, offsets: Offsets) -> None:
         raise NotImplementedError
 
     def check(self) -> None:
@@ -340,20 +337,14 @@ class RegeneratedNoise(CorrelatedNoise):
     ---------
     Step t's noise is the same function of the same arguments whenever and wherever it is asked for: resumed, sharded,
     in another order. What is cancelled at step t+1 is exactly what was added at step t. No memory of the gradient's
-    size is allocated (but on a CPU, a copy of one tensor that is not contiguous). A step beyond the horizon, and the
-    same field under other terms, are refused.
+    size is allocated, but for a copy of a tensor that is not contiguous. A step beyond the horizon, and the same field
+    under other terms, are refused.
     """
 
-    def __init__(self, field: NoiseField, recurrence: Recurrence, **terms: Any) -> None:
-        if not isinstance(recurrence, BandedInverse):
-            raise TypeError(
-                f"{type(recurrence).__name__} needs its past outputs, which cannot be computed again from the last few "
-                f"fields; use BufferedNoise"
-            )
-        super().__init__(field, recurrence, **terms)
+    serves = (BandedInverse,)
 
-    def _add(self, step: int | torch.Tensor, sums: Tensors, out: Tensors | None, offsets: Offsets) -> None:
-        self.field.add_(sums, out, offsets, self._combination, step)
+    def _add(self, step: int | torch.Tensor, sums: Tensors, offsets: Offsets) -> None:
+        self.field.add_(sums, offsets, self._combination, step)
 
 
 # --- On a CPU: keystream from OpenSSL, the Gaussian transform by torch in float64, in pieces that stay in cache -------
@@ -380,7 +371,7 @@ def pieces(jobs: Sequence[Job]) -> list[Piece]:
     parts: list[tuple[Job, int, int]] = []
     for job in jobs:
         base = job.entry.first_block // GROUP_BLOCKS
-        done, count = 0, job.source.numel()
+        done, count = 0, job.tensor.numel()
         while done < count:
             group = base + (job.offset + done) // GROUP_ELEMENTS
             if parts and (group > end or group - first >= _GROUPS):
@@ -521,14 +512,14 @@ def _fill_words(subkey: bytes, block: int, count: int, step: int) -> None:
 
 
 def is_direct(job: Job) -> bool:
-    """Whether the CPU reads and writes the job's tensors where they are."""
-    return job.source.device.type == "cpu" and job.source.is_contiguous() and job.target.is_contiguous()
+    """Whether the noise is added to the job's tensor where it is."""
+    return job.tensor.device.type in ("cpu", "cuda") and job.tensor.is_contiguous()
 
 
 def add_on_cpu(
     jobs: Sequence[Job], subkey: bytes, bands: Bands, scale: float, lattice: float, *, read: bool = True
 ) -> bool:
-    """target = source + scale·Σ a·z on the lattice (or the noise alone if not ``read``), for contiguous tensors.
+    """Add scale·Σ a·z to contiguous tensors, on the lattice (write the noise alone if not ``read``).
 
     Returns:
         Whether all results are finite.
@@ -555,13 +546,13 @@ def add_on_cpu(
 def _add_part(part: tuple[Job, int, int], noise: torch.Tensor, first_group: int, lattice: float, read: bool) -> bool:
     job, begin, end = part
     skip = job.offset - (first_group - job.entry.first_block // GROUP_BLOCKS) * GROUP_ELEMENTS
-    source, target = job.source.view(-1), job.target.view(-1)
+    target = job.tensor.view(-1)
     finite = True
     for a in range(begin, end, _SERIAL):
         b = min(a + _SERIAL, end)
         values = noise[skip + a : skip + b]
         if read:
-            values.add_(source[a:b]).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
+            values.add_(target[a:b]).add_(lattice).sub_(lattice)  # in float64: only lattice points become float32
             low, high = torch.aminmax(values)
             limit = torch.finfo(target.dtype).max
             finite &= -limit <= float(low) and float(high) <= limit

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from lambdacgd.noise.layout import GROUP_ELEMENTS, MORE, RARE
 
-META_COLUMNS = 20
+META_COLUMNS = 5
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")  # Triton's interpreter knows no assembly
 _GROUP = tl.constexpr(GROUP_ELEMENTS)
@@ -194,29 +194,13 @@ def _pair(first, second, coefficient, radius, a, half, low, UPPER: tl.constexpr)
     return first - signed * (s * f), second + signed * c
 
 
-@triton.jit
-def _place(index, row, first: tl.constexpr):
-    """Memory offset of a row-major logical index in a tensor of up to four (merged) dimensions."""
-    n1 = tl.load(row + 9)
-    n2 = tl.load(row + 10)
-    n3 = tl.load(row + 11)
-    i3 = index % n3
-    rest = index // n3
-    i2 = rest % n2
-    rest = rest // n2
-    i1 = rest % n1
-    i0 = rest // n1
-    place = i0 * tl.load(row + first) + i1 * tl.load(row + first + 1)
-    return place + i2 * tl.load(row + first + 2) + i3 * tl.load(row + first + 3)
-
-
 @triton.jit(do_not_specialize=["step", "horizon", "restart", "bands", "tensors", "turns", "scale_bits"])
 def noise_kernel(
     first_programs, meta, key, coefficients, column_scales, step_counter, flags,
     step, horizon, restart, bands, tensors, turns, scale_bits, lattice,
-    READ: tl.constexpr, WIDE: tl.constexpr, WIDE_OUT: tl.constexpr, BF16_OUT: tl.constexpr, SCALED: tl.constexpr,
+    READ: tl.constexpr, WIDE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """target = source + scale·d_t·Σ_j a_j z[t−j] over every tensor of the table; see ``cuda.table_rows``.
+    """Adds scale·d_t·Σ_j a_j z[t−j] to every tensor of the table; see ``cuda.table_rows``.
 
     A program is one warp. It serves up to ``turns`` groups of one tensor, one after the other.
     """
@@ -230,13 +214,12 @@ def noise_kernel(
         right = tl.where(behind, middle, right)
         left = tl.where(behind, left, middle)
     row = meta + left.to(tl.int64) * _COLUMNS
-    count = tl.load(row + 3)
-    offset = tl.load(row + 4)
-    first_block = tl.load(row + 5)
+    count = tl.load(row + 1)
+    offset = tl.load(row + 2)
+    first_block = tl.load(row + 3)
     # The tensor's groups that this program serves.
-    begin = tl.load(row + 6) + (program - tl.load(first_programs + left)).to(tl.int64) * turns
+    begin = tl.load(row + 4) + (program - tl.load(first_programs + left)).to(tl.int64) * turns
     end = tl.minimum(begin + turns, (offset + count + (_GROUP - 1)) // _GROUP)
-    direct = tl.load(row + 7) == 0  # contiguous: the logical index is the place in memory
 
     t = step + tl.load(step_counter)
     valid = (t >= 1) & (t <= horizon)
@@ -252,17 +235,11 @@ def noise_kernel(
     last_band = tl.minimum(bands, since).to(tl.int32)
 
     if WIDE:
-        source = tl.load(row).to(tl.pointer_type(tl.float64))
+        memory = tl.load(row).to(tl.pointer_type(tl.float64))
     else:
-        source = tl.load(row).to(tl.pointer_type(tl.float32))
-    if BF16_OUT:
-        target = tl.load(row + 1).to(tl.pointer_type(tl.bfloat16))
-    elif WIDE_OUT:
-        target = tl.load(row + 1).to(tl.pointer_type(tl.float64))
-    else:
-        target = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+        memory = tl.load(row).to(tl.pointer_type(tl.float32))
     lane = tl.arange(0, 32)
-    spoiled = tl.zeros([32], source.dtype.element_ty)
+    spoiled = tl.zeros([32], memory.dtype.element_ty)
 
     for turn in range(0, (end - begin).to(tl.int32)):
         group = begin + turn
@@ -278,10 +255,9 @@ def noise_kernel(
         # The sums are asked for now and arrive while the noise is computed.
         sums = ()
         if READ:
-            early = tl.where(direct, size, 0)
             for k in tl.static_range(12):
-                inside = above + k * 32 < early
-                sums = sums + (tl.load(source + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
+                inside = above + k * 32 < size
+                sums = sums + (tl.load(memory + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
 
         z0 = tl.zeros([32], tl.float64)
         z1 = z0
@@ -336,30 +312,12 @@ def noise_kernel(
             z5, z11 = _pair(z5, z11, coefficient, radius5, a5, h2, common, True)
 
         noises = (z0, z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11)
-        if direct:
-            for k in tl.static_range(12):
-                result = noises[k] * scale
-                if READ:
-                    spoiled = sums[k] * 0.0 + spoiled  # stays 0 unless a sum is infinite or NaN
-                    result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
-                _store(target + place + k * 32, result, above + k * 32 < size, WIDE_OUT)
-        else:
-            for k in tl.static_range(12):
-                inside = above + k * 32 < size
-                result = noises[k] * scale
-                if READ:
-                    value = tl.load(source + _place(place + k * 32, row, 12), mask=inside, other=0.0)
-                    spoiled = value * 0.0 + spoiled
-                    result = (result + value.to(tl.float64) + lattice_start) - lattice_start
-                _store(target + _place(place + k * 32, row, 16), result, inside, WIDE_OUT)
+        for k in tl.static_range(12):
+            result = noises[k] * scale
+            if READ:
+                spoiled = sums[k] * 0.0 + spoiled  # stays 0 unless a sum is infinite or NaN
+                result = (result + sums[k].to(tl.float64) + lattice_start) - lattice_start
+            tl.store(memory + place + k * 32, result.to(memory.dtype.element_ty), mask=above + k * 32 < size)
     # Only a thread that saw something bad writes, so the flag costs no reduction.
     tl.atomic_or(flags + lane * 0, 1, mask=spoiled != 0.0)
     tl.atomic_or(flags, 2, mask=(program == 0) & (valid == 0))
-
-
-@triton.jit
-def _store(where, result, inside, WIDE_OUT: tl.constexpr):
-    if WIDE_OUT:
-        tl.store(where, result, mask=inside)
-    else:
-        tl.store(where, result.to(tl.float32).to(where.dtype.element_ty), mask=inside)

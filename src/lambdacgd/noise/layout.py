@@ -125,82 +125,58 @@ class Layout:
 Tensors = Mapping[str, torch.Tensor]  #: by name
 Offsets = Mapping[str, int] | None  #: of shards, by name: the row-major index of the first element in the whole tensor
 
-_SUMS = (torch.float32, torch.float64)
-_OUTPUTS = (torch.float32, torch.float64, torch.bfloat16)
-
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """Noise for one tensor: ``target`` = ``source`` + noise, elements ``offset`` … of the layout's ``entry``."""
+    """Noise for one tensor, which holds elements ``offset`` … of the layout's ``entry``."""
 
     entry: Entry
-    source: torch.Tensor
-    target: torch.Tensor
+    tensor: torch.Tensor
     offset: int
 
 
-def match(layout: Layout, sums: Tensors, *, out: Tensors | None = None, offsets: Offsets = None) -> list[Job]:
+def match(layout: Layout, sums: Tensors, *, offsets: Offsets = None) -> list[Job]:
     """The jobs for these tensors, in the layout's order; an error, before anything is written, if they do not fit."""
-    tensors = _by_clean_name(sums, "sums")
-    targets = tensors if out is None else _by_clean_name(out, "out")
+    tensors = {clean_name(name): tensor for name, tensor in sums.items()}
+    if len(tensors) != len(sums):
+        raise LayoutError("two of the sums have the same name once wrapper names are taken out")
     starts = {} if offsets is None else {clean_name(name): offset for name, offset in offsets.items()}
     expected = layout.by_name
-    for given, what in ((tensors, "sums"), (targets, "out")):
-        if missing := expected.keys() - given.keys():
-            raise LayoutError(
-                f"{what} lack {sorted(missing)[0]!r} ({len(missing)} missing): every tensor of the layout must come"
-            )
+    if missing := expected.keys() - tensors.keys():
+        raise LayoutError(
+            f"sums lack {sorted(missing)[0]!r} ({len(missing)} missing): every tensor of the layout must come"
+        )
+    for given, what in ((tensors, "sums"), (starts, "offsets")):
         if unknown := given.keys() - expected.keys():
             raise LayoutError(
                 f"{what} hold {sorted(unknown)[0]!r}, which is not in the layout ({len(unknown)} unknown)"
             )
-    if unknown := starts.keys() - expected.keys():
-        raise LayoutError(f"offsets hold {sorted(unknown)[0]!r}, which is not in the layout")
-    jobs = []
     for entry in layout.entries:
-        source, target = tensors[entry.name], targets[entry.name]
-        _check(entry, source, _SUMS, "sum", starts.get(entry.name))
-        if target is not source:
-            _check(entry, target, _OUTPUTS, "out", starts.get(entry.name))
-            if target.shape != source.shape or target.device != source.device:
-                raise LayoutError(
-                    f"out of {entry.name!r} has shape {tuple(target.shape)} on {target.device}, its sum "
-                    f"{tuple(source.shape)} on {source.device}; they must match"
-                )
-        jobs.append(Job(entry, source, target, starts.get(entry.name, 0)))
-    return jobs
+        _check(entry, tensors[entry.name], starts.get(entry.name))
+    return [Job(entry, tensors[entry.name], starts.get(entry.name, 0)) for entry in layout.entries]
 
 
-def _by_clean_name(tensors: Tensors, what: str) -> dict[str, torch.Tensor]:
-    cleaned = {clean_name(name): tensor for name, tensor in tensors.items()}
-    if len(cleaned) != len(tensors):
-        raise LayoutError(f"two of the {what} have the same name once wrapper names are taken out")
-    return cleaned
-
-
-def _check(entry: Entry, tensor: torch.Tensor, types: tuple[torch.dtype, ...], what: str, offset: int | None) -> None:
+def _check(entry: Entry, tensor: torch.Tensor, offset: int | None) -> None:
     name = entry.name
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{what} of {name!r} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        raise TypeError(f"sum of {name!r} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if hasattr(tensor, "to_local"):
         raise TypeError(
-            f"{what} of {name!r} is a DTensor; pass its to_local() and the shard's place in offsets={{{name!r}: …}}"
+            f"sum of {name!r} is a DTensor; pass its to_local() and the shard's place in offsets={{{name!r}: …}}"
         )
-    if tensor.dtype not in types:
+    if tensor.dtype not in (torch.float32, torch.float64):
         raise TypeError(
-            f"{what} of {name!r} has dtype {tensor.dtype}; allowed are {', '.join(str(t) for t in types)}. Sums are "
-            f"accumulated in float32 or float64, noised in float64 and rounded after the noise"
+            f"sum of {name!r} has dtype {tensor.dtype}; allowed are torch.float32 and torch.float64. Round after the "
+            f"noise, which is added in float64"
         )
     if tensor.layout != torch.strided:
-        raise TypeError(f"{what} of {name!r} is sparse ({tensor.layout}); noise is dense: call to_dense() first")
+        raise TypeError(f"sum of {name!r} is sparse ({tensor.layout}); noise is dense: call to_dense() first")
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise LayoutError(
-            f"{what} of {name!r} is an expanded view whose elements share memory; call contiguous() first"
-        )
+        raise LayoutError(f"sum of {name!r} is an expanded view whose elements share memory; call contiguous() first")
     if offset is None:
         if tuple(tensor.shape) != entry.shape:
             raise LayoutError(
-                f"{what} of {name!r} has shape {tuple(tensor.shape)}, the layout {entry.shape}; for a shard give its "
+                f"sum of {name!r} has shape {tuple(tensor.shape)}, the layout {entry.shape}; for a shard give its "
                 f"first row-major index in offsets"
             )
     elif isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= entry.elements - tensor.numel():

@@ -1,24 +1,26 @@
-"""`LambdaCGDTrainer`: the Trainer's own loop over logical batches, with `privatize` underneath."""
+"""`LambdaCGDTrainer`: a `transformers.Trainer` that trains with differential privacy from a plan.
+
+The Trainer's own loop runs over logical batches, with `privatize` underneath. Arguments that the plan fixes are set,
+and those that cannot hold under it are refused with advice.
+"""
 
 from __future__ import annotations
 
 import copy
-import logging
+import dataclasses
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
+from torch.nn import functional as F
 
 from lambdacgd.clipping import Mode
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
-from lambdacgd.integrations.huggingface import publishing, settings
-from lambdacgd.integrations.huggingface.settings import adapt, looks_at_evaluation
 from lambdacgd.integrations.shared import (
     Internals,
     KeyLike,
@@ -26,9 +28,9 @@ from lambdacgd.integrations.shared import (
     LogicalLoader,
     TrainingRandomness,
     check_internals,
-    check_losses,
     find_key,
     logged_claim,
+    need,
 )
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
@@ -37,6 +39,13 @@ from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.data import a_few
 from lambdacgd.training.distributed.world import World
+
+need("hf", "transformers", "accelerate")
+
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
+from transformers.models.auto import modeling_auto as auto  # noqa: E402
+
+__all__ = ["LambdaCGDTrainer"]
 
 # What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
 INTERNALS: Internals = {
@@ -63,7 +72,6 @@ INTERNALS: Internals = {
         "_push_from_checkpoint": "checkpoint_folder",
         # called, not replaced
         "create_optimizer": "",
-        "init_hf_repo": "token",
         "compute_loss_context_manager": "",
         "_prepare_inputs": "inputs",
         "_get_output_dir": "trial",
@@ -74,7 +82,6 @@ INTERNALS: Internals = {
 }
 check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
-logger = logging.getLogger(__name__)
 _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
@@ -108,9 +115,9 @@ class LambdaCGDTrainer(_Trainer):
 
     Guarantee
     ---------
-    Weights that ``save_model``, checkpoints and ``push_to_hub`` write are (ε, δ)-DP as `Private` says, for one run.
-    Every such write is entered in the ledger beside the key. Uploads hold weights, configuration, tokenizer and the
-    privacy card only. Choosing among checkpoints, or when to stop, by looking at private data is not covered.
+    Weights that ``save_model`` and checkpoints write are (ε, δ)-DP as `Private` says, for one run. Every such write is
+    entered in the ledger beside the key. Nothing is uploaded. Choosing among checkpoints, or when to stop, by looking
+    at private data is not covered.
     """
 
     def __init__(
@@ -133,11 +140,16 @@ class LambdaCGDTrainer(_Trainer):
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
         self.plan = plan
         self.private: Private | None = None
-        self._zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
-        if not self._zeta:  # "no clipping", for a plain Trainer
-            raise InvalidInput("max_grad_norm", self._zeta, "it is the per-example clipping norm ζ and must be above 0")
-        self._key, self._mode, self._fingerprint = key, clipping_mode, data_fingerprint
-        self._earlier = None if earlier is None else list(earlier)  # every train() reads it
+        zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
+        if not zeta:  # "no clipping", for a plain Trainer
+            raise InvalidInput("max_grad_norm", zeta, "it is the per-example clipping norm ζ and must be above 0")
+        self._key = key
+        self._terms: dict[str, Any] = {
+            "max_grad_norm": zeta,
+            "clipping_mode": clipping_mode,
+            "data_fingerprint": data_fingerprint,
+            "earlier": None if earlier is None else list(earlier),  # every train() reads it
+        }
         self._resumed: dict[str, Any] | None = None
         self._randomness = TrainingRandomness()
         super().__init__(model, args, **options)
@@ -147,8 +159,8 @@ class LambdaCGDTrainer(_Trainer):
                 "This Trainer keeps a whole model in every process (DDP). Leave FSDP and DeepSpeed out, train adapters "
                 "(LoRA), or shard the model with fully_shard and write the loop with lc.privatize.",
             )
-        if not self._has_own_loss():
-            settings.kind_of(self.model)  # refused now, not at the first step
+        if self.compute_loss_func is None and type(self).compute_loss is LambdaCGDTrainer.compute_loss:
+            kind_of(self.model)  # refused now, not at the first step
         if looks_at_evaluation(args):
             warnings.warn(
                 "load_best_model_at_end, save_strategy='best' and lr_scheduler_type='reduce_lr_on_plateau' choose "
@@ -157,9 +169,6 @@ class LambdaCGDTrainer(_Trainer):
                 stacklevel=2,
             )
         self.callback_handler.callbacks.insert(0, _Position(self))
-
-    def _has_own_loss(self) -> bool:
-        return self.compute_loss_func is not None or type(self).compute_loss is not LambdaCGDTrainer.compute_loss
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -188,10 +197,6 @@ class LambdaCGDTrainer(_Trainer):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
             key = find_key(self._key, self.args.output_dir) if world.first else None
-            if key is not None and key.path is not None and not resume_from_checkpoint:
-                earlier = len(key.ledger().runs())
-                if earlier:
-                    logger.warning("This key has been used for %d run(s), whose (ε, δ) add up.", earlier)
         self.private, self._randomness = self._privatize(key), TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
@@ -236,17 +241,14 @@ class LambdaCGDTrainer(_Trainer):
             getattr(optimizer, "optimizer", optimizer),
             dataset,
             self.plan,
-            max_grad_norm=self._zeta,
             max_physical_batch_size=self.args.train_batch_size,
             key=key,
             loss_reduction="sum",
-            clipping_mode=self._mode,
             collate_fn=collate,
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
             prefetch_factor=self.args.dataloader_prefetch_factor,
-            data_fingerprint=self._fingerprint,
-            earlier=self._earlier,
+            **self._terms,
         )
 
     def _data(self) -> tuple[Any, Callable[[list[Any]], Any]]:
@@ -259,14 +261,8 @@ class LambdaCGDTrainer(_Trainer):
         """Before the first step: do a few examples have losses of their own?"""
         dataset, collate = self._data()
         assert self.private is not None
-
-        def loss(model: nn.Module, batch: Any) -> Tensor:
-            prepared = self._prepare_inputs(batch)
-            with self.compute_loss_context_manager():
-                return check_losses(self.compute_loss(model, prepared), self._rows(prepared))
-
         count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
-        self.private.check_loss(loss, a_few(dataset, count), collate)
+        self.private.check_loss(self._losses, a_few(dataset, count), collate)
 
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""
@@ -295,14 +291,27 @@ class LambdaCGDTrainer(_Trainer):
         total, examples = torch.zeros((), device=self.args.device), 0
         with self._randomness.step():
             for part, _ in inputs.parts():
-                prepared = self._prepare_inputs(part)
-                rows = self._rows(prepared)
-                with self.compute_loss_context_manager():
-                    each = check_losses(self.compute_loss(model, prepared), rows)
+                each = self._losses(model, part)
                 each.sum().backward()
                 total += each.detach().sum()
-                examples += rows
+                examples += len(each)
         return total / examples
+
+    def _losses(self, model: nn.Module, batch: Any) -> Tensor:
+        """One loss per example of a physical batch, as a vector."""
+        inputs = self._prepare_inputs(batch)
+        assert self.private is not None
+        rows = self.private.clipper.count((), {k: v for k, v in inputs.items() if k != "labels"})
+        with self.compute_loss_context_manager():
+            losses = self.compute_loss(model, inputs)
+        if not isinstance(losses, Tensor) or losses.shape != (rows,):
+            found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+            raise TrainingError(
+                f"compute_loss must return one loss per example, a tensor of shape ({rows},), and returned {found}. A "
+                "loss that is already averaged may mix examples (a mean over all tokens of a batch does). Average over "
+                "each example's own tokens and return the vector"
+            )
+        return losses
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -330,15 +339,11 @@ class LambdaCGDTrainer(_Trainer):
             if labels is None:
                 raise TrainingError("the batch holds no 'labels'; the collator must put them there")
             logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
-            kind, config = settings.kind_of(self.model), getattr(self.model, "config", None)
-            each = settings.per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
+            kind, config = kind_of(self.model), getattr(self.model, "config", None)
+            each = per_example(kind, logits, labels, config, self.args.label_smoothing_factor)
         if not return_outputs:
             return each
         return each, ((each.mean(), *outputs) if isinstance(outputs, tuple) else outputs)  # as if it had the labels
-
-    def _rows(self, inputs: Any) -> int:
-        assert self.private is not None
-        return self.private.clipper.count((), {k: v for k, v in inputs.items() if k != "labels"})
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
         """Gradients are clipped per example, and there is none to look at before the noise."""
@@ -439,105 +444,56 @@ class LambdaCGDTrainer(_Trainer):
         Raises:
             TrainingError: Something other than the run has changed the weights.
         """
-        self._enter_release("save_model")
+        if self.private is not None:
+            self._enter_release(self.private)
         super().save_model(output_dir, _internal_call=True)
         if self.private is not None and self.args.should_save:
             folder = Path(self.args.output_dir if output_dir is None else output_dir)
             write_card(self.private.card(), folder)
             if not _internal_call:  # a release: the pickled arguments may hold a token and name places of ours
                 (folder / "training_args.bin").unlink(missing_ok=True)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
-    def _enter_release(self, kind: str) -> None:
-        if self.private is None:
-            return
-        self.private.cycle.refuse_half_done()
-        self.private.check_weights()  # before anything is written: no weights without their card
-        if self.model is not self.private.model:
+    def _enter_release(self, private: Private) -> None:
+        private.cycle.refuse_half_done()
+        private.check_weights()  # before anything is written: no weights without their card
+        if self.model is not private.model:
             raise TrainingError(
                 "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "
                 "trained model first; what you make of it (merged adapters, say) save yourself, with that card"
             )
-        if not self.is_world_process_zero():
-            return  # rank 0 keeps the ledger
-        trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.private.run.release(self.private.steps_taken, digest=content_digest(trained), kind=kind)
+        if self.is_world_process_zero():  # which keeps the ledger
+            trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+            private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
 
-    def create_model_card(
-        self, language: Any = None, license: Any = None, tags: Any = None, model_name: str | None = None, **kwargs: Any
-    ) -> None:
-        """A README of public facts: the privacy card, no training results."""
-        if self.is_world_process_zero():
-            text = self._readme(language=language, license=license, tags=tags, model_name=model_name, **kwargs)
-            Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
-
-    def _readme(self, *, tags: Any = None, model_name: str | None = None, **kwargs: Any) -> str:
-        if self.private is None:
-            raise TrainingError("there is no privacy card before training. Train, then push or make the card")
-        tags = [tags] if isinstance(tags, str) else list(tags or [])
-        given = {"language": kwargs.get("language"), "license": kwargs.get("license")}
-        if kwargs.get("finetuned_from"):
-            given["base_model"] = kwargs["finetuned_from"]
-        return publishing.readme(
-            self.model,
-            self.private,
-            name=model_name,
-            tags=[*tags, *(getattr(self.model, "model_tags", None) or [])],
-            **given,
-        )
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Upload weights, configuration, tokenizer and the privacy card, and nothing else.
-
-        Args:
-            commit_message: The commit's.
-            blocking: Not used: this returns when the upload is done.
-            token: Of the hub; by default ``args.hub_token``.
-            revision: The branch; by default ``args.hub_revision``.
-            **kwargs: As for ``create_model_card``.
-
-        Returns:
-            What the hub says of the commit; None on other ranks than the first.
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: write a folder with ``save_model`` or ``lc.export`` and upload that yourself.
 
         Raises:
-            TrainingError: Nothing was trained, or something other than the run has changed the weights.
+            InvalidInput: Always.
         """
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        if self.hub_model_id is None:
-            self.init_hf_repo(token=token)
-        if not self.is_world_process_zero():
-            return None
-        kwargs.setdefault("model_name", (self.hub_model_id or "").split("/")[-1] or None)
-        text = self._readme(**kwargs)
-        assert self.private is not None  # or there would be no card
-        self._enter_release("push_to_hub")
-        own = self.processing_class
-        return publishing.upload(
-            self.model,
-            self.private,
-            own if own is not None else getattr(self.data_collator, "tokenizer", None),
-            text,
-            repo=str(self.hub_model_id),
-            message=commit_message or "End of training",
-            token=token if token is not None else self.args.hub_token,
-            revision=revision if revision is not None else self.args.hub_revision,
-        )
+        raise InvalidInput("push_to_hub", _NO_UPLOAD)
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Nothing is uploaded during training."""
+    def create_model_card(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, for the Trainer's model card shows training losses. ``save_model`` writes the privacy card.
+
+        Raises:
+            InvalidInput: Always.
+        """
+        raise InvalidInput("create_model_card", _NO_UPLOAD)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> NoReturn:
+        """The Trainer would upload its output folder during training."""
+        raise InvalidInput("push_to_hub", _NO_UPLOAD)
 
 
 _NO_SEARCH = (
     "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
     "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
+)
+_NO_UPLOAD = (
+    "The output folder, checkpoints and the Trainer's model card hold training losses and the run's identity, which "
+    "must not be uploaded. After training write weights and the privacy card to a folder of their own, by "
+    "save_model(folder) or lc.export, and upload that: huggingface_hub.upload_folder(repo_id=…, folder_path=folder)"
 )
 
 
@@ -606,3 +562,162 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [None if callable(v) else _plain(v) for v in value]
     return value
+
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+# Arguments that keep their defaults under a plan, and what to do instead of changing them.
+_DEFAULTS = {
+    "gradient_accumulation_steps": "leave it at 1: logical batches come from the plan and are split into physical ones "
+    "of per_device_train_batch_size by themselves",
+    "fp16": "GradScaler looks at gradients before they are noised. Use bf16=True",
+    "auto_find_batch_size": "it starts training over after running out of memory. Set per_device_train_batch_size "
+    "lower: the result does not depend on it",
+    "dataloader_drop_last": "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
+    "train_sampling_strategy": "which examples meet in a batch is fixed by the plan. Leave it out",
+    "torch_compile": "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
+    "use_liger_kernel": "its fused kernels hide the layers that clipping must see. Leave it out",
+    "neftune_noise_alpha": "its noise depends on the longest example of the batch. Leave it out",
+    "deepspeed": "it changes gradients behind our back. Use one process per GPU with torchrun",
+    "ddp_static_graph": "it counts on gradients that private training never makes. Leave it out",
+    "parallelism_config": "tensor, context and sequence parallelism split examples. Use DDP by torchrun",
+    "enable_jit_checkpoint": "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
+    "include_num_input_tokens_seen": "the number of tokens seen depends on the drawn batches and is not private. Leave "
+    "it out",
+    "push_to_hub": _NO_UPLOAD,
+}
+_OF_THE_TRAINER = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
+_WHOLE_STEP_OPTIMIZERS = ("lomo", "adalomo", "layerwise")
+
+
+def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
+    """A copy of ``args`` that does what the plan says, or an ``InvalidInput`` that says what to change."""
+    for name, advice in _DEFAULTS.items():
+        given = getattr(args, name, None)  # a version may not have it
+        if given not in (None, False) and given != _OF_THE_TRAINER[name]:
+            raise InvalidInput(name, given, advice)
+    _check_horizon(args, plan)
+    _check_optimizer_and_devices(args)
+    where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
+    if "trackio" in (args.report_to or []) and any(where):
+        raise InvalidInput(
+            "report_to", "Training losses are not private and must not go to a Space of trackio. Log locally."
+        )
+    adapted = copy.copy(args)
+    adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
+    adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
+    if args.gradient_checkpointing:
+        how: Any = args.gradient_checkpointing_kwargs or {}
+        if how.get("use_reentrant"):
+            raise InvalidInput(
+                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
+            )
+        adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
+    return adapted
+
+
+def looks_at_evaluation(args: TrainingArguments) -> bool:
+    """Whether weights, or the learning rates that make them, are chosen by an evaluation."""
+    saves, schedule = (str(getattr(x, "value", x)) for x in (args.save_strategy, args.lr_scheduler_type))
+    return args.load_best_model_at_end or saves == "best" or schedule == "reduce_lr_on_plateau"
+
+
+def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
+    if args.max_steps > 0 and args.max_steps != plan.steps:
+        raise InvalidInput(
+            "max_steps",
+            args.max_steps,
+            f"the plan has {plan.steps} steps, and its noise is for all of them. Leave max_steps out, or plan anew; to "
+            "stop early use a callback: the claim stays the plan's",
+        )
+    untouched = _OF_THE_TRAINER["num_train_epochs"]
+    if args.max_steps <= 0 and args.num_train_epochs not in (untouched, plan.epochs):
+        raise InvalidInput(
+            "num_train_epochs",
+            args.num_train_epochs,
+            f"the plan has {plan.epochs} epochs. Leave num_train_epochs out, or plan anew",
+        )
+    if args.max_steps <= 0 and args.num_train_epochs != plan.epochs:  # nobody can tell a default from a wish
+        warnings.warn(
+            f"the plan has {plan.epochs} epochs, and so many are trained: num_train_epochs = {untouched:g}, which is "
+            f"transformers' default, is not used. Say num_train_epochs={plan.epochs}, or plan for {untouched:g}",
+            stacklevel=4,
+        )
+
+
+def _check_optimizer_and_devices(args: TrainingArguments) -> None:
+    name = str(getattr(args.optim, "value", args.optim))
+    if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
+        raise InvalidInput(
+            "optim", name, "it changes weights during the backward pass, before there is noise. Use adamw_torch or sgd"
+        )
+    if args.n_gpu > 1:
+        raise InvalidInput(
+            "args",
+            f"This process sees {args.n_gpu} GPUs, and DataParallel would split batches behind our back. Set "
+            "CUDA_VISIBLE_DEVICES to one, or start one process per GPU with torchrun.",
+        )
+
+
+# --- losses ----------------------------------------------------------------------------------------------------------
+# The models' own losses average over all tokens of a batch, and the Trainer's ``num_items_in_batch`` over all tokens of
+# an accumulated one: a long example would then shrink the gradients of short ones. Here every example's tokens are
+# averaged among themselves, so that its loss never depends on the others of its batch. Labels of -100 do not count; an
+# example without any has loss zero.
+
+Kind = Literal["next-token", "tokens", "whole"]
+IGNORED = -100
+
+_MAPPINGS: tuple[tuple[Kind, str], ...] = (
+    ("next-token", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
+    ("tokens", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
+    ("tokens", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
+    ("whole", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
+    ("whole", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
+    ("whole", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
+)
+
+
+def kind_of(model: nn.Module) -> Kind:
+    """What the model's labels are for; refused where we do not know it."""
+    bare: Any = model
+    if hasattr(bare, "get_base_model"):  # a wrapper of peft, which gives adapters no class of their own
+        bare = bare.get_base_model()
+    if not getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
+        for name in (own.__name__ for own in type(bare).__mro__):
+            for kind, mapping in _MAPPINGS:
+                if name in getattr(auto, mapping).values():
+                    return kind
+    raise InvalidInput(
+        "model",
+        f"The per-example loss of {type(bare).__name__} is not known here. Pass compute_loss_func=function(outputs, "
+        "labels, **kwargs) that returns one loss per example, or override compute_loss to return that vector.",
+    )
+
+
+def per_example(kind: Kind, logits: Tensor, labels: Tensor, config: Any, smoothing: float = 0.0) -> Tensor:
+    """One loss per example."""
+    if kind == "whole":
+        return _whole(logits.float(), labels, config, smoothing)
+    logits = logits[:, -labels.shape[1] :]  # prompt tuning puts virtual tokens in front
+    if kind == "next-token":
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    each = F.cross_entropy(
+        logits.float().transpose(1, 2), labels, ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+    )
+    counted = labels != IGNORED
+    return (each * counted).sum(1) / counted.sum(1).clamp(min=1)
+
+
+def _whole(logits: Tensor, labels: Tensor, config: Any, smoothing: float) -> Tensor:
+    problem = getattr(config, "problem_type", None)
+    if problem is None:
+        whole_numbers = labels.dtype in (torch.long, torch.int)
+        problem = "regression" if logits.shape[-1] == 1 else "single" if whole_numbers else "multi"
+    if problem == "regression":
+        return F.mse_loss(logits, labels.reshape(logits.shape).float(), reduction="none").mean(1)
+    if problem.startswith("single"):
+        return F.cross_entropy(
+            logits, labels.reshape(-1).long(), ignore_index=IGNORED, reduction="none", label_smoothing=smoothing
+        )
+    return F.binary_cross_entropy_with_logits(logits, labels.float(), reduction="none").mean(1)

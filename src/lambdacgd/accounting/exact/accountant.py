@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -597,7 +597,7 @@ class TransferMatrix:
             AccountingError: σ or ε is out of range, or δ is too small to certify.
         """
         sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
-        scale = self.settle(sigma, epsilon)
+        scale = self.settle(sigma, flat(epsilon))
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
@@ -667,23 +667,7 @@ class TransferMatrix:
 
     def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
         """Bounds at many ε for one σ. As everywhere, δ_add is made tight only where it would govern."""
-        sigma = real("σ", sigma, self.smallest_sigma)
-        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
-        if self.steps_per_epoch == 1 or not asked:
-            return [self.delta(sigma, epsilon) for epsilon in asked]
-        bounds = {}
-        ordered = sorted(set(asked))
-
-
-        def left(latest: float | None, _: float) -> list[float]:
-            return ordered if latest is None else ordered[bisect_right(ordered, latest) :]
-
-        for epsilon, remove in walk(self, sigma, left, self.settle(sigma, ordered[0]), "remove"):
-            add = self._add(self.working_chain(sigma, remove.slope, coarse=False)[0], epsilon, remove, FINE)
-            details = {"remove": remove.method, "add": add.method}
-            budget = governing_budget(remove, add)
-            bounds[epsilon] = Bound(sigma, epsilon, remove.delta, add.delta, METHOD, budget, details, remove.slope)
-        return [bounds[epsilon] for epsilon in asked]
+        return [self.delta(sigma, epsilon) for epsilon in epsilons]
 
     # What to compute with
 
@@ -769,15 +753,16 @@ class TransferMatrix:
             best = min(best, fourier, key=lambda item: item.delta)
         return best
 
-    def settle(self, sigma: float, epsilon: float, *, affordable: float | None = None) -> Scale:
-        """Learn how large and how steep δ_remove is from coarse evaluations, flat ones first: those are cheap."""
-        first = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
-        scale = settled(self, sigma, first, "remove", affordable=affordable)
-        if scale.delta < SMALLEST_DELTA / 10:
-            raise AccountingError(
-                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                "certifies; ask at a smaller σ or ε"
-            )
+    def settle(
+        self, sigma: float, scale: Scale, direction: OneWay = "remove", *, affordable: float | None = None
+    ) -> Scale:
+        """How large and how steep δ is at the strike of ``scale``, from coarse evaluations that begin with it."""
+        chain, _ = self.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
+        for _ in range(12):
+            value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
+            before, scale = scale, scale.learnt(value.core, value.delta, value.slope, floor=SMALLEST_DELTA / 10)
+            if scale.settled_since(before):
+                break
         return scale
 
     def _solve(
@@ -825,6 +810,11 @@ class TransferMatrix:
         return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
 
 
+def flat(epsilon: float) -> Scale:
+    """Where to begin to learn δ's size and slope at this ε: flat, which is cheap."""
+    return Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
+
+
 def _first_slope(epsilon: float, delta: float) -> float:
     """A guess of −d log δ/dε before anything was computed."""
     return max(1.4 * math.log(1 / min(delta, 0.1)) / epsilon, 1.5)
@@ -835,88 +825,6 @@ def _final_precision(rtol: float) -> Precision:
     factor = min(max(rtol / RTOL, 1.0), 8.0)
     coarser = {name: getattr(FINE, name) * factor for name in ("lattice", "scales", "negligible", "wrap")}
     return replace(FINE, smoothing=min(FINE.smoothing * math.sqrt(factor), 0.4), **coarser)
-
-
-# δ(ε) at many ε for one σ: neighbouring ε share one lattice and one set of transforms, a panel at a time
-
-PANEL = 2.3
-"""a panel ends where δ has fallen by e^PANEL"""
-WIDEST_PANEL = 0.6
-"""or where ε has grown by this much"""
-
-
-def walk(
-    accountant: TransferMatrix,
-    sigma: float,
-    choose: Callable[[float | None, float], list[float]],
-    scale: Scale,
-    direction: OneWay,
-    *,
-    precision: Callable[[float], Precision] = lambda delta: FINE,
-    slack: float = SLACK_SHARE,
-    floor: float = 0.0,
-    affordable: float | None = None,
-    work: float = math.inf,
-) -> Iterator[tuple[float, Evaluation]]:
-    """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there.
-
-    ``choose(latest, slope)`` names increasing ε beyond the latest one done, those of one panel at most being used, or
-    none to end. ``precision`` is asked for at the size of δ where a panel starts. Values below ``floor`` need no
-    relative accuracy: slack of that size is accepted there. ``affordable`` bounds the operations a frequency, by taking
-    a dominating chain, and ``work`` those of all panels, by ending the walk.
-
-    Raises:
-        AccountingError: a panel stayed loose, or the work is done.
-    """
-    sign = 1.0 if direction == "remove" else -1.0
-    done, tries = None, 0
-    while ahead := choose(done, scale.slope):
-        first = ahead[0]
-        panel = [e for e in ahead if (e - first) * scale.slope <= PANEL and e - first <= WIDEST_PANEL]
-        scales = [
-            Scale(math.exp(sign * e), max(scale.delta * math.exp(-scale.slope * (e - first)), floor), scale.slope)
-            for e in panel
-        ]
-        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=affordable)
-        how = precision(scales[0].delta)
-        how = replace(how, work=min(how.work, work))
-        # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
-        finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = loss_law(chain, finest, how, direction=direction)
-        latest, spent = None, 0.0
-        for epsilon, value in zip(panel, evaluate_panel(law, scales, how), strict=True):
-            spent = value.work
-            # Rounding is no matter of tuning: whoever asked decides how much of it is worth having.
-            if value.added - value.budget["rounding"] > slack * value.delta + floor:
-                break
-            yield epsilon, value
-            latest, done, tries = (epsilon, value), epsilon, 0
-        work -= spent
-        if latest is not None:
-            following = choose(done, scale.slope)
-            step = following[0] - latest[0] if following else 0.0
-            slope = max(latest[1].slope, 0.3)
-            scale = Scale(
-                math.exp(sign * (latest[0] + step)), max(latest[1].delta * math.exp(-slope * step), floor), slope
-            )
-        else:
-            tries += 1
-            if tries > 4:
-                raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first:g} stayed loose; slack {value.budget}")
-            scale = scale.learnt(value.core, value.delta, value.slope, floor=floor)
-
-
-def settled(
-    accountant: TransferMatrix, sigma: float, scale: Scale, direction: OneWay, *, affordable: float | None = None
-) -> Scale:
-    """How large and how steep δ is at ``scale.strike`` in one direction, from coarse evaluations that begin there."""
-    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
-    for _ in range(12):
-        value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
-        before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
-        if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
-            break
-    return scale
 
 
 # Which chain to compute with: the exact one where it is affordable, else the least loose dominating one

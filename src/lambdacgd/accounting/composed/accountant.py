@@ -320,7 +320,12 @@ class Resolution:
     def precision(self, delta: float) -> Precision:
         widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
         return replace(
-            FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
+            FINE,
+            smoothing=self.smoothing * widening,
+            lattice=self.lattice,
+            scales=self.lattice,
+            rounding=0.2,
+            extended=False,
         )
 
     def coarse_tail(self, delta: float) -> Precision:
@@ -447,6 +452,8 @@ def _curve(
     return bounds
 
 
+FAR_TAIL = 100.0
+"""floors up to which δ is followed coarsely: so little of the composed δ comes from there"""
 PANEL = 2.3
 """a panel ends where δ has fallen by e^PANEL"""
 WIDEST_PANEL = 0.6
@@ -473,8 +480,7 @@ def _walk(
     """
     sign = 1.0 if direction == "remove" else -1.0
     # Where even the largest δ of an epoch is small (many epochs), that one counts as near 1.
-    largest, slack = min(scale.delta / 0.1, 1.0), QUICK.slack if coarse else resolution.slack
-    by_size = resolution.coarse_tail if coarse else resolution.precision
+    largest = min(scale.delta / 0.1, 1.0)
     done, tries, work = 0, 0, resolution.work
     while ahead := _ahead(done, scale.slope, quantum, resolution.gap):
         first, width = ahead[0], min(PANEL / scale.slope, WIDEST_PANEL)
@@ -488,7 +494,8 @@ def _walk(
             for i in panel
         ]
         chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=AFFORDABLE)
-        precision = by_size(scales[0].delta / largest)
+        tail = coarse or scales[0].delta < FAR_TAIL * floor
+        precision = (resolution.coarse_tail if tail else resolution.precision)(scales[0].delta / largest)
         precision = replace(precision, work=min(precision.work, work))
         # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
         finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
@@ -496,6 +503,7 @@ def _walk(
         good: Evaluation | None = None
         for node, value in zip(panel, evaluate_panel(law, scales, precision), strict=True):
             # Rounding is no matter of tuning: whoever asked decides how much of it is worth having.
+            slack = QUICK.slack if tail else resolution.slack
             if value.added - value.budget["rounding"] > slack * value.delta + floor:
                 break
             yield node, value

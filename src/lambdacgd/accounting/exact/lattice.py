@@ -284,7 +284,7 @@ def normalized_amplitudes(lam: float, bins: int, epochs: int) -> tuple[float, ..
     return tuple((amplitudes * (1 + 1e-9)).tolist())
 
 
-RUNS_LOSS = 5e-4
+RUNS_LOSS = 2e-3
 """what runs of one correlation may add to σ, about"""
 MOST_RUNS = 32
 """the most runs, each of which has its own kernel and table"""

@@ -14,7 +14,7 @@ from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.dominating import dominating, exact_columns
 from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate_add, evaluate_remove, loss_law
+from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate, loss_law
 from lambdacgd.accounting.exact.lattice import Chain, Columns
 from lambdacgd.accounting.reference import dense_strategy, quadrature, sampled
 from lambdacgd.errors import AccountingError, InvalidInput
@@ -44,7 +44,7 @@ def accountant(mechanism: lc.Mechanism, b: int, k: int) -> TransferMatrix:
 def tight(chain: Chain, epsilon: float, remove: float, add: float) -> tuple[float, float]:
     """Both directions with slack of order 1e-3, tuned to the truth."""
     values = []
-    for way, value, sign, evaluate in (("remove", remove, 1, evaluate_remove), ("add", add, -1, evaluate_add)):
+    for way, value, sign in (("remove", remove, 1), ("add", add, -1)):
         slope = 2.0 * math.log(1 / value) / (1 + epsilon)
         for _ in range(4):
             scale = Scale(math.exp(sign * epsilon), value, max(slope, 1.0))

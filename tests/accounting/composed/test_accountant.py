@@ -187,18 +187,17 @@ def test_the_budget_accounts_for_the_distance_to_the_truth(
     truth = composed_truth(lam, epochs, sigma, quantum=0.02 if sigma < 2 else 0.002)
     near = truth.remove(epsilon).delta
     assert bound.direction == "remove"
-    assert near - truth.slack("remove", epsilon)["chords"] <= bound.delta
+    assert near * 0.999 <= bound.delta
     assert bound.delta - sum(bound.budget.values()) <= near
-    known = sum(value for name, value in bound.budget.items() if name != "one epoch: analytic bounds")
-    assert known <= 0.02 * bound.delta + 5 * (bound.delta - near)
-    assert {"infinite losses", "rounding", "chords", "one epoch: smoothing"} < set(bound.budget)
+    assert sum(bound.budget.values()) <= 0.02 * bound.delta + 5 * (bound.delta - near)
+    assert set(bound.budget) == {"infinite losses", "rounding", "one epoch"}
 
 
 def test_a_certificate_carries_its_budget_and_an_analytic_bound_has_no_more_slack_than_the_lattice() -> None:
     """δ_add at large σ: a Gaussian bound lies below the lattice's, which says how much of it can be slack."""
     found = fresh_bins(LambdaCGD(0.5), Horizon(2, 4), epsilon=0.1, delta=1e-4)
     budget = found.certificate.details["budget"]
-    assert 0 < budget["one epoch: analytic bounds"] < 0.1 * found.certificate.delta
+    assert 0 < budget["one epoch"] < 0.1 * found.certificate.delta
     assert all(0 <= value <= found.certificate.delta for value in budget.values())
 
 
@@ -213,7 +212,7 @@ def test_work_is_capped_and_what_is_in_hand_is_valid(monkeypatch: pytest.MonkeyP
     composed = FreshBins(0.7, 20, 3).composed(1.5, 1e-6, resolution=module.FINAL)
     capped = FreshBins(0.7, 20, 3).bound(composed, 1.5, 2.0)
     assert capped.delta > free.delta
-    assert capped.budget["one epoch: analytic bounds"] > free.budget.get("one epoch: analytic bounds", 0.0)
+    assert capped.budget["one epoch"] > free.budget["one epoch"]
 
 
 @pytest.mark.parametrize(("epsilon", "normalized"), [(0.3, False), (3.0, True)])

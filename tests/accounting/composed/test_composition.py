@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.composed.accountant import Composition, DiscretePair, dominating_pair
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.errors import AccountingError
@@ -121,52 +120,3 @@ def test_too_long_a_transform_is_refused() -> None:
     pair = gaussian_pair(0.5, 0.001, floor=1e-4)
     with pytest.raises(AccountingError, match="transform"):
         Composition(pair, 100_000)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 6])
-@pytest.mark.parametrize("way", ["remove", "add"])
-def test_exposure_is_the_derivative_in_the_values_at_the_nodes(way: OneWay, copies: int) -> None:
-    """Raise every node's value by its own small amount (seed 3) and compose anew."""
-    rng = np.random.default_rng(3)
-    quantum = 0.05
-    curve = {i: value for i in range(1, 180) if (value := gaussian_delta(i * quantum, 1.2)) > 1e-11}
-    raised = [{i: value * (1 + 1e-6 * rng.uniform(0, 1)) for i, value in curve.items()} for _ in range(2)]
-    before, after = dominating_pair(quantum, curve, curve), dominating_pair(quantum, *raised)
-    assert (before.index == after.index).all()
-    x = np.exp(before.losses)
-    more = np.array(
-        [raised[0][i] - curve[i] if i > 0 else (raised[1][-i] - curve[-i]) * x[at] for at, i in enumerate(before.index)]
-    )
-    for epsilon in (0.3, 1.5, 2.4):
-        one, other = (getattr(Composition(pair, copies), way)(epsilon) for pair in (before, after))
-        grown = other.delta - one.delta
-        exposure = Composition(before, copies).exposure(way, epsilon)
-        assert copies * float(exposure.nodes @ more) == pytest.approx(grown, rel=1e-3)
-
-
-@pytest.mark.parametrize("copies", [1, 2, 7, 40])
-@pytest.mark.parametrize("gap", [0.05, 0.1])
-def test_chords_are_charged_what_they_add(gap: float, copies: int) -> None:
-    """Gaussians, whose composition is known: at most what is reported, and not much less.
-
-    The average over a cell is 2/3 of the most, and here ε and all losses are nodes, so that one copy in k adds nothing.
-    """
-    composed = Composition(gaussian_pair(0.5, gap), copies)
-    for epsilon in (0.3, 2.0, 3.7):
-        truth = gaussian_delta(epsilon, 1 / (0.5 * math.sqrt(copies)))
-        for way in ("remove", "add"):
-            found = getattr(composed, way)(epsilon)
-            added = found.delta - found.infinite - found.rounding - truth
-            if truth > 1e-9:
-                charged = composed.slack(way, epsilon)["chords"]
-                assert added <= charged + 1e-8 * truth
-                assert added >= 0.3 * charged * (copies - 1) / copies - 1e-12
-
-
-@pytest.mark.parametrize("way", ["remove", "add"])
-def test_slack_of_very_many_copies_is_finite(way: OneWay) -> None:
-    composed = Composition(gaussian_pair(0.1, 0.02), 3000)
-    with np.errstate(all="raise", under="ignore"):
-        found = composed.slack(way, 30.0)["chords"]
-    added = getattr(composed, way)(30.0).delta - gaussian_delta(30.0, 10 / math.sqrt(3000))
-    assert 0 < added <= found <= 2 * added

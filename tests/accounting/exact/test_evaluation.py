@@ -32,19 +32,21 @@ CHANCES = np.array([0.001, 0.1, 0.4, 0.3, 0.15, 0.0489, 0.0001])
 class Discrete:
     """A W with finitely many values, in place of a LossLaw."""
 
-    def transform(self, z: Any, rounding: str) -> Any:
+    def __init__(self, direction: str = "remove") -> None:
+        self.direction = direction
+
+    def transform(self, z: Any) -> Any:
         return np.exp(np.outer(z, VALUES)) @ CHANCES
 
 
 def window_for(strike: float, width: float, value: float, precision: Precision = FINE) -> Window:
-    law: Any = Discrete()
-    upper_tail = strike > 1
-    return choose_window(law, "up", strike, width, 3.0, value, precision, unit=1e-15, decreasing_beyond=upper_tail)
+    law: Any = Discrete("remove" if strike > 1 else "add")
+    return choose_window(law, strike, width, 3.0, value, precision, unit=1e-15)
 
 
 def bound(strike: float, width: float, window: Window) -> tuple[float, float]:
     """The bound, and what of it the put itself says may be slack."""
-    transform = Discrete().transform(1j * window.frequencies - window.tilt, "up")
+    transform = Discrete().transform(1j * window.frequencies - window.tilt)
     part = put_bound(strike, width, window, transform, 1e-15)
     return float(part.series) + part.added, part.added
 
@@ -70,7 +72,7 @@ def test_put_is_bounded_from_above_and_closely(strike: float, width: float) -> N
 def test_another_period_or_tilt_is_as_valid(factor: float, tilt: float) -> None:
     strike, width = 2.0, 0.05
     base = window_for(strike, width, 1e-6)
-    total = float(Discrete().transform(np.array([-base.tilt * tilt]), "up")[0])
+    total = float(Discrete().transform(np.array([-base.tilt * tilt]))[0])
     other = replace(
         base, step=base.step / factor, count=math.ceil(base.count * factor), tilt=base.tilt * tilt, total=total
     )
@@ -108,7 +110,7 @@ def test_tail_bound_exceeds_the_tail(last: int) -> None:
 
 def test_far_bound_exceeds_what_lies_below_the_window() -> None:
     strike, width, tilts = 2.0, 0.1, np.exp2(np.arange(8.0))
-    transforms = Discrete().transform(-tilts, "up")
+    transforms = Discrete().transform(-tilts)
     for low in (-0.2, 0.1, 0.5, 1.0):
         grid = np.linspace(-2, low, 4001)
         density = np.exp(-((grid[:, None] - VALUES) ** 2) / 2 / width**2) @ CHANCES / width / math.sqrt(2 * math.pi)

@@ -65,7 +65,7 @@ def test_innovations_and_closing_relation_are_independent(lam: float, b: int, k:
 def test_scales_and_mean_loss(lam: float, b: int, k: int) -> None:
     chain = plain_chain(lam, b, k, 1.3)
     dense = chain.gram()
-    variances = chain.gain * chain.peak_variance - 2 * chain.log_scales
+    variances = chain.gain * chain.variance(0.0) - 2 * chain.log_scales
     np.testing.assert_allclose(np.diag(dense), variances, rtol=1e-8)
     assert np.all(np.diff(chain.log_scales) >= 0)
     mean, variance = chain.mean_loss

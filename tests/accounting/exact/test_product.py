@@ -17,7 +17,6 @@ from lambdacgd.accounting.exact.accountant import EXTENDED_GAIN, FINE, Scale, lo
 from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
     Chain,
-    IndependentProduct,
     Site,
     TransferProduct,
     extended_transform,
@@ -38,10 +37,15 @@ def make(chain: Chain, *, allowed: float = 0.0, ratio: float = 1.1, reach: float
     return TransferProduct(chain, lattice(chain, ratio, reach), value_grid(0.02, 0.05, 200.0), plan)
 
 
+def independent(bins: int, gain: float, grid: Any) -> TransferProduct:
+    chain = Chain(0.0, bins, 1, gain, 0.0)
+    return TransferProduct(chain, lattice(chain, 1.1, 6.0), grid, stretches(chain, 0.0))
+
+
 def matrix(chain: Chain, site: Site, grid: Any, z: complex, j: int) -> Any:
     """The transfer matrix of bin j, entry by entry from the definition."""
     shift = (chain.gain**0.5) * (chain.amplitudes[j] if chain.amplitudes else 1.0)
-    variance = chain.gram()[j, j] if chain.amplitudes else chain.gain * chain.peak_variance
+    variance = chain.gram()[j, j] if chain.amplitudes else chain.gain * chain.variance(0.0)
     base, log_scale = -variance / 2 - np.log(chain.bins), chain.log_scales[j]
     table = round_lognormal(shift * site.means + base, shift * site.deviation, grid)
     rows, columns = site.kernel.shape
@@ -115,9 +119,9 @@ def test_power_applied_to_a_strip(count: int, columns: int) -> None:
 
 
 def test_independent_bins() -> None:
-    product = IndependentProduct(40, 1.3, value_grid(0.002, 0.02, 300.0))
+    product = independent(40, 1.3, value_grid(0.002, 0.02, 300.0))
     z = np.array([0.3j - 0.2, 6j - 0.2])
-    single = np.exp(np.outer(z, product.grid)) @ product.table
+    single = np.exp(np.outer(z, product.grid)) @ product.left.table[:, 0]
     np.testing.assert_allclose(product(z, "up"), single**40, rtol=1e-11)
 
 
@@ -128,7 +132,7 @@ def test_small_transforms_keep_their_relative_accuracy(bins: int) -> None:
     z = -np.exp2(np.arange(0.0, 10.0))
     for product in (
         make(plain_chain(0.5, bins, 2, 3.0)),
-        IndependentProduct(bins, 0.3, value_grid(1e-3, 0.01, 50.0)),
+        independent(bins, 0.3, value_grid(1e-3, 0.01, 50.0)),
     ):
         exact = extended_transform(product, z, "up").astype(float)
         assert exact[-1] < 1e-10

@@ -1,19 +1,12 @@
-"""Fresh bins: δ, ε and σ computed by composing the exact accountant's single epoch.
-
-**λCGD** with bins redrawn every epoch is composed as it is (``FreshBins``).
-
-**Any other mechanism** goes through a chain with a nugget that dominates it (``accounting.dominating``).
-
-
-A discrete pair that dominates one epoch, δ(ε) of k independent copies of it, and the pair of an epoch of λCGD.
+"""Fresh bins: δ, ε and σ computed by composing the exact accountant's single epoch. The proof is docs/fresh-bins.md.
 
 **The pair** (P', Q') dominates (P, Q) because its δ(ε) lies above a certified one at every real ε. With W = dP/dQ and
 x = e^ε, δ_remove is h(x) = E_Q (W − x)₊: convex, falling, h(0) = 1. The put E_Q (x − W)₊, which is h(x) − 1 + x, equals
 x·δ_add(−log x), so the two directions at ε > 0 give h on both sides of x = 1. Upper bounds at some nodes, joined by
 chords, bound h everywhere, because h is convex; so does their lower convex hull, whose every piece is a chord. Such a
-piecewise linear function is itself the h of a pair whose W' takes the nodes' values only ("connect the dots",
-Doroshenko et al., arXiv 2207.04380): Q' has the changes of slope as masses, P' those times x. What is left of h behind
-the last node is P'-mass on W' = ∞, what is left of δ_add behind its last node Q'-mass on W' = 0.
+piecewise linear function is itself the h of a pair whose W' takes the nodes' values only: Q' has the changes of slope
+as masses, P' those times x. What is left of h behind the last node is P'-mass on W' = ∞, what is left of δ_add behind
+its last node Q'-mass on W' = 0.
 
 **The composition.** The composed loss is a sum of k independent ones. Its tail is found by the fast Fourier transform
 of *tilted* masses x_i = p_i e^{θl_i}/M(θ), with θ the saddle point: then the losses near ε are the likely ones, and
@@ -31,9 +24,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,9 +43,10 @@ from lambdacgd.accounting.exact.accountant import (
     Scale,
     TransferMatrix,
     cost,
+    evaluate_panel,
+    flat,
     jensen,
-    settled,
-    walk,
+    loss_law,
 )
 from lambdacgd.accounting.exact.accountant import (
     LARGEST_EPSILON as LARGEST_OF_AN_EPOCH,
@@ -79,8 +74,8 @@ class DiscretePair:
     q: Array
     p_infinite: float
     q_infinite: float
-    slack: dict[str, Array] = field(default_factory=dict)
-    """what each inequality behind the bounds can have added to h at the nodes; no claim, and nothing rests on it"""
+    core: DiscretePair | None = None
+    """about the same pair without the slack of its bounds; no claim, and nothing rests on it"""
 
     @property
     def heights(self) -> Array:
@@ -223,17 +218,6 @@ class Tail:
     rounding: float
 
 
-@dataclass(frozen=True)
-class Exposure:
-    """To first order, k copies whose h is larger by s at the nodes and by c between them have a δ larger by
-    k·(nodes·s + cells·c)."""
-
-    nodes: Array
-    """of the pair: how likely the other copies' losses ask for h there (between two nodes, for a part of each)"""
-    cells: Array
-    """from 0 to the first node, and from node to node: how likely they ask for h there"""
-
-
 class Composition:
     """``copies`` independent copies of ``pair``, in both directions."""
 
@@ -266,109 +250,42 @@ class Composition:
         except AccountingError:
             raise AccountingError(f"so little noise has no ε at δ = {delta:g}; use more, or a larger δ") from None
 
-    def exposure(self, way: OneWay, epsilon: float) -> Exposure:
-        """How far δ(ε) hangs on each value of one copy's h, from the sum of the other k − 1 losses.
-
-        δ of k copies is E h(e^{ε−L}), L the sum of k − 1 losses under P' (add: E e^{ε−L} h(e^{L−ε}), of −L under Q'),
-        and h is linear between the pair's nodes and 0.
-        """
-        index, masses, _ = self._one_way(way)
-        others = self._sum(epsilon, index, masses, self.copies - 1)
-        # Asked for so far below that it lies beyond the last node, h is infinite losses only.
-        start = max(math.floor(epsilon / self.pair.quantum) + 1 - int(index[-1]) - others.first, 0)
-        at = epsilon - others.losses(start)
-        weights = others.weights(start) * np.maximum(others.masses[start:], 0.0)
-        nodes = np.concatenate([[0.0], np.exp(self.pair.losses)])
-        x = np.minimum(np.exp(np.minimum(at if way == "remove" else -at, 700.0)), nodes[-1])
-        weights = weights if way == "remove" else weights * np.exp(at)
-        cell = np.minimum(np.searchsorted(nodes, x, side="right"), len(nodes) - 1) - 1
-        right = weights * (x - nodes[cell]) / np.diff(nodes)[cell]
-
-        def totals(places: NDArray[np.int64], amounts: Array) -> Array:
-            return np.bincount(places, amounts, len(nodes)).astype(np.float64)
-
-        at_nodes = totals(cell, weights - right) + totals(cell + 1, right)
-        return Exposure(at_nodes[1:], totals(cell, weights)[:-1])
-
-    def slack(self, way: OneWay, epsilon: float) -> dict[str, float]:
-        """What chords, and each inequality behind one copy's h, can have added to δ(ε), to first order."""
-        exposure = self.exposure(way, epsilon)
-        added_to_h = {f"one epoch: {name}": float(exposure.nodes @ values) for name, values in self.pair.slack.items()}
-        added_to_h["chords"] = float(exposure.cells @ self.pair.heights)
-        return {name: self.copies * value for name, value in added_to_h.items()}
-
-    def _one_way(self, way: OneWay) -> tuple[NDArray[np.int64], Array, float]:
-        """Losses (in cells), their masses, and the mass of infinite loss; for add the losses change sign."""
-        pair = self.pair
-        if way == "remove":
-            return pair.index, pair.p, pair.p_infinite
-        return -pair.index[::-1], pair.q[::-1], pair.q_infinite
-
     def _tail(self, epsilon: float, way: OneWay) -> Tail:
-        k, (index, masses, infinite) = self.copies, self._one_way(way)
+        k, pair = self.copies, self.pair
+        index, masses, infinite = pair.index, pair.p, pair.p_infinite
+        if way == "add":  # losses change sign
+            index, masses, infinite = -pair.index[::-1], pair.q[::-1], pair.q_infinite
         # One infinite loss makes the sum infinite; the other copies' masses add up to `whole` at most.
         whole = float(masses.sum()) + infinite
         lost = k * infinite * max(whole, 1.0) ** (k - 1)
-        if epsilon >= k * self.pair.quantum * float(index[-1]):
+        if epsilon >= k * pair.quantum * float(index[-1]):
             return Tail(lost * (1 + self.relative), lost, 0.0)
-        total = self._sum(epsilon, index, masses, k)
-        beyond = max(math.floor(epsilon / self.pair.quantum) + 1 - total.first, 0)
-        weights = np.maximum(-np.expm1(epsilon - total.losses(beyond)), 0.0) * total.weights(beyond)
-        value = float(weights @ total.masses[beyond:])
-        units = 8 * math.log2(self.length) * (1.01 * k + 1) + 4 * k
-        margin = _UNIT * units * total.norm * float(np.linalg.norm(weights))
-        return Tail((max(value, 0.0) + margin + lost) * (1 + self.relative), lost, margin)
-
-    def _sum(self, epsilon: float, index: NDArray[np.int64], masses: Array, copies: int) -> _Sum:
-        """The sum of ``copies`` finite losses, tilted so that losses near ε are the likely ones of all k."""
-        positive = masses > 0
-        index, masses = index[positive], masses[positive]
-        losses, logs = index * self.pair.quantum, np.log(masses)
+        index, masses = index[masses > 0], masses[masses > 0]
+        losses, logs = index * pair.quantum, np.log(masses)
 
         def cumulant(theta: float) -> float:
-            return self.copies * float(logsumexp(logs + theta * losses)) - theta * epsilon
+            return k * float(logsumexp(logs + theta * losses)) - theta * epsilon
 
+        # Tilted so that losses near ε are the likely ones.
         most = 600.0 / max(float(np.abs(losses).max()), 1e-12)
         theta = float(minimize_scalar(cumulant, bounds=(0.0, most), method="bounded").x)
         log_mgf = float(logsumexp(logs + theta * losses))
         dense = np.zeros(int(index[-1] - index[0]) + 1)
         dense[index - index[0]] = np.exp(logs + theta * losses - log_mgf)
-        composed = irfft(_power(rfft(dense, self.length), copies), self.length)
-        first, last = copies * int(index[0]), copies * int(index[-1])
-        return _Sum(
-            self.pair.quantum,
-            first,
-            composed[: last - first + 1],
-            theta,
-            copies * log_mgf,
-            float(np.linalg.norm(dense)),
-        )
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """A sum of losses: ``first``·quantum, one cell more, …, with tilted masses."""
-
-    quantum: float
-    first: int
-    masses: Array
-    tilt: float
-    log_mgf: float
-    norm: float
-    """Euclidean, of one copy's tilted masses: what rounding is proportional to"""
-
-    def losses(self, start: int) -> Array:
-        """From number ``start`` on."""
-        return np.asarray(np.arange(self.first + start, self.first + len(self.masses)) * self.quantum, dtype=np.float64)
-
-    def weights(self, start: int) -> Array:
-        """What takes the tilt back, from number ``start`` on."""
-        return np.asarray(np.exp(self.log_mgf - self.tilt * self.losses(start)))
+        composed = irfft(_power(rfft(dense, self.length), k), self.length)
+        first, last = k * int(index[0]), k * int(index[-1])
+        start = max(math.floor(epsilon / pair.quantum) + 1, first)
+        beyond = np.arange(start, last + 1) * pair.quantum
+        weights = np.maximum(-np.expm1(epsilon - beyond), 0.0) * np.exp(k * log_mgf - theta * beyond)
+        value = float(weights @ composed[start - first : last - first + 1])
+        units = 8 * math.log2(self.length) * (1.01 * k + 1) + 4 * k
+        margin = _UNIT * units * float(np.linalg.norm(dense)) * float(np.linalg.norm(weights))
+        return Tail((max(value, 0.0) + margin + lost) * (1 + self.relative), lost, margin)
 
 
 def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128]:
     """baseᵏ by repeated squaring: k − 1 products in all, as far as rounding is concerned."""
-    result: NDArray[np.complex128] | None = None if exponent else np.ones_like(base)
+    result: NDArray[np.complex128] | None = None
     while exponent:
         if exponent & 1:
             result = base if result is None else result * base
@@ -381,11 +298,8 @@ def _power(base: NDArray[np.complex128], exponent: int) -> NDArray[np.complex128
 
 # One epoch: certified δ(ε) at nodes that are chosen as the curve is walked
 
-Nodes = Callable[[float | None, float], list[float]]
 Values = dict[int, Evaluation]
-
-ANALYTIC = "analytic bounds"
-"""slack of the nodes where a Gaussian bound stands in for the lattice"""
+"""bounds on one direction's δ at the nodes ε = index·quantum"""
 
 
 @dataclass(frozen=True)
@@ -406,7 +320,12 @@ class Resolution:
     def precision(self, delta: float) -> Precision:
         widening = min(4.0, max(1.0, (0.1 / delta) ** (1 / 6)))
         return replace(
-            FINE, smoothing=self.smoothing * widening, lattice=self.lattice, scales=self.lattice, extended=False
+            FINE,
+            smoothing=self.smoothing * widening,
+            lattice=self.lattice,
+            scales=self.lattice,
+            rounding=0.2,
+            extended=False,
         )
 
     def coarse_tail(self, delta: float) -> Precision:
@@ -456,7 +375,7 @@ def one_epoch(
         raise AccountingError("one epoch at a time is composed")
     # Where there is much noise the losses of one epoch are small: ε is near 0 where it is small beside them.
     spread = math.sqrt(accountant.chain(sigma).mean_loss[1])
-    scale = accountant.settle(sigma, min(SMALLEST_EPSILON, 0.05 * spread), affordable=AFFORDABLE)
+    scale = accountant.settle(sigma, flat(min(SMALLEST_EPSILON, 0.05 * spread)), affordable=AFFORDABLE)
     # δ(0) is about .4 deviations of the loss. A normal loss is followed over so many of them, to both sides.
     span = 2 * scale.delta / 0.4 * math.sqrt(2 * math.log(max(scale.delta / floor, 2.0)))
     quantum = max(resolution.gap / scale.slope / CELLS, SMALLEST_CELL, span * copies / LONGEST)
@@ -466,33 +385,24 @@ def one_epoch(
     pair = dominating_pair(
         quantum, {i: value.delta for i, value in remove.items()}, {i: value.delta for i, value in add.items()}
     )
-    return replace(pair, slack=_slack(pair, remove, add))
+    return replace(pair, core=_core(pair, remove, add))
 
 
-def _slack(pair: DiscretePair, remove: Values, add: Values) -> dict[str, Array]:
-    """The nodes' budgets, as they count in h: δ_add is h's put divided by x. At most all of a value is slack."""
-    slack: dict[str, Array] = {}
-    for at, i in enumerate(pair.index.tolist()):
-        value, unit = (remove[i], 1.0) if i > 0 else (add[-i], math.exp(i * pair.quantum))
-        unit *= min(1.0, value.delta / value.added) if value.added else 0.0
-        for name, amount in value.budget.items():
-            slack.setdefault(name, np.zeros(len(pair.index)))[at] = unit * amount
-    return slack
+def _core(pair: DiscretePair, remove: Values, add: Values) -> DiscretePair:
+    """The pair through every node's value less what its bound, and the chords beside it, can have added."""
+    chords = np.maximum(pair.heights, np.append(pair.heights[1:], 0.0))
+    cores: tuple[dict[int, float], dict[int, float]] = ({}, {})
+    for i, chord in zip(pair.index.tolist(), chords.tolist(), strict=True):
+        # δ_add is h's put divided by x.
+        value, chord = (remove[i], chord) if i > 0 else (add[-i], chord * math.exp(-i * pair.quantum))
+        cores[i < 0][abs(i)] = max(value.core - chord, 1e-9 * value.delta)
+    return dominating_pair(pair.quantum, *cores)
 
 
-def _nodes(quantum: float, gap: float) -> Nodes:
-    """Multiples of ``quantum``, gap/slope apart, the first one at most half as far from 0; as many as a panel takes."""
-
-    def choose(latest: float | None, slope: float) -> list[float]:
-        step = max(1, round(gap / slope / quantum))
-        at = max(1, step // 2) if latest is None else round(latest / quantum) + step
-        chosen: list[float] = []
-        while len(chosen) < 200 and at * quantum <= LARGEST_OF_AN_EPOCH:
-            chosen.append(at * quantum)
-            at += step
-        return chosen
-
-    return choose
+def _ahead(latest: int, slope: float, quantum: float, gap: float) -> range:
+    """Nodes beyond the latest one (0: none yet), gap/slope apart, the first one at most half as far from 0."""
+    step = max(1, round(gap / slope / quantum))
+    return range(latest + step if latest else max(1, step // 2), int(LARGEST_OF_AN_EPOCH / quantum) + 1, step)
 
 
 @lru_cache(maxsize=4)
@@ -517,65 +427,96 @@ def _curve(
         gaussian = one_bin_delta(epsilon, alone)
         return gaussian if direction == "remove" else min(jensen(chain, epsilon).delta, gaussian)
 
-    choose = _nodes(quantum, resolution.gap)
     bounds: Values = {}
-    slope, latest = scale.slope, None
+    latest, slope = 0, scale.slope
     with contextlib.suppress(AccountingError):  # the analytic bound takes over
         if direction == "add":
-            first = choose(None, scale.slope)[0]
+            first = _ahead(0, scale.slope, quantum, resolution.gap)[0] * quantum
             guess = Scale(math.exp(-first), scale.delta, max(scale.slope, 1.0))
-            scale = settled(accountant, sigma, guess, "add", affordable=AFFORDABLE)
-        coarse = leave > floor
-        by_size = resolution.coarse_tail if coarse else resolution.precision
-        # Where even the largest δ of an epoch is small (many epochs), that one counts as near 1.
-        largest = min(scale.delta / 0.1, 1.0)
-        slack = QUICK.slack if coarse else resolution.slack
-        for epsilon, value in walk(
-            accountant,
-            sigma,
-            choose,
-            scale,
-            direction,
-            precision=lambda delta: by_size(delta / largest),
-            slack=slack,
-            floor=leave,
-            affordable=AFFORDABLE,
-            work=resolution.work,
-        ):
-            smaller = _smaller(value, analytic(epsilon))
-            bounds[round(epsilon / quantum)] = smaller
-            latest, slope = epsilon, value.slope
+            scale = accountant.settle(sigma, guess, "add", affordable=AFFORDABLE)
+        for latest, value in _walk(accountant, sigma, scale, quantum, leave, leave > floor, resolution, direction):
+            smaller = value
+            if (other := analytic(latest * quantum)) < value.delta:
+                # No more of it is slack than of the lattice's, which lies above it.
+                smaller = Evaluation(other, value.slope, {"analytic": min(other, value.added)}, "analytic")
+            bounds[latest], slope = smaller, value.slope
             reached = value if direction == "remove" else smaller  # remove is followed as far as the lattice goes
             if reached.delta <= leave or value.budget["rounding"] > 0.5 * value.delta:
                 break
-    return _continued(bounds, analytic, choose, latest, slope, quantum, floor)
+    # Further nodes, at which δ is at most an analytic bound and at most what it was before: all of it may be slack.
+    before = bounds[latest].delta if latest in bounds else 1.0
+    while (not bounds or before > floor) and (ahead := _ahead(latest, slope, quantum, resolution.gap)):
+        latest = ahead[0]
+        before = max(min(before, analytic(latest * quantum) * (1 + 1e-9)), 1e-300)
+        bounds[latest] = Evaluation(before, slope, {"analytic": before}, "analytic")
+    return bounds
 
 
-def _smaller(value: Evaluation, analytic: float) -> Evaluation:
-    """The smaller bound. No more of an analytic one is slack than of the lattice's, which lies above it."""
-    slack = min(analytic, value.added)
-    return value if value.delta <= analytic else Evaluation(analytic, value.slope, {ANALYTIC: slack}, "analytic")
+FAR_TAIL = 100.0
+"""floors up to which δ is followed coarsely: so little of the composed δ comes from there"""
+PANEL = 2.3
+"""a panel ends where δ has fallen by e^PANEL"""
+WIDEST_PANEL = 0.6
+"""or where ε has grown by this much"""
 
 
-def _continued(
-    bounds: Values,
-    analytic: Callable[[float], float],
-    choose: Nodes,
-    latest: float | None,
-    slope: float,
+def _walk(
+    accountant: TransferMatrix,
+    sigma: float,
+    scale: Scale,
     quantum: float,
     floor: float,
-) -> Values:
-    """``bounds`` with further nodes, at which δ is at most an analytic bound and at most what it was before."""
-    while not bounds or bounds[max(bounds)].delta > floor:
-        ahead = choose(latest, slope)
-        if not ahead:
-            break
-        latest = ahead[0]
-        before = bounds[max(bounds)].delta if bounds else 1.0
-        value = max(min(before, analytic(latest) * (1 + 1e-9)), 1e-300)
-        bounds[round(latest / quantum)] = Evaluation(value, slope, {ANALYTIC: value}, "analytic")
-    return bounds
+    coarse: bool,
+    resolution: Resolution,
+    direction: OneWay,
+) -> Iterator[tuple[int, Evaluation]]:
+    """The lattice's bounds at node after node. A panel of neighbours shares one lattice and one set of transforms.
+
+    A panel that turns out steeper than expected is cut short and the next starts there. Values below ``floor`` need no
+    relative accuracy: slack of that size is accepted there.
+
+    Raises:
+        AccountingError: a panel stayed loose, or the resolution's work is done.
+    """
+    sign = 1.0 if direction == "remove" else -1.0
+    # Where even the largest δ of an epoch is small (many epochs), that one counts as near 1.
+    largest = min(scale.delta / 0.1, 1.0)
+    done, tries, work = 0, 0, resolution.work
+    while ahead := _ahead(done, scale.slope, quantum, resolution.gap):
+        first, width = ahead[0], min(PANEL / scale.slope, WIDEST_PANEL)
+        panel = list(takewhile(lambda i: (i - first) * quantum <= width, ahead))  # noqa: B023
+        scales = [
+            Scale(
+                math.exp(sign * i * quantum),
+                max(scale.delta * math.exp(-scale.slope * (i - first) * quantum), floor),
+                scale.slope,
+            )
+            for i in panel
+        ]
+        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=AFFORDABLE)
+        tail = coarse or scales[0].delta < FAR_TAIL * floor
+        precision = (resolution.coarse_tail if tail else resolution.precision)(scales[0].delta / largest)
+        precision = replace(precision, work=min(precision.work, work))
+        # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
+        finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
+        law = loss_law(chain, finest, precision, direction=direction)
+        good: Evaluation | None = None
+        for node, value in zip(panel, evaluate_panel(law, scales, precision), strict=True):
+            # Rounding is no matter of tuning: whoever asked decides how much of it is worth having.
+            slack = QUICK.slack if tail else resolution.slack
+            if value.added - value.budget["rounding"] > slack * value.delta + floor:
+                break
+            yield node, value
+            good, done, tries = value, node, 0
+        work -= value.work
+        if good is None:
+            tries += 1
+            if tries > 4:
+                raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first * quantum:g} stayed loose")
+            scale = scale.learnt(value.core, value.delta, value.slope, floor=floor)
+        elif following := _ahead(done, scale.slope, quantum, resolution.gap):
+            step, slope = (following[0] - done) * quantum, max(good.slope, 0.3)
+            scale = Scale(scale.strike, max(good.delta * math.exp(-slope * step), floor), slope)
 
 
 # The accountant
@@ -611,9 +552,8 @@ THINNED = 0.82
 class FreshBins:
     """Accountant of C_λ (or its column-normalised form), restarted with new bins at every epoch.
 
-    The ``budget`` of its bounds lists, to first order: infinite losses and rounding of the composition, chords between
-    the nodes of one epoch's curve, and under "one epoch: …" what the exact accountant lists for that curve, carried
-    through the composition.
+    The ``budget`` of its bounds lists the infinite losses and the rounding of the composition, and as "one epoch" about
+    what the slack of the exact accountant's curve and the chords between its nodes add.
 
     Args:
         lam: λ, from 0 to 0.9999.
@@ -782,8 +722,9 @@ class FreshBins:
         remove, add = composed.remove(epsilon), composed.add(epsilon)
         governing = remove if remove.delta >= add.delta else add
         budget = {"infinite losses": governing.infinite, "rounding": governing.rounding}
-        slack = composed.slack("remove" if governing is remove else "add", epsilon)
-        budget |= {name: min(value, governing.delta) for name, value in slack.items()}
+        if (core := composed.pair.core) is not None:
+            least = getattr(Composition(core, composed.copies), "remove" if governing is remove else "add")(epsilon)
+            budget["one epoch"] = max(governing.delta - least.delta - governing.infinite, 0.0)
         _, loss = self.one_epoch.working_chain(sigma, 5.0, coarse=False, affordable=AFFORDABLE)
         details = {
             "nodes": len(composed.pair.index),

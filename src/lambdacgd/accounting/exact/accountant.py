@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -39,7 +39,6 @@ from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
     Chain,
     Columns,
-    IndependentProduct,
     Rounding,
     TransferProduct,
     extended_transform,
@@ -60,6 +59,7 @@ from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05
 """an answer whose inequalities can have added more than this share of δ is refined"""
+TOO_LARGE = "use a smaller λ, or a larger ε or δ"
 LARGEST_LOSS_VARIANCE = 500.0
 """Var(X) beyond which e^X comes near the largest float"""
 
@@ -117,35 +117,42 @@ class Scale:
 
 @dataclass(frozen=True)
 class LossLaw:
-    """The truncated, rounded law of W with its error terms."""
+    """The truncated, rounded law of W for one direction, with its error terms."""
 
-    product: TransferProduct | IndependentProduct
-    bins: int
+    product: TransferProduct
+    direction: OneWay
     cap: float
     """E Σ (Y_j − top)₊, for remove"""
-    inflation: float = 1.0
-    growth: float = 1.0
-    """(1 + η)^links: the most by which the lattice can exceed the truth"""
-    exit_remove: float = 0.0
-    exit_add: float = 0.0
-    scale_gap: float = 0.0
+    scale_gap: float
     """relative share of δ that shared scales can add, estimated from the slope"""
-    stretched: float = 1.0
+    stretched: float
     """the most by which a shared scale exceeds a bin's own"""
 
-    def transform(self, z: NDArray[Any], rounding: Rounding, *, extended: bool = False) -> NDArray[Any]:
+    @property
+    def inflation(self) -> float:
+        """(1 − η)^−links (Lemma 2)."""
+        return (1 - self.product.lattice.eta) ** -self.product.lattice.links
+
+    @property
+    def growth(self) -> float:
+        """(1 + η)^links: the most by which the lattice can exceed the truth."""
+        return (1 + self.product.lattice.eta) ** self.product.lattice.links
+
+    def transform(self, z: NDArray[Any], *, extended: bool = False) -> NDArray[Any]:
+        """E' e^{zW'}, shared scales rounded as the direction allows."""
+        rounding: Rounding = "up" if self.direction == "remove" else "down"
         return extended_transform(self.product, z, rounding) if extended else self.product(z, rounding)
 
-    def mass_and_mean(self, rounding: Rounding, *, extended: bool = False) -> tuple[np.longdouble, np.longdouble]:
+    def mass_and_mean(self, *, extended: bool = False) -> tuple[np.longdouble, np.longdouble]:
         """E' 1 and E' W', by a complex step: the imaginary part carries the derivative exactly."""
         step = 2.0**-330
-        value = self.transform(np.array([1j * step]), rounding, extended=extended)[0]
+        value = self.transform(np.array([1j * step]), extended=extended)[0]
         mass, mean = np.longdouble(value.real), np.longdouble(value.imag) / np.longdouble(step)
         # Lemma 3 in numbers: a self-check that would notice a wrong kernel, a lattice too short or a lost table.
-        least = 2 - self.growth - 1e-9
-        most = self.growth + 1e-9
-        least_mean = least - self.exit_remove - self.cap if rounding == "up" else 0.0
-        mass_fits = least - self.exit_add <= mass <= most
+        exits = self.product.lattice
+        least, most = 2 - self.growth - 1e-9, self.growth + 1e-9
+        least_mean = least - exits.exit_remove - self.cap if self.direction == "remove" else 0.0
+        mass_fits = least - exits.exit_add <= mass <= most
         mean_fits = max(least_mean, 0.0) <= mean <= most * self.stretched
         if not (mass_fits and mean_fits):
             raise AccountingError(
@@ -158,7 +165,11 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     """Set up the law of W for strikes near ``scale.strike``, as finely as ``precision`` asks, for one direction."""
     negligible = precision.negligible * scale.delta
     bins, variance = chain.all_bins, chain.loss_variance
-    guard_overflow(variance)
+    if not variance <= LARGEST_LOSS_VARIANCE:
+        raise AccountingError(
+            f"the privacy loss has variance {variance:.3g}, beyond {LARGEST_LOSS_VARIANCE:g}: σ is too small; "
+            f"multiply it by at least {math.sqrt(variance / LARGEST_LOSS_VARIANCE):.3g}"
+        )
     width = scale.width(precision)
     # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
     spread = math.sqrt(chain.repeat * float(np.sum(np.exp(2 * chain.log_scales))))
@@ -168,34 +179,19 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     if direction == "add":
         # A put asks no more of W than whether it exceeds the strike: cutting off there is free (Lemma 4).
         top = min(top, scale.strike + 12 * width)
-    top = max(top, 4 * fine)
-    grid = value_grid(fine, ratio, top)
-    cap = bins * float(lognormal_excess(log_mean, deviation, float(grid[-1])))
-    if chain.lam == 0:
-        return LossLaw(IndependentProduct(bins, chain.gain, grid), bins, cap)
+    grid = value_grid(fine, ratio, max(top, 4 * fine))
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
-    ratio_tau = spacing_ratio(chain.bins, precision.lattice)
-    path = lattice(chain, ratio_tau, reach, shifted=direction == "remove")
-    plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
-    gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
-    product = TransferProduct(chain, path, grid, plan)
+    path = lattice(chain, spacing_ratio(chain.bins, precision.lattice), reach, shifted=direction == "remove")
     if path.eta * path.links >= 0.5:
         raise AccountingError(
             "the lattice is too coarse to certify anything; please report this as an error in lambdacgd"
         )
-    growth = (1 + path.eta) ** path.links
+    plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
+    gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
     stretched = max((math.exp(s.up - s.down) for s in plan), default=1.0)
-    inflation = (1 - path.eta) ** (-path.links)
-    cap = cap * growth * stretched
-    return LossLaw(product, bins, cap, inflation, growth, path.exit_remove, path.exit_add, gap, stretched)
-
-
-def guard_overflow(variance: float) -> None:
-    if not variance <= LARGEST_LOSS_VARIANCE:
-        raise AccountingError(
-            f"the privacy loss has variance {variance:.3g}, beyond {LARGEST_LOSS_VARIANCE:g}: σ is too small; "
-            f"multiply it by at least {math.sqrt(variance / LARGEST_LOSS_VARIANCE):.3g}"
-        )
+    law = LossLaw(TransferProduct(chain, path, grid, plan), direction, 0.0, gap, stretched)
+    cap = bins * float(lognormal_excess(log_mean, deviation, float(grid[-1])))
+    return replace(law, cap=cap * law.growth * stretched)
 
 
 # A put from the transform
@@ -313,7 +309,6 @@ def far_bound(strike: float, low: float, width: float, tilts: Array, transforms:
 
 def choose_window(
     law: LossLaw,
-    rounding: Rounding,
     strike: float,
     width: float,
     slope: float,
@@ -321,17 +316,17 @@ def choose_window(
     precision: Precision,
     *,
     unit: float,
-    decreasing_beyond: bool,
 ) -> Window:
     """Find a window whose omissions are negligible beside ``value``, with as few frequencies as possible.
 
-    ``decreasing_beyond``: whether P(W > w) falls as w^{−slope} above the strike (remove: the strike lies in the upper
-    tail); otherwise all of the mass lies above the strike and only the tilt keeps its copies small.
+    For remove the strike lies in the upper tail: P(W > w) falls as w^{−slope} above it. For add all of the mass lies
+    above the strike and only the tilt keeps its copies small.
     """
+    decreasing_beyond = law.direction == "remove"
     allowed = precision.negligible * value
     tilts = np.exp2(np.arange(0, 12)) / strike
     tilts = tilts[tilts * width < 12]
-    transforms = np.asarray(law.transform(-tilts, rounding))
+    transforms = np.asarray(law.transform(-tilts))
     logs = np.log(np.maximum(transforms, 1e-300))
     ends = (math.log(allowed / (2 * strike)) - logs - (tilts * width) ** 2 / 2) / tilts
     low = min(float(np.max(ends)), strike - 1.5 * width)
@@ -344,7 +339,7 @@ def choose_window(
     rising, above = np.zeros(0), np.zeros(0)
     for largest in (100.0, 400.0) if narrow and not decreasing_beyond else ():
         with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
-            above = np.log(np.asarray(law.transform(tilts[tilts < largest], rounding)))
+            above = np.log(np.asarray(law.transform(tilts[tilts < largest])))
             rising = tilts[tilts < largest]
     best: tuple[float, float, float, float] | None = None
     # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
@@ -365,7 +360,7 @@ def choose_window(
             best = (cost, period, tilt, beyond)
     assert best is not None
     _, period, tilt, beyond = best
-    total = float(law.transform(np.array([-tilt]), rounding)[0])
+    total = float(law.transform(np.array([-tilt]))[0])
     if not total > 1e-250:
         raise AccountingError(
             f"E e^(−θW) = {total:g} underflows at strike {strike:.3g}: ε is too large for this direction"
@@ -427,96 +422,79 @@ class Evaluation:
 class FourierSeries:
     """Transforms of one law at one window's frequencies: enough for every strike inside the window."""
 
-    law: LossLaw
     window: Window
     transform: NDArray[Any]
     unit: float
-    precision: Precision
-    method: str
-    work: float
+    """of rounding"""
     width: float
     """of the smoothing, one for all strikes: a wider one at the higher strikes would reach below the window"""
+    extended: bool
+    work: float
 
-    def put(self, strike: float, width: float) -> PutBound:
-        return put_bound(strike, width, self.window, self.transform, self.unit)
 
-
-def fourier_series(law: LossLaw, rounding: Rounding, scales: list[Scale], precision: Precision) -> FourierSeries:
+def fourier_series(law: LossLaw, scales: list[Scale], precision: Precision) -> FourierSeries:
     """Set up for all of ``scales``: the highest strike, the narrowest smoothing and the smallest value decide."""
     strike, width = max(s.strike for s in scales), min(s.width(precision) for s in scales)
-    value = min(s.delta * (s.strike if rounding == "down" else 1.0) for s in scales)
-    slope = min(s.slope for s in scales)
-    unit, upper_tail = rounding_unit(law.bins), rounding == "up"
-    window = choose_window(
-        law, rounding, strike, width, slope, value, precision, unit=unit, decreasing_beyond=upper_tail
-    )
+    value = min(s.delta * (1.0 if law.direction == "remove" else s.strike) for s in scales)
+    unit, slope = rounding_unit(law.product.bins), min(s.slope for s in scales)
+    window = choose_window(law, strike, width, slope, value, precision, unit=unit)
     work = law.product.flops() * window.count
     if work > precision.work:
         raise AccountingError(
             f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {precision.work:.1g}; "
-            "use a smaller λ, a larger ε or δ, or the Monte Carlo accountant"
+            f"{TOO_LARGE}"
         )
-    extended = precision.extended and _needs_extended(law, strike, width, window, unit, precision.rounding * value)
-    transform = law.transform(1j * window.frequencies - window.tilt, rounding, extended=extended)
-    unit *= EXTENDED_GAIN if extended else 1.0
-    return FourierSeries(law, window, transform, unit, precision, "extended" if extended else "fourier", work, width)
+    margin = unit * (float(np.sum(np.abs(frequency_weights(strike, width, window)))) * window.total + strike)
+    too_rough = margin > precision.rounding * value
+    extended = precision.extended and too_rough and AVAILABLE and work <= EXTENDED_LIMIT
+    transform = law.transform(1j * window.frequencies - window.tilt, extended=extended)
+    return FourierSeries(window, transform, unit * (EXTENDED_GAIN if extended else 1.0), width, extended, work)
 
 
-def evaluate_remove(law: LossLaw, scale: Scale, precision: Precision) -> Evaluation:
-    """δ_remove at one strike; ``scale`` says where and what to expect."""
-    return next(remove_at(law, [scale], precision))
+def evaluate(law: LossLaw, scale: Scale, precision: Precision) -> Evaluation:
+    """δ in the law's direction at one strike; ``scale`` says where and what to expect."""
+    return next(evaluate_panel(law, [scale], precision))
 
 
-def evaluate_add(law: LossLaw, scale: Scale, precision: Precision) -> Evaluation:
-    """δ_add at one strike; ``scale`` says where and what to expect."""
-    return next(add_at(law, [scale], precision))
+def evaluate_panel(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
+    """δ in the law's direction at every strike of ``scales``, from one series.
 
+    δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10).
+    δ_add(ε) = e^ε E (e^{−ε} − W)₊ is a put with no parity and so less cancellation.
+    """
+    series, remove = fourier_series(law, scales, precision), law.direction == "remove"
+    window, width, exits = series.window, series.width, law.product.lattice
+    mass, mean = law.mass_and_mean(extended=series.extended)
 
-def remove_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
-    """δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10)."""
-    shared = fourier_series(law, "up", scales, precision)
-    window, unit, width = shared.window, shared.unit, shared.width
-    mass, mean = law.mass_and_mean("up", extended=shared.method == "extended")
-
-    def call(k: float, width: float) -> tuple[float, dict[str, float]]:
-        part = shared.put(k, width)
-        margin = part.rounding + unit * float(mean + k * mass)
-        return float(mean - k * mass + part.series), {"window": part.far, "fourier tail": part.tail, "rounding": margin}
+    def at(strike: float) -> tuple[float, dict[str, float]]:
+        """δ but for the lattice, and what of it is margin."""
+        put = put_bound(strike, width, window, series.transform, series.unit)
+        if remove:
+            margin = put.rounding + series.unit * float(mean + strike * mass)
+            value = float(mean - strike * mass + put.series)
+            return value, {"window": put.far, "fourier tail": put.tail, "rounding": margin}
+        parts = {"window": put.far, "fourier tail": put.tail, "rounding": put.rounding}
+        return float(put.series) / strike, {name: part / strike for name, part in parts.items()}
 
     for scale in scales:
         strike = scale.strike
-        core, parts = call(strike, width)
-        nearby = min(1.02, 1 + 0.2 / scale.slope)
-        slope = _slope(core, call(strike * nearby, width)[0], nearby, scale.slope)
-        # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike in between.
-        between = max(strike, window.high - strike / slope)
-        beyond = abs(call(between, width)[0]) / (window.high - between)
+        core, budget = at(strike)
+        step = min(0.02, 0.2 / scale.slope)
+        nearby = strike * (1 + step if remove else 1 - step)
+        slope = _slope(core, at(nearby)[0], 1 + step if remove else 1 / (1 - step), scale.slope)
+        if remove:
+            # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike between.
+            between = max(strike, window.high - strike / slope)
+            beyond = abs(at(between)[0]) / (window.high - between)
+            budget |= {"lattice exits": exits.exit_remove, "grid top": law.cap}
+        else:
+            beyond = window.beyond / strike
+            budget |= {"lattice exits": exits.exit_add}
+        delta = law.inflation * (core + sum(budget.values()))
         copies = beyond * (strike - window.low) / math.expm1(window.tilt * window.period)
-        budget = parts | {"lattice exits": law.exit_remove, "grid top": law.cap}
-        delta = law.inflation * (core + sum(budget.values()))
         budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
-        yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
-
-
-def add_at(law: LossLaw, scales: list[Scale], precision: Precision) -> Iterator[Evaluation]:
-    """δ_add(ε) = e^ε E (e^{−ε} − W)₊: a put with no parity and so less cancellation."""
-    law.mass_and_mean("down")  # the self-check only
-    shared = fourier_series(law, "down", scales, precision)
-    window, width = shared.window, shared.width
-    for scale in scales:
-        strike = scale.strike
-        part = shared.put(strike, width)
-        core = float(part.series) / strike
-        nearby = 1 - min(0.02, 0.2 / scale.slope)
-        slope = _slope(
-            core, float(shared.put(strike * nearby, width).series) / (strike * nearby), 1 / nearby, scale.slope
-        )
-        budget = {"window": part.far / strike, "fourier tail": part.tail / strike, "rounding": part.rounding / strike}
-        budget |= {"lattice exits": law.exit_add}
-        delta = law.inflation * (core + sum(budget.values()))
-        copies = window.beyond * (strike - window.low) / math.expm1(window.tilt * window.period) / strike
-        budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
-        yield _checked(Evaluation(delta, slope, budget, shared.method, shared.work))
+        method = "extended" if series.extended else "fourier"
+        yield _checked(Evaluation(delta, slope, budget, method, series.work))
 
 
 def _estimated(law: LossLaw, relative_width: float, slope: float, value: float) -> dict[str, float]:
@@ -529,12 +507,6 @@ def _estimated(law: LossLaw, relative_width: float, slope: float, value: float) 
         "lattice spacing": (law.inflation * law.growth - 1) * value,
         "shared scales": law.scale_gap * value,
     }
-
-
-def _needs_extended(law: LossLaw, strike: float, width: float, window: Window, unit: float, allowed: float) -> bool:
-    """Whether float64's rounding margin would be too large, and extended precision can help."""
-    margin = unit * (float(np.sum(np.abs(frequency_weights(strike, width, window)))) * window.total + strike)
-    return margin > allowed and AVAILABLE and law.product.flops() * window.count <= EXTENDED_LIMIT
 
 
 def _slope(core: float, other: float, ratio: float, fallback: float) -> float:
@@ -575,8 +547,6 @@ EPSILONS = (SMALLEST_EPSILON, LARGEST_EPSILON)
 MOST_STEPS = 10_000_000
 """steps per epoch, and epochs: a few arrays of this length are made"""
 SMALLEST_DELTA = 1e-12
-ROUNDING_SHARE = 0.3
-"""a rounding margin above this share of δ is refused: sampling does better there"""
 FINE_SECONDS = 15.0
 """about what all fine evaluations of a search take over one coarse one"""
 RTOL = 2e-4
@@ -627,7 +597,7 @@ class TransferMatrix:
             AccountingError: σ or ε is out of range, or δ is too small to certify.
         """
         sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
-        scale = self.settle(sigma, epsilon)
+        scale = self.settle(sigma, flat(epsilon))
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
@@ -638,7 +608,7 @@ class TransferMatrix:
             if scale == before:
                 break
         assert best is not None
-        return self._checked(best)
+        return self._told(best)
 
     def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
@@ -697,18 +667,7 @@ class TransferMatrix:
 
     def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
         """Bounds at many ε for one σ. As everywhere, δ_add is made tight only where it would govern."""
-        sigma = real("σ", sigma, self.smallest_sigma)
-        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
-        if self.steps_per_epoch == 1 or not asked:
-            return [self.delta(sigma, epsilon) for epsilon in asked]
-        bounds = {}
-        ordered = sorted(set(asked))
-        for epsilon, remove in walk(self, sigma, among(ordered), self.settle(sigma, ordered[0]), "remove"):
-            add = self._add(self.working_chain(sigma, remove.slope, coarse=False)[0], epsilon, remove, FINE)
-            details = {"remove": remove.method, "add": add.method}
-            budget = governing_budget(remove, add)
-            bounds[epsilon] = Bound(sigma, epsilon, remove.delta, add.delta, METHOD, budget, details, remove.slope)
-        return [bounds[epsilon] for epsilon in asked]
+        return [self.delta(sigma, epsilon) for epsilon in epsilons]
 
     # What to compute with
 
@@ -763,7 +722,7 @@ class TransferMatrix:
             return Bound(sigma, epsilon, value, value, METHOD, {}, details, scale.slope)
         chain, expected_loss = self.working_chain(sigma, scale.slope, coarse=precision is COARSE)
         law = loss_law(chain, scale, precision, direction="remove")
-        remove = evaluate_remove(law, scale, precision)
+        remove = evaluate(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision)
         details = {
             "remove": remove.method,
@@ -786,7 +745,7 @@ class TransferMatrix:
             scale = Scale(math.exp(-epsilon), size, slope)
             try:
                 law = loss_law(chain, scale, step, direction="add")
-                fourier = evaluate_add(law, scale, step)
+                fourier = evaluate(law, scale, step)
             except AccountingError:
                 break  # Jensen's bound stands
             size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
@@ -794,15 +753,16 @@ class TransferMatrix:
             best = min(best, fourier, key=lambda item: item.delta)
         return best
 
-    def settle(self, sigma: float, epsilon: float, *, affordable: float | None = None) -> Scale:
-        """Learn how large and how steep δ_remove is from coarse evaluations, flat ones first: those are cheap."""
-        first = Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
-        scale = settled(self, sigma, first, "remove", affordable=affordable)
-        if scale.delta < SMALLEST_DELTA / 10:
-            raise AccountingError(
-                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                "certifies; ask at a smaller σ or ε"
-            )
+    def settle(
+        self, sigma: float, scale: Scale, direction: OneWay = "remove", *, affordable: float | None = None
+    ) -> Scale:
+        """How large and how steep δ is at the strike of ``scale``, from coarse evaluations that begin with it."""
+        chain, _ = self.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
+        for _ in range(12):
+            value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
+            before, scale = scale, scale.learnt(value.core, value.delta, value.slope, floor=SMALLEST_DELTA / 10)
+            if scale.settled_since(before):
+                break
         return scale
 
     def _solve(
@@ -840,20 +800,19 @@ class TransferMatrix:
         bound, value = smallest_certified(evaluate, delta, start, strategy, rtol=rtol)
         if bound is None:
             raise AccountingError(f"δ = {delta:g} is out of reach: the last bound was {math.exp(value) * delta:.3g}")
-        return self._checked(bound)
+        return self._told(bound)
 
-    def _checked(self, bound: Bound) -> Bound:
-        """The bound, unless rounding is most of it. How much of it may be slack its budget says, however much that is.
+    def _told(self, bound: Bound) -> Bound:
+        """The bound with the share of it that may be slack, however much that is.
 
         Some of the budget are estimates, such as that of periodic copies, which can exceed by far what was added.
         """
-        rounding = bound.budget.get("rounding", 0.0)
-        if rounding > ROUNDING_SHARE * bound.delta:
-            raise AccountingError(
-                f"δ near {bound.delta:.2g} cannot be certified at ε = {bound.epsilon:g}: rounding may reach "
-                f"{rounding:.2g}; the smallest δ reachable there is about {rounding / ROUNDING_SHARE:.1g}"
-            )
         return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
+
+
+def flat(epsilon: float) -> Scale:
+    """Where to begin to learn δ's size and slope at this ε: flat, which is cheap."""
+    return Scale(math.exp(epsilon), 1e-3, min(_first_slope(epsilon, 1e-3), 4.0))
 
 
 def _first_slope(epsilon: float, delta: float) -> float:
@@ -866,99 +825,6 @@ def _final_precision(rtol: float) -> Precision:
     factor = min(max(rtol / RTOL, 1.0), 8.0)
     coarser = {name: getattr(FINE, name) * factor for name in ("lattice", "scales", "negligible", "wrap")}
     return replace(FINE, smoothing=min(FINE.smoothing * math.sqrt(factor), 0.4), **coarser)
-
-
-# δ(ε) at many ε for one σ: neighbouring ε share one lattice and one set of transforms, a panel at a time
-
-PANEL = 2.3
-"""a panel ends where δ has fallen by e^PANEL"""
-WIDEST_PANEL = 0.6
-"""or where ε has grown by this much"""
-
-
-def walk(
-    accountant: TransferMatrix,
-    sigma: float,
-    choose: Callable[[float | None, float], list[float]],
-    scale: Scale,
-    direction: OneWay,
-    *,
-    precision: Callable[[float], Precision] = lambda delta: FINE,
-    slack: float = SLACK_SHARE,
-    floor: float = 0.0,
-    affordable: float | None = None,
-    work: float = math.inf,
-) -> Iterator[tuple[float, Evaluation]]:
-    """Panel after panel; a panel that turns out steeper than expected is cut short and the next starts there.
-
-    ``choose(latest, slope)`` names increasing ε beyond the latest one done, those of one panel at most being used, or
-    none to end. ``precision`` is asked for at the size of δ where a panel starts. Values below ``floor`` need no
-    relative accuracy: slack of that size is accepted there. ``affordable`` bounds the operations a frequency, by taking
-    a dominating chain, and ``work`` those of all panels, by ending the walk.
-
-    Raises:
-        AccountingError: a panel stayed loose, or the work is done.
-    """
-    evaluate: Callable[..., Iterator[Evaluation]] = remove_at if direction == "remove" else add_at
-    sign = 1.0 if direction == "remove" else -1.0
-    done, tries = None, 0
-    while ahead := choose(done, scale.slope):
-        first = ahead[0]
-        panel = [e for e in ahead if (e - first) * scale.slope <= PANEL and e - first <= WIDEST_PANEL]
-        scales = [
-            Scale(math.exp(sign * e), max(scale.delta * math.exp(-scale.slope * (e - first)), floor), scale.slope)
-            for e in panel
-        ]
-        chain, _ = accountant.working_chain(sigma, scale.slope, coarse=False, affordable=affordable)
-        how = precision(scales[0].delta)
-        how = replace(how, work=min(how.work, work))
-        # The law is tuned to the narrowest smoothing and the smallest δ of the panel.
-        finest = Scale(min(s.strike for s in scales), scales[-1].delta, scale.slope)
-        law = loss_law(chain, finest, how, direction=direction)
-        latest, spent = None, 0.0
-        for epsilon, value in zip(panel, evaluate(law, scales, how), strict=True):
-            spent = value.work
-            # Rounding is no matter of tuning: whoever asked decides how much of it is worth having.
-            if value.added - value.budget["rounding"] > slack * value.delta + floor:
-                break
-            yield epsilon, value
-            latest, done, tries = (epsilon, value), epsilon, 0
-        work -= spent
-        if latest is not None:
-            following = choose(done, scale.slope)
-            step = following[0] - latest[0] if following else 0.0
-            slope = max(latest[1].slope, 0.3)
-            scale = Scale(
-                math.exp(sign * (latest[0] + step)), max(latest[1].delta * math.exp(-slope * step), floor), slope
-            )
-        else:
-            tries += 1
-            if tries > 4:
-                raise AccountingError(f"the bound at σ = {sigma:g}, ε = {first:g} stayed loose; slack {value.budget}")
-            scale = scale.learnt(value.core, value.delta, value.slope, floor=floor)
-
-
-def among(ordered: list[float]) -> Callable[[float | None, float], list[float]]:
-    """``choose`` for ``walk``: those of ``ordered`` that are left."""
-
-    def left(latest: float | None, _: float) -> list[float]:
-        return ordered if latest is None else ordered[bisect_right(ordered, latest) :]
-
-    return left
-
-
-def settled(
-    accountant: TransferMatrix, sigma: float, scale: Scale, direction: OneWay, *, affordable: float | None = None
-) -> Scale:
-    """How large and how steep δ is at ``scale.strike`` in one direction, from coarse evaluations that begin there."""
-    evaluate = evaluate_remove if direction == "remove" else evaluate_add
-    chain, _ = accountant.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
-    for _ in range(12):
-        value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
-        before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
-        if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
-            break
-    return scale
 
 
 # Which chain to compute with: the exact one where it is affordable, else the least loose dominating one
@@ -974,7 +840,7 @@ STEEPNESS = 12.0
 def cost(chain: Chain, slope: float) -> float:
     """Real operations for one complex frequency, from the lattice's size before it is built."""
     tau = math.sqrt((1 - chain.lam) / (1 + chain.lam))
-    span = 14 * math.sqrt(chain.peak_variance) + math.sqrt(chain.gain) * max(float(chain.largest_shift(0.5)), 0.0)
+    span = 14 * math.sqrt(chain.variance(0.0)) + math.sqrt(chain.gain) * max(float(chain.largest_shift(0.5)), 0.0)
     states = span / (spacing_ratio(chain.bins, FINE.lattice) * tau) + 3
     columns = 1.0 if chain.epochs == 1 else states
     total = 0.0
@@ -1038,6 +904,6 @@ def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain,
     if best[1] > POSSIBLE:
         raise AccountingError(
             f"λ = {exact.lam:g} with {exact.bins} steps per epoch needs {best[1]:.1g} operations a frequency, beyond "
-            f"{POSSIBLE:.1g}; use a smaller λ or the Monte Carlo accountant"
+            f"{POSSIBLE:.1g}; {TOO_LARGE}"
         )
     return best[2], best[0]

@@ -1,38 +1,34 @@
 """The privacy loss as a Markov chain on a lattice: the chain, its lattice, and what each bin adds to W.
 
 **The chain** (Lemma 1). For every bin j the privacy loss needs u_j ∝ ⟨x, m_j⟩ with x ~ N(0, σ²I). Scaled by
-√((1−λ²)/k)/σ these numbers satisfy u_j = λ u_{j+1} + ξ_j for j ≤ b−2, and one closing relation p·u_{b−1} − q·u_0 = ζ
+√((1−λ²)/k)/σ these numbers satisfy u_j = λ u_{j+1} + ξ_j for j ≤ b−2, and one closing relation p·u_{b−1} − q·u_0 = ϱ
 ties the cycle's end to its start. Nothing here is approximate; the dominating chains are larger in Kahane's order
 (Lemma 7).
 
 **The lattice** (Lemmas 2 and 3). Between bins j and j+1 a half-step variable v is inserted; given all of them the bins
-are independent. As a function of v the integrand is a Gaussian of variance τ², so summing over ΔZ instead of
-integrating changes it by a factor within 1 ± η, whatever the bins' values. The closing relation gets one more such
-variable, w. For one epoch the chain is open.
+are independent. Summing over a lattice of v instead of integrating changes the integral by a factor within 1 ± η,
+whatever the bins' values. The closing relation gets one more such variable, w. For one epoch the chain is open, and for
+λ = 0 there is no lattice at all.
 
-**The emissions** (Lemma 4). Given its lattice neighbours, a bin adds a lognormal to W. It is rounded onto a grid: mass
-is split between the two neighbouring grid points so that the mean is preserved. That is larger in convex order, so
-every expectation of a convex function of W can only grow. Above the top of the grid the value is cut off: that lowers
-W, so a put only grows, and for a call the lost E (Y − top)₊ is added.
+**The emissions** (Lemma 4). Given its lattice neighbours, a bin adds a lognormal to W. It is rounded onto a grid, the
+mean preserved, which is larger in convex order. Above the top of the grid the value is cut off: that lowers W, so a put
+only grows, and for a call the lost E (Y − top)₊ is added.
 
 **The transfer product** (Lemma 5) is E e^{zW} over the truncated lattice, for many z at once: the trace of a product of
 matrices. Bins whose scale c_j is (rounded to be) equal share one, and a stretch of n equal ones costs log n products.
 
 **Extended precision** (x87, 64-bit mantissa) is slow, and 2000 times more accurate than float64. It serves where the
 rounding margin of float64 would be too large beside δ (large ε, small δ), and as the yardstick with which that margin
-was measured. It uses the same float64 tables and kernels, which define the (slightly perturbed) measure; only what is
-computed from them, and cancels, is carried further.
-
-**In the cache.** Products of a matrix and a vector read the whole matrix for two operations a number. A few frequencies
-at a time, whose matrices fit into a core's cache, are multiplied five times as fast as all of them together.
+was measured. The float64 tables and kernels define the (slightly perturbed) measure in either precision; only what is
+computed from them, and cancels, is carried further. The z that are asked for bring their precision along.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
-from dataclasses import dataclass, replace
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -76,17 +72,12 @@ class Chain:
     @property
     def loss_variance(self) -> float:
         """The largest Var(X_j)."""
-        return max((self.emission(j)[1] for j in range(len(self.amplitudes))), default=self.emission(0)[1])
+        return max(self.emission(j)[1] for j in range(len(self.amplitudes) or 1))
 
     def emission(self, j: int) -> tuple[float, float]:
-        """What multiplies u_j in X_j, and Var(X_j): of the bin with the largest variance, where all share one law."""
-        root = math.sqrt(self.gain)
-        if not self.amplitudes:
-            return root, self.gain * self.peak_variance + self.nugget
-        h = float(self.end_effect(float(j)))
-        return root * self.amplitudes[j], self.gain * self.amplitudes[j] ** 2 * (
-            float(self.covariance(0.0)) - self.tail * h * h
-        )
+        """What multiplies u_j in X_j, and Var(X_j). Without amplitudes all bins share bin 0's: see ``log_scales``."""
+        j, a = (j, self.amplitudes[j]) if self.amplitudes else (0, 1.0)
+        return math.sqrt(self.gain) * a, self.gain * a**2 * self.variance(j) + self.nugget
 
     @property
     def stationary(self) -> Chain:
@@ -119,29 +110,22 @@ class Chain:
         ratio = math.expm1(self.epochs * self.bins * log_lam) / math.expm1(self.bins * log_lam)
         return self.lam ** (self.bins - np.asarray(position, dtype=float)) * (ratio / math.sqrt(self.epochs))
 
-    @cached_property
-    def peak_variance(self) -> float:
-        """The largest Var(u_j): that of bin 0."""
-        return self.peak_covariance(0.0)
-
-    def peak_covariance(self, distance: float) -> float:
-        """An upper bound on Cov(u_i, u_j) over all pairs at this distance (h increases along the cycle)."""
-        return float(self.covariance(distance) - self.tail * self.end_effect(0.0) ** 2)
+    def variance(self, position: float) -> float:
+        """Var(u_j), which falls with j."""
+        return float(self.covariance(0.0) - self.tail * self.end_effect(position) ** 2)
 
     def largest_shift(self, distance: ArrayLike) -> Array:
         """An upper bound on how far drawing a bin J moves the mean of what lies at this distance from it, over √gain.
 
-        With amplitudes: a_J (c(d) − tail·h_J²λ^d), as h falls by λ a bin, each part at its largest.
+        That is a_J (c(d) − tail·h_J²λ^d), as h falls by λ a bin, each part at its largest.
         """
-        if not self.amplitudes:
-            return np.asarray(self.covariance(distance) - self.tail * float(self.end_effect(0.0)) ** 2)
-        d, a = np.asarray(distance, dtype=float), np.array(self.amplitudes)
-        near = float(np.max(a * (self.alpha - self.tail * self.end_effect(np.arange(self.bins)) ** 2)))
+        d, a = np.asarray(distance, dtype=float), np.array(self.amplitudes or (1.0,))
+        near = float(np.max(a * (self.alpha - self.tail * self.end_effect(np.arange(len(a))) ** 2)))
         return np.asarray(max(near, 0.0) * self.lam**d + float(a.max()) * self.gamma * self.lam ** (self.bins - d))
 
     @cached_property
     def log_scales(self) -> Array:
-        """log c_j ≥ 0, increasing in j: e^{X_j} = c_j · exp(√gain·u_j − gain·peak_variance/2)."""
+        """log c_j ≥ 0, increasing in j: e^{X_j} = c_j · exp(√gain·u_j − gain·Var(u_0)/2)."""
         if self.amplitudes:
             return np.zeros(self.bins)
         h = self.end_effect(np.arange(self.bins))
@@ -151,8 +135,7 @@ class Chain:
     def closing(self) -> tuple[float, float, float]:
         """(p, q, v) of Lemma 1: p·u_{b−1} − q·u_0 ~ N(0, v), independent of the ξ_j. One epoch: p = 1, q = 0."""
         q = self.gamma * self.lam
-        h = float(self.end_effect(self.bins - 1.0))
-        last = float(self.covariance(0.0)) - self.tail * h * h
+        last = self.variance(self.bins - 1.0)
         return self.alpha, q, last - q * q * -math.expm1(2 * (self.bins - 1) * math.log(self.lam))
 
     @cached_property
@@ -267,12 +250,11 @@ def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     over several short ones it is that of C_λ with an amplitude for every bin (Lemma 7c), and else the stationary chain
     of ρ_0, which is λ but for short runs.
     """
-    if bins * epochs == 1:
-        return stationary_chain(lam, bins, epochs, sigma)
-    if 1 < bins <= FEW_BINS and epochs > 1 and bins * (1 - lam) < LONG_EPOCH and bins**2 * epochs <= LARGEST_COLUMNS:
+    short = bins <= FEW_BINS and bins * (1 - lam) < LONG_EPOCH and bins**2 * epochs <= LARGEST_COLUMNS
+    if epochs > 1 and bins > 1 and short:
         plain = plain_chain(lam, bins, epochs, sigma)
         return replace(plain, amplitudes=normalized_amplitudes(lam, bins, epochs))
-    if epochs > 1:
+    if epochs > 1 or bins == 1:
         largest = float(_falling_correlations(lam, bins * epochs, 1)[0])
         return stationary_chain(min(lam, largest), bins, epochs, sigma)
     runs = normalized_runs(lam, bins)
@@ -302,7 +284,7 @@ def normalized_amplitudes(lam: float, bins: int, epochs: int) -> tuple[float, ..
     return tuple((amplitudes * (1 + 1e-9)).tolist())
 
 
-RUNS_LOSS = 5e-4
+RUNS_LOSS = 2e-3
 """what runs of one correlation may add to σ, about"""
 MOST_RUNS = 32
 """the most runs, each of which has its own kernel and table"""
@@ -316,34 +298,28 @@ def normalized_runs(lam: float, bins: int) -> tuple[tuple[int, float], ...]:
     sums = 1 / (1 - np.append(rho, 0.0))
     total = np.append(0.0, np.cumsum(sums))
 
-    def lengths(allowed: float) -> list[int]:
-        """Of the longest runs that add at most ``allowed`` each."""
-        found: list[int] = []
-        start = 0
-        while start < bins and len(found) < MOST_RUNS:
+    def cut(allowed: float) -> list[int]:
+        """Where the longest runs that add at most ``allowed`` each begin, and the last of MOST_RUNS ends."""
+        cuts = [0]
+        while cuts[-1] < bins and len(cuts) <= MOST_RUNS:
+            first = cuts[-1]
 
-            def too_long(stop: int, start: int = start) -> bool:
-                return bool((stop - start) * sums[start] - (total[stop] - total[start]) > allowed)
+            def added(stop: int, first: int = first) -> float:
+                return float((stop - first) * sums[first] - (total[stop] - total[first]))
 
-            stop = bisect_left(range(bins + 1), True, start + 1, bins + 1, key=too_long) - 1
-            found.append(max(stop, start + 1) - start)
-            start += found[-1]
-        return found
+            cuts.append(first + max(1, bisect_right(range(first + 1, bins + 1), allowed, key=added)))
+        return cuts
 
-    def few(log_allowed: float) -> bool:
-        return sum(lengths(math.exp(log_allowed))) == bins
-
-    most = 2 * RUNS_LOSS * float(total[-1])
-    fewest = math.exp(bisect(few, math.log(most) - 20, math.log(bins * float(total[-1])), width=0.05))
-
-    def added(allowed: float) -> float:
-        starts = np.cumsum([0, *lengths(allowed)[:-1]])
-        return float(lengths(allowed) @ sums[starts] - total[-1])
-
-    fine = math.exp(bisect(lambda x: added(math.exp(-x)) <= most, -math.log(bins * float(total[-1])), 30.0, width=0.05))
+    allowed = bins * float(sums[0])
+    cuts = cut(allowed) if bins > MOST_RUNS else list(range(bins + 1))
+    while np.diff(cuts) @ sums[cuts[:-1]] > (1 + 2 * RUNS_LOSS) * total[-1]:
+        allowed *= 0.8
+        if (finer := cut(allowed))[-1] < bins:
+            break
+        cuts = finer
     runs: list[tuple[int, float]] = []
     start = 0
-    for count in lengths(max(fewest, 1 / fine)):
+    for count in np.diff(cuts).tolist():
         inside = float(rho[start]) if count > 1 or start == 0 else 0.0
         across = float(rho[start - 1]) ** 2 / runs[-1][1] if runs else 0.0
         runs.append((count, max(inside, across) * (1 + 1e-12)))
@@ -446,6 +422,47 @@ class Site:
     """the pair (row, column) has its mean at position strides · (row, column) of ``means``"""
     means: Array
     deviation: float
+    repeat: int = 1
+    """how many such bins the site holds, independent given the lattice"""
+    table: Array = field(default_factory=lambda: np.zeros((0, 0)))
+    """the emissions: one row a grid point, one column a lattice neighbourhood"""
+
+    def matrices(self, transforms: NDArray[Any]) -> NDArray[Any]:
+        """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
+        # The mean depends on an integer combination of row and column only: a strided view, not a gather.
+        row, item = transforms.strides
+        steps = (row, item * self.strides[0], item * self.strides[1])
+        spread = np.lib.stride_tricks.as_strided(transforms, (len(transforms), *self.kernel.shape), steps)
+        return np.asarray(self.kernel * spread)
+
+    def transform(self, waves: _Waves) -> NDArray[Any]:
+        """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood."""
+        total = self.table.sum(axis=0, dtype=waves.departure.dtype)
+        departure = waves.departure @ self.table
+        real = total + departure
+        if (small := departure <= -0.5).any():
+            real[small] = (waves.damping @ self.table)[small]
+        departure, real = (departure + (total - 1))[waves.which], real[waves.which]
+        if waves.turned is None:
+            return real if self.repeat == 1 else _power(departure, real, self.repeat)
+        turned = waves.turned @ self.table
+        result = np.empty(real.shape, dtype=np.result_type(real, np.complex64))
+        result.real, result.imag = real + turned[: len(real)], turned[len(real) :]
+        if self.repeat == 1:
+            return result
+        return _power(departure + turned[: len(real)] + 1j * turned[len(real) :], result, self.repeat)
+
+
+def _power(departure: NDArray[Any], whole: NDArray[Any], exponent: int) -> NDArray[Any]:
+    """whole^exponent, where ``whole`` = 1 + ``departure``: near 1 the rounding of the 1 is not repeated so often."""
+    near = np.abs(departure) < 0.5
+    x = np.where(near, departure.real, 0)
+    if np.iscomplexobj(whole):
+        y = np.where(near, departure.imag, 0)
+        logarithm = 0.5 * np.log1p(x * (2 + x) + y * y) + 1j * np.arctan2(y, 1 + x)
+    else:
+        logarithm = np.log1p(x)
+    return np.asarray(np.where(near, np.exp(exponent * logarithm), whole**exponent))
 
 
 @dataclass(frozen=True)
@@ -465,7 +482,7 @@ class Lattice:
 
     @property
     def states(self) -> int:
-        return self.interior[0].kernel.shape[0]
+        return self.left.kernel.shape[1]
 
     @property
     def closing_states(self) -> int:
@@ -478,10 +495,13 @@ def lattice(chain: Chain, ratio: float, reach: float, *, shifted: bool = True) -
     ``shifted``: cover the means under P too (remove); otherwise only Q counts (add), and ``exit_remove`` is infinite.
     """
     lam, bins = chain.lam, chain.bins
+    if lam == 0:  # one bin, and b − 1 like it
+        one = Site(np.ones((1, 1)), (0, 0), np.zeros(1), 1.0)
+        return Lattice((), one, replace(one, repeat=bins - 1), 0, 0.0, 0.0, 0.0)
     spacing, eta = ratio * math.sqrt((1 - lam) / (1 + lam)), poisson_eta(ratio)
     links = bins if chain.epochs > 1 else bins - 1
     shift = math.sqrt(chain.gain) if shifted else 0.0
-    deviation = math.sqrt(chain.peak_variance)
+    deviation = math.sqrt(chain.variance(0.0))
     first = math.floor(-reach * deviation / spacing)
     last = math.ceil((reach * deviation + shift * max(float(chain.largest_shift(0.5)), 0.0)) / spacing)
     n = np.arange(first, last + 1)
@@ -576,14 +596,11 @@ def _closing_ends(
     step = whole / m
     # w given u is N(pq/(p+q)·(u_0 + u_{b−1}), τ_w²).
     weight = p * q / (p + q)
-    both_ends = chain.peak_variance + chain.peak_covariance(chain.bins - 1.0)
-    w_spread = math.sqrt(2 * weight**2 * both_ends + tau_w**2)
-    w_shift = shift * weight * both_ends
-    if chain.amplitudes:
-        j, a = np.arange(chain.bins), np.array(chain.amplitudes)
-        ends = chain.covariance(j) + chain.covariance(chain.bins - 1 - j)
-        taken = chain.tail * chain.end_effect(j) * float(chain.end_effect(0.0) + chain.end_effect(chain.bins - 1.0))
-        w_shift = shift * weight * float(np.max(a * (ends - taken)))
+    j = np.arange(chain.bins)
+    h = chain.end_effect(j)
+    with_ends = chain.covariance(j) + chain.covariance(chain.bins - 1 - j) - chain.tail * h * (h[0] + h[-1])
+    w_spread = math.sqrt(weight**2 * float(with_ends[0] + with_ends[-1]) + tau_w**2)
+    w_shift = shift * weight * float(np.max(np.array(chain.amplitudes or 1.0) * with_ends))
     nw = np.arange(math.floor(-reach * w_spread / step), math.ceil((reach * w_spread + w_shift) / step) + 1)
     v = np.asarray(n * spacing, dtype=np.float64)
     w = np.asarray(nw * step, dtype=np.float64)
@@ -656,7 +673,7 @@ def stretches(chain: Chain, allowed: float) -> list[Stretch]:
         return [Stretch(count, 0.0, 0.0, site) for site, count in enumerate(counts) if count][::-1]
     if chain.amplitudes:
         return [Stretch(1, 0.0, 0.0, site) for site in range(chain.bins - 2, 0, -1)]
-    interior = chain.log_scales[1:-1]
+    interior = chain.log_scales[1:-1] if chain.lam else []
     n = len(interior)
     if n == 0:
         return []
@@ -717,7 +734,7 @@ class TransferProduct:
         if longest * len(grid) > LARGEST_TABLE:
             raise AccountingError(
                 f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
-                "smaller λ, a larger ε or δ, or the Monte Carlo accountant"
+                "smaller λ, or a larger ε or δ"
             )
         emissions = []
         for site, j in zip(sites, (*range(len(lattice.interior)), 0, chain.bins - 1), strict=True):
@@ -729,8 +746,10 @@ class TransferProduct:
         # Where W hardly varies most of the grid is never met.
         met = ~(np.max([table.max(axis=0) for table in emissions], axis=0) <= NEVER)
         self.grid = grid[met]
+        self.interior: list[Site]
         *self.interior, self.left, self.right = (
-            _Tables.of(site, table[:, met], chain.repeat) for site, table in zip(sites, emissions, strict=True)
+            replace(site, table=np.ascontiguousarray(table[:, met].T), repeat=site.repeat * chain.repeat)
+            for site, table in zip(sites, emissions, strict=True)
         )
 
     @cached_property
@@ -799,7 +818,7 @@ class _Waves:
 
     def __init__(self, grid: Array, z: NDArray[Any], log_scale: float) -> None:
         self.grid, self.z, self.log_scale = grid, z, log_scale
-        values = grid * float(np.exp(log_scale))
+        values = grid.astype(z.real.dtype) * float(np.exp(log_scale))
         reals, self.which = np.unique(z.real, return_inverse=True)
         exponents = np.outer(reals, values)
         self.damping, self.departure = np.exp(exponents), np.expm1(exponents)
@@ -811,54 +830,6 @@ class _Waves:
 
     def at(self, log_scale: float) -> _Waves:
         return self if log_scale == self.log_scale else _Waves(self.grid, self.z, log_scale)
-
-
-@dataclass(frozen=True)
-class _Tables:
-    """A Site with its emission table."""
-
-    kernel: Array
-    table: Array
-    """one row a grid point, one column a lattice neighbourhood"""
-    total: Array
-    strides: tuple[int, int]
-    repeat: int
-    """how many such bins the site holds, independent given the lattice"""
-
-    @classmethod
-    def of(cls, site: Site, emissions: Array, repeat: int) -> _Tables:
-        return cls(site.kernel, np.ascontiguousarray(emissions.T), emissions.sum(axis=1), site.strides, repeat)
-
-    def matrices(self, transforms: NDArray[Any]) -> NDArray[Any]:
-        """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
-        # The mean depends on an integer combination of row and column only: a strided view, not a gather.
-        row, item = transforms.strides
-        steps = (row, item * self.strides[0], item * self.strides[1])
-        spread = np.lib.stride_tricks.as_strided(transforms, (len(transforms), *self.kernel.shape), steps)
-        return np.asarray(self.kernel * spread)
-
-    def transform(self, waves: _Waves) -> NDArray[Any]:
-        """E[e^{zcY}]^repeat: one row per frequency z, one column per lattice neighbourhood."""
-        departure = waves.departure @ self.table
-        real = self.total + departure
-        if (small := departure <= -0.5).any():
-            real[small] = (waves.damping @ self.table)[small]
-        real = real[waves.which]
-        if waves.turned is None:
-            return power(real, self.repeat)
-        turned = waves.turned @ self.table
-        result = np.empty(real.shape, dtype=np.complex128)
-        result.real = real + turned[: len(real)]
-        result.imag = turned[len(real) :]
-        return power(result, self.repeat)
-
-
-def power(base: NDArray[Any], exponent: int) -> NDArray[Any]:
-    """base^exponent, entry by entry, by repeated squaring: fewer roundings than through logarithms."""
-    result = base
-    for bit in bin(exponent)[3:]:
-        result = result * result * base if bit == "1" else result * result
-    return result
 
 
 def apply_power(matrix: Any, count: int, strip: Any, *, symmetric: bool = False) -> Any:
@@ -884,78 +855,9 @@ def _square(matrix: NDArray[Any]) -> NDArray[Any]:
     return square
 
 
-class IndependentProduct:
-    """λ = 0: the bins are independent, so E e^{zW'} is a power of one bin's transform."""
-
-    def __init__(self, bins: int, gain: float, grid: Array) -> None:
-        self.bins, self.grid = bins, grid
-        deviation = gain**0.5
-        self.table = round_lognormal(np.array([-gain / 2 - np.log(bins)]), deviation, grid)[0]
-
-    def flops(self) -> float:
-        return 8.0 * len(self.grid)
-
-    def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-        values = self.transform(z, self.grid, self.table)
-        if not np.all(np.isfinite(values)):
-            raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
-        return values
-
-    def transform(self, z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
-        """(Σ_i table_i e^{z·grid_i})^bins in the precision of its arguments.
-
-        Near 1 it goes through s = Σ table·(e^{zy} − 1), so that the rounding of the 1 is not repeated b times.
-        """
-        parts = [self._some(z[first : first + BATCH], grid, table) for first in range(0, len(z), BATCH)]
-        return np.concatenate(parts)
-
-    def _some(self, z: NDArray[Any], grid: NDArray[Any], table: NDArray[Any]) -> NDArray[Any]:
-        waves = _Waves(grid, z, 0.0)
-        real = (waves.departure @ table)[waves.which]
-        direct = np.where(real > -0.5, table.sum() + real, (waves.damping @ table)[waves.which])
-        if waves.turned is None:
-            small = np.abs(real) < 0.5
-            return np.asarray(
-                np.where(small, np.exp(self.bins * np.log1p(np.where(small, real, 0))), direct**self.bins)
-            )
-        turned = waves.turned @ table
-        real, imaginary = real + turned[: len(z)], turned[len(z) :]
-        small = np.hypot(real, imaginary) < 0.5
-        x, y = np.where(small, real, 0), np.where(small, imaginary, 0)
-        logarithm = 0.5 * np.log1p(x * (2 + x) + y * y) + 1j * np.arctan2(y, 1 + x)
-        whole = direct + turned[: len(z)] + 1j * imaginary
-        return np.asarray(np.where(small, np.exp(self.bins * logarithm), whole**self.bins))
-
-
-# Extended precision
-
 AVAILABLE = bool(np.finfo(np.longdouble).eps < 1e-18)
 
 
-def extended_transform(
-    product: TransferProduct | IndependentProduct, z: NDArray[Any], rounding: Rounding
-) -> NDArray[Any]:
+def extended_transform(product: TransferProduct, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
     """E e^{zW'} in extended precision."""
-    wide = np.clongdouble if np.iscomplexobj(z) else np.longdouble
-    grid = product.grid.astype(np.longdouble)
-    if isinstance(product, TransferProduct):
-        return np.array([_extended_product(product, grid, wide(value), rounding) for value in z])
-    return product.transform(z.astype(wide), grid, product.table.astype(np.longdouble))
-
-
-def _extended_product(product: TransferProduct, grid: NDArray[Any], z: Any, rounding: Rounding) -> Any:
-    first, last = product.ends
-    strip = _extended_matrix(product.right, grid, z, last)
-    for stretch in product.plan:
-        matrix = _extended_matrix(product.interior[stretch.site], grid, z, stretch.log_scale(rounding))
-        strip = apply_power(matrix, stretch.count, strip)
-    return (_extended_matrix(product.left, grid, z, first).T * strip).sum()
-
-
-def _extended_matrix(site: _Tables, grid: NDArray[Any], z: Any, log_scale: float) -> NDArray[Any]:
-    scale = np.longdouble(np.exp(log_scale))
-    transform = power(np.exp(z * (scale * grid)) @ site.table.astype(np.longdouble), site.repeat)
-    size = transform.itemsize
-    rows, columns = site.kernel.shape
-    view = np.lib.stride_tricks.as_strided(transform, (rows, columns), (size * site.strides[0], size * site.strides[1]))
-    return np.asarray(site.kernel * view)
+    return product(z.astype(np.clongdouble if np.iscomplexobj(z) else np.longdouble), rounding)

@@ -5,7 +5,7 @@
     python -m benchmarks.nugget --check results/nugget-cpu.json --out results/nugget-check-cpu.json
 
 "Before" is a chain without a nugget that lies above the Gram matrix in every entry. The estimate comes from
-``composed.simulation``, which draws every epoch in all b coordinates straight from C.
+``reproduce.simulated``, which draws every epoch in all b coordinates straight from C.
 """
 
 from __future__ import annotations

@@ -196,6 +196,22 @@ def test_a_file_that_hashes_right_and_says_nonsense_is_refused(field, value):
         lc.Plan.from_json(json.dumps(data | {"digest": _digest(data)})).check()
 
 
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [({"kind": "estimate", "confidence": 0.0}, "an ESTIMATE, which claims nothing"),
+     ({"confidence": 1 - 1e-9}, "fails with probability 1e-09")],
+    ids=["estimate", "sampled"],
+)  # fmt: skip
+def test_what_earlier_releases_did_not_prove_is_still_said(changes, told):
+    """Today every certificate is a proven bound; files of earlier releases load, and do not look like one."""
+    content = cyclic(lc.LambdaCGD(0.9)).to_dict()
+    content.pop("digest")
+    content["certificate"] |= {"method": "monte-carlo"} | changes
+    plan = lc.Plan.from_json(json.dumps(content | {"digest": _digest(content)}))
+    assert told in repr(plan)
+    assert told in str(plan)
+
+
 def test_a_certificate_that_does_not_say_what_it_is_is_refused():
     data = json.loads(cyclic(lc.LambdaCGD(0.9)).to_json())
     del data["digest"], data["certificate"]["kind"]

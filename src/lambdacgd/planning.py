@@ -78,9 +78,9 @@ class Plan:
     Guarantee
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
-    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, also
-    as floating-point numbers, for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the
-    data is not covered.
+    ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, also as floating-point numbers,
+    for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the data is not covered. A plan
+    file of an earlier release whose certificate is of kind "estimate" claims nothing, and its table says so.
     """
 
     mechanism: Mechanism

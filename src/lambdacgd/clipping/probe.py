@@ -732,8 +732,8 @@ Drawn = tuple[tuple[Any, Any], Any]  #: where generators stood before and behind
 
 
 class Numbers:
-    """Python's, NumPy's and torch's generators of random numbers, and those that are attributes of a model's modules; at
-    the end they stand where they stood.
+    """Python's, NumPy's and torch's generators of random numbers, and those that are attributes of a model's modules.
+    At the end they stand where they stood.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

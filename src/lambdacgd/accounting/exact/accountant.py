@@ -598,6 +598,11 @@ class TransferMatrix:
         """
         sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
         scale = self.settle(sigma, flat(epsilon))
+        if scale.delta < SMALLEST_DELTA / 10:
+            raise AccountingError(
+                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
+                "certifies; ask at a smaller σ or ε"
+            )
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
@@ -667,7 +672,16 @@ class TransferMatrix:
 
     def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
         """Bounds at many ε for one σ. As everywhere, δ_add is made tight only where it would govern."""
-        return [self.delta(sigma, epsilon) for epsilon in epsilons]
+        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
+        bounds: dict[float, Bound] = {}
+        for epsilon in sorted(set(asked)):
+            try:
+                bounds[epsilon] = self.delta(sigma, epsilon)
+            except AccountingError:  # too small to certify: at most what it was before
+                if not bounds:
+                    raise
+                bounds[epsilon] = replace(bounds[max(bounds)], epsilon=epsilon)
+        return [bounds[epsilon] for epsilon in asked]
 
     # What to compute with
 
@@ -760,8 +774,8 @@ class TransferMatrix:
         chain, _ = self.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
         for _ in range(12):
             value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
-            before, scale = scale, scale.learnt(value.core, value.delta, value.slope, floor=SMALLEST_DELTA / 10)
-            if scale.settled_since(before):
+            before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
+            if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
                 break
         return scale
 

@@ -746,11 +746,11 @@ class TransferProduct:
         # Where W hardly varies most of the grid is never met.
         met = ~(np.max([table.max(axis=0) for table in emissions], axis=0) <= NEVER)
         self.grid = grid[met]
-        self.interior: list[Site]
-        *self.interior, self.left, self.right = (
+        tables = [
             replace(site, table=np.ascontiguousarray(table[:, met].T), repeat=site.repeat * chain.repeat)
             for site, table in zip(sites, emissions, strict=True)
-        )
+        ]
+        self.interior, self.left, self.right = tables[:-2], tables[-2], tables[-1]
 
     @cached_property
     def symmetric(self) -> bool:

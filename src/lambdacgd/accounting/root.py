@@ -1,10 +1,8 @@
 """The root finder of all accountants.
 
 Every search solves f(x) = 0 for a function that falls with x: f = log(δ/target), and x is the logarithm of σ or ε.
-``find_root`` evaluates f where a *strategy* says, until a value is near enough. The strategies differ in how dear f is:
-
-- ``Secant``: f takes seconds, has a known slope, and says little more than its sign far away.
-- ``RegulaFalsi``: f is sampled with common random numbers, smooth, and nothing is known about its slope.
+``find_root`` evaluates f where a *strategy* says, until a value is near enough. ``Secant`` is for an f that takes
+seconds, has a known slope, and says little more than its sign far away.
 
 ``smallest_certified`` runs two phases, coarse evaluations first and fine ones last. ``smallest`` serves cheap functions
 (TOMS 748), ``bisect`` functions that only say yes or no.
@@ -97,45 +95,6 @@ class Secant(Strategy):
             x = self.failed if value > 0 else self.passed  # onwards from the last point, though all may look alike
         step = -min(max(value + aim, -FAR), FAR) / self.slope
         return self.within_limits(self.inside(x + min(max(step, -self.largest), self.largest), 0.03))
-
-
-class RegulaFalsi(Strategy):
-    """Walks down from a point that passes in growing steps until one fails, then regula falsi (Illinois rule)."""
-
-    def __init__(self, step: float) -> None:
-        super().__init__()
-        self.step = step
-        self.refining = False
-        """whether the point to be evaluated next lies between one that failed and one that passed"""
-        self._left: tuple[float, float] | None = None
-        self._right: tuple[float, float] | None = None
-
-    def add(self, x: float, value: float) -> None:
-        if self.refining and self._left and self._right:
-            if value > 0:
-                self._left, self._right = (x, value), (self._right[0], 0.5 * self._right[1])
-            else:
-                self._right, self._left = (x, value), (self._left[0], 0.5 * self._left[1])
-        elif value <= 0:
-            self._right = (x, value)
-        elif self._right is not None:
-            self._left = (x, value)
-        super().add(x, value)
-
-    def next(self, aim: float = 0.0) -> float:
-        if self._right is None:
-            return self.points[-1][0] + 0.2 * self.step
-        if self._left is None:
-            x = self._right[0] - self.step
-            self.step *= 1.3
-            return x
-        self.refining = True
-        return between(*self._left, *self._right, target=0.0)
-
-
-def between(low: float, at_low: float, high: float, at_high: float, *, target: float) -> float:
-    """Where a line through two points meets ``target``, but not within 5% of either point."""
-    return low + (high - low) * min(max((target - at_low) / (at_high - at_low), 0.05), 0.95)
 
 
 def find_root(

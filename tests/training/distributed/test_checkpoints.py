@@ -162,7 +162,7 @@ def life_of_a_folder(where: str) -> None:
     _refuses(lambda: private.load(folder / "broken"), "another digest")
     _refuses(lambda: private.load(folder / "nowhere"), "no checkpoint")
     # Two nodes, each with a folder of its own under this name: rank 1 would go on from other weights.
-    with mock.patch("lambdacgd.training.checkpoint._view", return_value=f"seen by {dist.get_rank()}"):
+    with mock.patch("lambdacgd.training.checkpoint._digest", return_value=f"seen by {dist.get_rank()}"):
         _refuses(lambda: private.load(path), "must see one file system")
     # Killed after the ledger's entry: the draft is whole. Killed before: it never left.
     if first:

@@ -673,7 +673,7 @@ def stretches(chain: Chain, allowed: float) -> list[Stretch]:
         return [Stretch(count, 0.0, 0.0, site) for site, count in enumerate(counts) if count][::-1]
     if chain.amplitudes:
         return [Stretch(1, 0.0, 0.0, site) for site in range(chain.bins - 2, 0, -1)]
-    interior = chain.log_scales[1:-1] if chain.lam else np.zeros(0)
+    interior: Array = chain.log_scales[1:-1] if chain.lam else np.zeros(0)
     n = len(interior)
     if n == 0:
         return []

@@ -100,9 +100,11 @@ def covered(plan: Plan, run: TrainingRun) -> bool:
     if run.method != "bandmf":
         return True
     parameters = sum(p.numel() for p in make_model(run).parameters())
-    horizon = {"steps": plan.steps, "restart_every": plan.restart_every, "parameters": parameters}
     try:
-        cover(plan.mechanism, epsilon=plan.epsilon, delta=plan.delta, **horizon)
+        cover(
+            plan.mechanism, steps=plan.steps, restart_every=plan.restart_every, parameters=parameters,
+            epsilon=plan.epsilon, delta=plan.delta,
+        )  # fmt: skip
     except InvalidInput:
         return False
     return True

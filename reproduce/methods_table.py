@@ -157,14 +157,15 @@ def methods_page(rows: list[Row], about: str, beside: str, pairs: tuple[tuple[st
         else ""
     )
     searched = [row for row in rows if len(row["tried"]) > 2]
-    without = sum(all(run["schedule"] == "constant" for run in row["tried"]) for row in searched)
+    without = [row for row in searched if all(run["schedule"] == "constant" for run in row["tried"])]
+    short = "; ".join(f"{method(row['method']).title} at ε = {row['epsilon']:g}" for row in without)
     parts = [
         f"Test accuracy in percent, mean ± standard error over seeds; δ = 1e-5. {about}",
         comparison(rows),
         differences(rows, pairs),
-        f"**The searches did not cover the same ground**: {without} of {len(searched)} never tried the schedule that "
-        "falls, because a rate at the edge used up their last run. The search has since been put right (a rate at the "
-        "edge is extra), these runs have not been repeated, and `frontier`, which tries both schedules for every "
+        f"**Not all searches covered the same ground**: {len(without)} of {len(searched)} never tried the schedule "
+        f"that falls ({short}), because a rate at the edge used up their last run. The search has since been put right "
+        "(a rate at the edge is extra) and repeated for the others. `frontier`, which tries both schedules for every "
         "method, is what we compare methods by."
         if without
         else "",

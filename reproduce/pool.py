@@ -184,8 +184,12 @@ def pool_seconds(run: TrainingRun) -> float:
     return each * views_of(run.model) * run.epochs * sizes(TRAINING_EXAMPLES[run.task], run)[0]
 
 
-def estimate(searches: Sequence[tuple[str, Search]], store: RunStore, say: Say = print) -> float:
-    """Say about how many runs each search will still ask for, and the seconds on an H200 until it ends."""
+def estimate(
+    searches: Sequence[tuple[str, Search]], store: RunStore, say: Say = print, *, plans: PlanBook | None = None
+) -> float:
+    """Say about how many runs each search will still ask for, the seconds on an H200 until it ends, and how many of
+    these runs have no plan in ``plans`` under which they may be trained.
+    """
     pretended, total = Pretended(store), 0.0
     for name, search in searches:
         before = set(pretended.asked)
@@ -193,6 +197,11 @@ def estimate(searches: Sequence[tuple[str, Search]], store: RunStore, say: Say =
         new = [run for digest, run in pretended.asked.items() if digest not in before]
         total += sum(map(pool_seconds, new))
         say(f"{total:6.0f} s  {len(new):3d} runs  {name}")
+    if plans is not None:
+        requests = [run.plan_request(sizes(TRAINING_EXAMPLES[run.task], run)[0]) for run in pretended.asked.values()]
+        without = sum(request not in plans for request in requests)
+        if without:
+            say(f"{without} of these runs have no plan that covers floating point: `bulk plans` makes them first")
     return total
 
 
@@ -345,7 +354,7 @@ def train_runs(
     cells = [(name, cell) for name in experiment for cell in chosen.cells(name)]
     searches = [(f"{name}: {framework.load(name).title(cell)}", SEARCHES[name](cell)) for name, cell in cells]
     if dry_run:
-        estimate(searches, store)
+        estimate(searches, store, plans=PlanBook(plans))
         return
     with tempfile.TemporaryDirectory() as folder:
         files = {}

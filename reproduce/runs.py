@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
+from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.cli.options import plan_arguments
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan, plan
@@ -229,7 +230,9 @@ class PlanBook:
         self._plans: dict[str, Plan] = {}
         if path is not None:
             for content in records(path):
-                self._plans[_key(content["request"])] = Plan.from_json(json.dumps(content["plan"]))
+                known = Plan.from_json(json.dumps(content["plan"]))
+                if known.certificate.details.get("floating_point") == set_aside(known.epsilon, known.delta):
+                    self._plans[_key(content["request"])] = known  # else of an earlier release: nothing trains under it
 
     def __len__(self) -> int:
         return len(self._plans)

@@ -154,6 +154,7 @@ def tested(
     scores = [result["accuracy"][which] for result in results]
     row: Row = {name: results[0].get(name) for name in ("sigma", "rmse", "certificate")}
     row |= {"scores": scores, "test": statistics.mean(scores), "standard_error": standard_error(scores)}
+    row |= {"unproven": True} if any(result.get("unproven") for result in results) else {}
     return row | {"training_seconds": round(sum(float(result["seconds"]) for result in results), 2)}, results
 
 

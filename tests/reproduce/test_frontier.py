@@ -136,3 +136,11 @@ def test_the_page_compares_at_equal_epochs_and_at_a_quarter() -> None:
     assert "| 8 | 10 | DP-SGD (Poisson), 40 | +1.0 |" in text
     assert "10 epochs for more than 40 at ε = 8" in text
     assert frontier.plot(rows) is not None
+
+
+def test_the_page_names_the_rows_of_which_nothing_is_proven() -> None:
+    asked = cell(frontier.BANDMF, 2.0, 10)
+    row = stored(frontier_search(asked), Landscape(128, 1.0))
+    assert row is not None
+    assert "refuses" not in frontier.page([asked | row])
+    assert "refuses to train BandMF, cyclic Poisson at ε = 2 " in frontier.page([asked | row | {"unproven": True}])

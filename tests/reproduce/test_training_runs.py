@@ -6,6 +6,7 @@ import json
 import queue
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,8 +16,11 @@ from lambdacgd.cli.options import plan_arguments
 from lambdacgd.errors import InvalidInput
 from reproduce import pool, trainer
 from reproduce.data import Examples, Splits, load_digits
+from reproduce.framework import RESULTS
+from reproduce.pool import estimate
 from reproduce.problems import Data, packed, sizes, unpacked
 from reproduce.runs import METHODS, MissingPlan, PlanBook, RunStore, TrainingRun
+from reproduce.search import method_search
 from reproduce.trainer import TooLate, outcome, train
 
 RUN = TrainingRun("digits", "mlp", "lambda-cgd", 8.0, 16, 1, 0.5, 1.0, lam=0.8)
@@ -103,6 +107,19 @@ def test_a_plan_that_is_not_what_was_asked_for_is_refused(tmp_path: Path) -> Non
             book.get(asked)
 
 
+def test_a_plan_that_sets_nothing_aside_for_floating_point_counts_as_missing(tmp_path: Path) -> None:
+    path = tmp_path / "plans.jsonl"
+    with (RESULTS / "training" / "plans.jsonl").open() as file:
+        earliest = next(file)  # of an earlier release
+    path.write_text(earliest)
+    assert json.loads(earliest)["request"] not in PlanBook(path)
+    said: list[str] = []
+    cell = {"task": "digits", "model": "mlp", "method": "lambda-cgd", "epsilon": 8.0, "batch_size": 16, "epochs": 1}
+    cell |= {"learning_rate": 0.5, "max_grad_norm": 1.0, "lam": 0.8, "tries": 1, "seeds": 1}
+    estimate([("one", method_search(cell))], RunStore(None), said.append, plans=PlanBook(path))
+    assert said[-1].startswith("2 of these runs have no plan that covers floating point")
+
+
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "bandinvmf-amplified-4"])
 def test_every_method_can_be_planned(name: str) -> None:
     method = METHODS[name]
@@ -142,6 +159,22 @@ def test_a_run_learns(data: Data, name: str, lam: float | None) -> None:
     assert result["accuracy"]["last"] > 0.4  # guessing is 0.1; ε = 8 on 1 150 digits gives about 0.8
     assert result["steps"] == 71
     assert not result["captured"]
+
+
+def test_bandmf_is_measured_where_the_library_refuses_it_and_says_so(
+    data: Data, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: Any, **__: Any) -> None:
+        raise InvalidInput("plan", "floating-point noise cannot be proven")
+
+    for module in ("lambdacgd.training.step", "reproduce.trainer"):
+        monkeypatch.setattr(f"{module}.cover", never)
+    plans = PlanBook(make=True)
+    assert train(replace(RUN, method="bandmf", lam=None), data, plans)["unproven"]
+    with pytest.raises(InvalidInput, match="cannot be proven"):  # every other method stays refused
+        train(RUN, data, plans)
+    monkeypatch.undo()
+    assert "unproven" not in train(replace(RUN, method="bandmf", lam=None), data, plans)
 
 
 def test_a_linear_schedule_ends_at_a_twentieth(data: Data, monkeypatch: pytest.MonkeyPatch) -> None:

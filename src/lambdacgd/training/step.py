@@ -153,7 +153,7 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     if plan.certificate.kind != "bound":
         warnings.warn(
             "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
-            "without estimate=True before training on data that needs protection",
+            "anew with lc.plan before training on data that needs protection",
             NotPrivateWarning,
             stacklevel=stacklevel,
         )

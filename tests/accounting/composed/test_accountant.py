@@ -222,7 +222,7 @@ def test_work_is_capped_and_what_is_in_hand_is_valid(monkeypatch: pytest.MonkeyP
 
     free = FreshBins(0.7, 20, 3).delta(1.5, 2.0)
     one_epoch._curve.cache_clear()
-    monkeypatch.setattr(module, "FINAL", replace(one_epoch.FINAL, work=3e8))
+    monkeypatch.setattr(module, "FINAL", replace(one_epoch.FINAL, work=1e8))
     composed = FreshBins(0.7, 20, 3).composed(1.5, 1e-6, resolution=module.FINAL)
     capped = FreshBins(0.7, 20, 3).bound(composed, 1.5, 2.0)
     assert capped.delta > free.delta

@@ -348,6 +348,7 @@ class AmplifiedError:
     def __init__(self, setting: Setting, tick: Callable[[int], None] = lambda amount: None) -> None:
         self.setting, self._tick = setting, tick
         self._computed: dict[Mechanism, float] = {}
+        self._points: list[tuple[float, float]] = []  # log of the sensitivity, log of σ over it
 
     def guess(self, mechanism: Mechanism) -> float:
         """By a closed form, up to a factor that changes slowly from mechanism to mechanism, or else ``rmse``."""
@@ -362,14 +363,25 @@ class AmplifiedError:
     def rmse(self, mechanism: Mechanism) -> float:
         """With σ from the accountant, to about 0.5%."""
         if mechanism not in self._computed:
-            start = None
-            if self._computed:  # σ over the sensitivity changes slowly
-                last, sigma = next(reversed(self._computed.items()))
-                start = sigma * self.setting.sensitivity(mechanism) / self.setting.sensitivity(last)
+            norm = self.setting.sensitivity(mechanism)
             accountant = accountant_for(mechanism, self.setting.sampling)
-            self._computed[mechanism] = accountant.quick_sigma(*self.setting.budget, start=start)
+            sigma = accountant.quick_sigma(*self.setting.budget, start=self._start(norm))
+            self._computed[mechanism] = sigma
+            self._points.append((math.log(norm), math.log(sigma / norm)))
             self._tick(1)
         return self.setting.norms(mechanism)[0] * self._computed[mechanism]
+
+    def _start(self, norm: float) -> float | None:
+        """σ over the sensitivity changes slowly: a line through the two nearest points is a good start."""
+        if not self._points:
+            return None
+        x = math.log(norm)
+        nearest = sorted(set(self._points), key=lambda point: abs(point[0] - x))[:2]
+        value = nearest[0][1]
+        if len(nearest) == 2 and abs(nearest[1][0] - nearest[0][0]) > 1e-3:
+            slope = (nearest[1][1] - nearest[0][1]) / (nearest[1][0] - nearest[0][0])
+            value += min(max(slope * (x - nearest[0][0]), -0.5), 0.5)
+        return norm * math.exp(value)
 
 
 # Bands of BandMF under cyclic Poisson sampling

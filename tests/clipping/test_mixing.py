@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import random
 from collections.abc import Callable
@@ -608,6 +609,38 @@ def test_random_numbers_and_counters_are_put_back() -> None:
         assert int(model[0].steps) == 5
     for one, other in zip(*outputs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Unpadded(nn.Module):
+    """Tokens one behind the other, with dropout: how much is drawn depends on the examples' lengths."""
+
+    def __init__(self, *, mixes: bool) -> None:
+        super().__init__()
+        self.table, self.drop, self.first, self.last = nn.Embedding(50, 8), nn.Dropout(0.1), *_two(8)
+        self.mixes = mixes
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.table(x)
+        tokens = self.drop(h[mask])
+        tokens = tokens - tokens.mean(0) if self.mixes else tokens
+        h = torch.zeros_like(h).masked_scatter(mask.unsqueeze(2).expand_as(h), tokens)
+        h = self.first(h).tanh() * mask.unsqueeze(2)
+        return self.last(h.sum(1) / mask.sum(1, keepdim=True))  # type: ignore[no-any-return]
+
+
+def _two(width: int) -> tuple[nn.Linear, nn.Linear]:
+    return nn.Linear(width, width), nn.Linear(width, 3)
+
+
+@pytest.mark.parametrize("mixes", [True, False])
+def test_dropout_over_as_many_tokens_as_there_are(mixes: bool) -> None:
+    model = Unpadded(mixes=mixes)
+    attach(model, 1.0)
+    mask = torch.arange(12) < torch.randperm(12)[:8].unsqueeze(1) + 1
+    with pytest.raises(ClippingError, match="mixes the examples") if mixes else contextlib.nullcontext():
+        for _ in range(3):
+            model(torch.randint(0, 50, (8, 12)), mask).square().sum(1).mean().backward()
+    assert model.drop.training
 
 
 def test_packed_sequences_know_their_batch() -> None:

@@ -34,7 +34,7 @@ from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
 from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
 from lambdacgd.errors import ClippingError, InvalidInput
-from lambdacgd.torch_private import non_persistent_buffers, own_buffers, tree_map, version
+from lambdacgd.torch_private import AnyDropout, non_persistent_buffers, own_buffers, tree_map, version
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
@@ -108,7 +108,7 @@ class Probe:
             self.compared |= {name for name, _ in self._model.named_buffers()}
             return True
         sets, differ = self._chosen(arguments, batch)
-        state, sharded, turn = State(self._model), self._forward_pass.sharded, 0
+        state, sharded, turn, told = State(self._model), self._forward_pass.sharded, 0, False
         parameters = {} if sharded else dict(self._model.named_parameters())
         before = fingerprints(parameters.values())
         self._forward_pass.sizes.learning, self._shapes = True, {}
@@ -126,9 +126,11 @@ class Probe:
 
         def compare(one: Some, other: Some, exchanged: int, whole: Seen | None = None) -> dict[str, str]:
             """Which outputs mix examples, and why. ``whole``: what ``one`` shows, where that is known."""
+            nonlocal told
             mixing: dict[str, str] = {}
             pair = whole or run(one), run(other)
             if draw_alike(*((seen.numbers, seen.shapes) for seen in pair)):
+                told = True
                 state.compare(pair[0].written, pair[1].written, pair[0].tolerance)
                 if self._compare(*pair, exchanged, mixing):  # some outputs mix: which?
                     self._compare(run(one, apart=True), run(other, apart=True), exchanged, mixing)
@@ -144,14 +146,22 @@ class Probe:
                 chosen = sorted(set(self._learn(run, state, sets)))
                 one, count = Some(chosen), len(chosen)
                 state.touched.clear()
-                for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
+
+                def exchange_each() -> Seen:
                     whole = run(one)
                     # A pass gathers sharded parameters: every rank makes as many, however many examples it has.
                     for j in (0, count - 1) if sharded else range(count):
                         other = Some([*chosen[:j], chosen[(j + 1) % count], *chosen[j + 1 :]])
                         suspects.update(compare(one, other, j, whole))
+                    return whole
+
+                for turn in range(1 if sharded else _TURNS):  # noqa: B007  (`run` reads it)
+                    whole = exchange_each()
                     if self._settle(whole) and (count > 3 or whole.numbers[0] == whole.numbers[1]):
                         break  # a permutation drawn for two or three may leave each where it is
+                if not told and not sharded:  # how much is drawn depends on the examples (dropout over their tokens)
+                    with without_dropout(self._model):
+                        exchange_each()
                 if differ:  # where one example was exchanged; what comes now leaves them alike
                     self.compared |= state.touched
                 if not sharded:
@@ -773,6 +783,19 @@ class Numbers:
         states += [torch.cuda.get_rng_state(self._device)] if self._device else []
         of_numpy: Any = np.random.get_state()  # noqa: NPY002
         return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], [state.numpy().tobytes() for state in states]
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A block in which dropout layers are in eval mode."""
+    layers = [module for module in model.modules() if isinstance(module, AnyDropout) and module.training]
+    for layer in layers:
+        layer.training = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = True
 
 
 def draw_alike(one: Drawn, other: Drawn) -> bool:

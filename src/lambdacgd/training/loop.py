@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from lambdacgd.training.card import History
 from lambdacgd.training.distributed.models import (
     check_spread_as_before,
     compare_weights,
+    fingerprint,
     fsdp_modules,
     is_sharded,
     local,
@@ -218,6 +219,7 @@ class Loop:
     def _end(self) -> None:
         """The run ends in this process. A logical batch under way is dropped."""
         self.attached = False
+        self.weights.seal()
         self.moved()
         self.gradients.clear()
         self.private_step.forget()
@@ -496,13 +498,22 @@ class Gradients:
 class Weights:
     """Whether anything but the run's own steps has changed the model's parameters.
 
-    Torch's counters of in-place changes tell, which cost nothing to read. They do not see writes by way of ``p.data``.
+    Torch's counters of in-place changes tell, which cost nothing to read. They see neither writes by way of ``p.data``
+    nor those of fused optimizers. So when the run ends, and anybody may train on, numbers computed from all bits of the
+    weights are kept, too.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._parameters = list(model.parameters())
         self._sharded = any(map(is_sharded, self._parameters))
+        # Frozen ones of other kinds (quantised, on no device) do not tell their bits.
+        self._plain = [
+            p
+            for p in self._parameters
+            if p.requires_grad or (type(p) is nn.Parameter and p.layout == torch.strided and not p.is_meta)
+        ]
+        self._bits: tuple[int, int] | None = None  # once the run has ended
         self._expected = self._counters()
 
     def _counters(self) -> dict[int, int]:
@@ -515,13 +526,34 @@ class Weights:
         now = self._counters()
         self._expected = now if changes is None else self._expected | {i: now[i] - n for i, n in changes.items()}
 
-    def changes(self) -> dict[int, int]:
-        """How often something else wrote to each parameter since ``settle``."""
-        return {i: now - self._expected[i] for i, now in self._counters().items()}
+    def seal(self) -> None:
+        """The run ends: from now on anybody may change the weights, by any means."""
+        self._bits = fingerprint(map(local, self._plain))
+
+    @contextlib.contextmanager
+    def exchanged(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
+        """A block in which other weights of the run stand in these parameters, and at its end the own ones again. It is
+        given a function to call when the others are in place: they too are watched.
+        """
+        now, written, bits = self._counters(), {id(p) for p in parameters}, self._bits
+        changes = {i: now[i] - n for i, n in self._expected.items() if i in written}
+
+        def in_place() -> None:
+            self.settle(dict.fromkeys(written, 0))
+            if bits is not None:
+                self.seal()
+
+        try:
+            yield in_place
+        finally:
+            self.settle(changes)
+            self._bits = bits
 
     def changed(self) -> bool:
         """Whether something else wrote to a parameter since ``settle``."""
-        return self._counters() != self._expected
+        if self._counters() != self._expected:
+            return True
+        return self._bits is not None and self._bits != fingerprint(map(local, self._plain))
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""
@@ -582,19 +614,16 @@ class EMA:
         Returns:
             A context that gives the model. Its own weights come back at the end.
         """
-        weights = self._loop.weights
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
-        written = {id(p) for p in self._parameters.values()}
-        changes = {i: n for i, n in weights.changes().items() if i in written}
-        try:
-            self._copy(self._average)
-            weights.settle(dict.fromkeys(written, 0))
-            self.in_use = True
-            yield self._model
-        finally:
-            self.in_use = False
-            self._copy(own)
-            weights.settle(changes)
+        with self._loop.weights.exchanged(self._parameters.values()) as in_place:
+            try:
+                self._copy(self._average)
+                in_place()
+                self.in_use = True
+                yield self._model
+            finally:
+                self.in_use = False
+                self._copy(own)
 
     @torch.no_grad()
     def _copy(self, source: dict[str, Tensor]) -> None:

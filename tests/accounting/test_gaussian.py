@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.gaussian import Unamplified, gaussian_delta, gaussian_epsilon, gaussian_sigma
+from lambdacgd.accounting.gaussian import Unamplified, gaussian_delta, gaussian_epsilon, gaussian_sigma, jensen_add
 from lambdacgd.mechanisms import BandInvMF, Horizon, Identity, LambdaCGD
 
 
@@ -26,6 +26,18 @@ def test_calibrated_sigma_meets_delta_to_nine_digits(log_epsilon, log_delta):
     epsilon, delta = math.exp(log_epsilon), math.exp(log_delta)
     sigma = gaussian_sigma(epsilon, delta)
     assert float(exact_delta(epsilon, sigma) / mpmath.mpf(delta)) == pytest.approx(1, rel=1e-9)
+
+
+@given(st.floats(math.log(1e-7), 0), st.floats(-1, 9.5))
+def test_jensens_bound_is_not_below_sixty_digits_however_small_the_losses(log_spread, near):
+    """N(−v/2, v) is one bin: Jensen loses nothing, so all there is above the truth is the margin for rounding."""
+    spread = math.exp(log_spread)
+    epsilon = max(1e-7, near * spread - spread**2 / 2)
+    with mpmath.workdps(60):
+        v, e = mpmath.mpf(spread**2), mpmath.mpf(epsilon)
+        deviation, h = mpmath.sqrt(v), (v / 2 - e) / mpmath.sqrt(v)
+        truth = mpmath.ncdf(h) - mpmath.exp(e) * mpmath.ncdf(h - deviation)
+        assert jensen_add(-(spread**2) / 2, spread**2, epsilon) >= truth
 
 
 @given(st.floats(1e-3, 100), st.floats(0.02, 1e4))

@@ -69,14 +69,11 @@ def test_without_amplification_multiplies_by_the_sensitivity():
     horizon = Horizon(390, 10)
     result = Unamplified(Identity(), horizon).sigma(8.0, 1e-5)
     assert result.sigma == pytest.approx(math.sqrt(10) * 0.6002290722, rel=1e-9)
-    assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == (
-        "analytic",
-        "both",
-        1,
-    )
+    claim = result.certificate(1e-5)
+    assert (claim.method, claim.direction, claim.confidence) == ("analytic", "both", 1)
     signed = BandInvMF(2, (1.0, 0.5))  # C alternates in sign: |C| bounds it, and the certificate says so
-    assert Unamplified(signed, horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "upper bound"
-    assert Unamplified(LambdaCGD(0.9), horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "exact"
+    assert Unamplified(signed, horizon).sigma(8.0, 1e-5).details["sensitivity_is"] == "upper bound"
+    assert Unamplified(LambdaCGD(0.9), horizon).sigma(8.0, 1e-5).details["sensitivity_is"] == "exact"
 
 
 @pytest.mark.parametrize(

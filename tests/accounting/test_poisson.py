@@ -63,6 +63,12 @@ def test_one_step_in_closed_form(sigma: float, rate: float, epsilon: float) -> N
     assert add * (1 - 1e-9) <= bound.delta_add <= add * 1.01 + 1e-22
 
 
+def test_masses_that_outgrow_all_floats_are_a_failure_of_the_search_only() -> None:
+    step = poisson._Losses(0.1, np.array([-1, 1]), np.array([0.51, 0.51]), 1e-23)
+    with np.errstate(all="ignore"):
+        assert not poisson._composed(step, 100_000, 1.0) < 1
+
+
 def test_almost_everybody_takes_part() -> None:
     """W = 1 − q + q·y must keep its digits near 1 − q, at a node, where splitting adds nothing; 40 digits."""
     rate, sigma = 0.9999999999482867, 0.15153667164480755

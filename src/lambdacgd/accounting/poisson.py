@@ -191,7 +191,7 @@ def _composed(losses: _Losses, steps: int, epsilon: float) -> float:
     values, logs, k = losses.index * h, np.log(np.maximum(masses, 1e-300)), steps
     epsilon -= k * TAILS  # what the nodes' own rounding may hide
     whole = max(float(masses.sum()) + losses.infinite, 1.0)
-    lost = k * losses.infinite * whole ** (k - 1)
+    lost = k * losses.infinite * math.exp(min((k - 1) * math.log(whole), 700.0))  # e^700 of it is δ = 1 anyway
 
     def cumulant(theta: float) -> float:
         return float(logsumexp(logs + theta * values))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from lambdacgd.accounting.gaussian import Unamplified, gaussian_delta, gaussian_epsilon, gaussian_sigma
+from lambdacgd.accounting.gaussian import Unamplified, gaussian_delta, gaussian_epsilon, gaussian_sigma, jensen_add
 from lambdacgd.mechanisms import BandInvMF, Horizon, Identity, LambdaCGD
 
 
@@ -26,6 +26,18 @@ def test_calibrated_sigma_meets_delta_to_nine_digits(log_epsilon, log_delta):
     epsilon, delta = math.exp(log_epsilon), math.exp(log_delta)
     sigma = gaussian_sigma(epsilon, delta)
     assert float(exact_delta(epsilon, sigma) / mpmath.mpf(delta)) == pytest.approx(1, rel=1e-9)
+
+
+@given(st.floats(math.log(1e-7), 0), st.floats(-1, 9.5))
+def test_jensens_bound_is_not_below_sixty_digits_however_small_the_losses(log_spread, near):
+    """N(−v/2, v) is one bin: Jensen loses nothing, so all there is above the truth is the margin for rounding."""
+    spread = math.exp(log_spread)
+    epsilon = max(1e-7, near * spread - spread**2 / 2)
+    with mpmath.workdps(60):
+        v, e = mpmath.mpf(spread**2), mpmath.mpf(epsilon)
+        deviation, h = mpmath.sqrt(v), (v / 2 - e) / mpmath.sqrt(v)
+        truth = mpmath.ncdf(h) - mpmath.exp(e) * mpmath.ncdf(h - deviation)
+        assert jensen_add(-(spread**2) / 2, spread**2, epsilon) >= truth
 
 
 @given(st.floats(1e-3, 100), st.floats(0.02, 1e4))
@@ -57,14 +69,11 @@ def test_without_amplification_multiplies_by_the_sensitivity():
     horizon = Horizon(390, 10)
     result = Unamplified(Identity(), horizon).sigma(8.0, 1e-5)
     assert result.sigma == pytest.approx(math.sqrt(10) * 0.6002290722, rel=1e-9)
-    assert (result.certificate.method, result.certificate.direction, result.certificate.confidence) == (
-        "analytic",
-        "both",
-        1,
-    )
+    claim = result.certificate(1e-5)
+    assert (claim.method, claim.direction, claim.confidence) == ("analytic", "both", 1)
     signed = BandInvMF(2, (1.0, 0.5))  # C alternates in sign: |C| bounds it, and the certificate says so
-    assert Unamplified(signed, horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "upper bound"
-    assert Unamplified(LambdaCGD(0.9), horizon).sigma(8.0, 1e-5).certificate.details["sensitivity_is"] == "exact"
+    assert Unamplified(signed, horizon).sigma(8.0, 1e-5).details["sensitivity_is"] == "upper bound"
+    assert Unamplified(LambdaCGD(0.9), horizon).sigma(8.0, 1e-5).details["sensitivity_is"] == "exact"
 
 
 @pytest.mark.parametrize(

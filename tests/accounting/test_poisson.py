@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import linalg
@@ -60,6 +61,24 @@ def test_one_step_in_closed_form(sigma: float, rate: float, epsilon: float) -> N
     remove, add = amplified(sigma, rate, epsilon)
     assert remove * (1 - 1e-9) <= bound.delta_remove <= remove * 1.01 + 1e-22
     assert add * (1 - 1e-9) <= bound.delta_add <= add * 1.01 + 1e-22
+
+
+def test_masses_that_outgrow_all_floats_are_a_failure_of_the_search_only() -> None:
+    step = poisson._Losses(0.1, np.array([-1, 1]), np.array([0.51, 0.51]), 1e-23)
+    with np.errstate(all="ignore"):
+        assert not poisson._composed(step, 100_000, 1.0) < 1
+
+
+def test_almost_everybody_takes_part() -> None:
+    """W = 1 − q + q·y must keep its digits near 1 − q, at a node, where splitting adds nothing; 40 digits."""
+    rate, sigma = 0.9999999999482867, 0.15153667164480755
+    losses = poisson._step(sigma, rate, poisson.CELL)[1]
+    epsilon = next(float(i * losses.quantum) for i in losses.index[::-1] if i * losses.quantum < 23.67)
+    with mpmath.workdps(40):
+        down = (mpmath.exp(-epsilon) - 1 + mpmath.mpf(rate)) / rate
+        z = sigma * mpmath.log(down) + 1 / (2 * mpmath.mpf(sigma))
+        truth = mpmath.exp(epsilon) * rate * (down * mpmath.ncdf(z) - mpmath.ncdf(z - 1 / mpmath.mpf(sigma)))
+    assert truth < PoissonSampled(rate, 1).delta(sigma, epsilon).delta_add < truth * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("way", ["remove", "add"])

@@ -85,8 +85,9 @@ def jensen_add(mean: float, variance: float, epsilon: float) -> float:
         return max(0.0, -math.expm1(epsilon + mean))
     spread = math.sqrt(variance)
     h = -(epsilon + mean) / spread
-    # The factor covers the rounding of log Φ where the two terms nearly cancel.
-    return _tail_difference(h, h - spread, epsilon + mean + variance / 2) * (1 + 1e-9) + 1e-15 * float(ndtr(h))
+    # The terms nearly cancel where the spread is small: what rounding does to both log Φ is relative to Φ(h), not to δ.
+    rounding = 1e-15 * (1 - float(log_ndtr(h))) * float(ndtr(h))
+    return _tail_difference(h, h - spread, epsilon + mean + variance / 2) * (1 + 1e-9) + rounding
 
 
 def _tail_difference(near: float, far: float, log_factor: float) -> float:

@@ -149,7 +149,8 @@ def _step(s: float, rate: float, cell: float) -> tuple[_Losses, _Losses]:
     first, last = math.floor(float(loss[0]) / quantum), math.ceil(float(loss[-1]) / quantum)
     index = _nodes(first, last)
     nodes = index * quantum
-    y = 1 + np.expm1(nodes) / rate  # e^{z/s − 1/(2s²)} at the nodes; 0 or below where W never is
+    # e^{z/s − 1/(2s²)} at the nodes; 0 or below where W never is. Neither way may lose digits of W = 1 − q + q·y.
+    y = 1 + np.expm1(nodes) / rate if rate < 0.5 else (np.exp(nodes) - (1 - rate)) / rate
     edges = np.full(len(y), -math.inf)
     edges[y > 0] = s * np.log(y[y > 0]) + 0.5 / s
     mass, tail = _between(edges)
@@ -190,7 +191,7 @@ def _composed(losses: _Losses, steps: int, epsilon: float) -> float:
     values, logs, k = losses.index * h, np.log(np.maximum(masses, 1e-300)), steps
     epsilon -= k * TAILS  # what the nodes' own rounding may hide
     whole = max(float(masses.sum()) + losses.infinite, 1.0)
-    lost = k * losses.infinite * whole ** (k - 1)
+    lost = k * losses.infinite * math.exp(min((k - 1) * math.log(whole), 700.0))  # e^700 of it is δ = 1 anyway
 
     def cumulant(theta: float) -> float:
         return float(logsumexp(logs + theta * values))
@@ -208,7 +209,7 @@ def _composed(losses: _Losses, steps: int, epsilon: float) -> float:
     low = max((40 + k * (cumulant(tilt - t) - log_mgf)) / -t for t in moves)
     start, stop = math.floor(min(low, epsilon) / h), math.ceil(max(high, epsilon + 2 * h) / h)
     start, stop = max(start, first), min(stop, k * int(losses.index[-1]) + 1)
-    beyond = math.exp(min(k * cumulant(tail) - tail * stop * h, 0.0))
+    beyond = math.exp(min(k * cumulant(tail) - tail * stop * h, 0.0)) if stop <= k * int(losses.index[-1]) else 0.0
     length = 1 << max(4, (stop - start).bit_length())
     if length > LONGEST:
         raise AccountingError(f"{steps} steps need a transform beyond {LONGEST:,} numbers; ask for another ε or rate")

@@ -175,7 +175,7 @@ def test_a_batch_takes_the_smallest_width_that_holds_it(monkeypatch):
     monkeypatch.setattr(PrivateStep, "add_noise_", on_the_host(PrivateStep.add_noise_))
     private, data = build(p=oracle.binned_plan(96, 12, 3, bins="fresh"), device="cpu")
     seen = []
-    step = Eager(private, private.loader, lambda model, x, y: seen.append(len(x)) or loss(model, x, y), data, None)
+    step = Eager(private, lambda model, x, y: seen.append(len(x)) or loss(model, x, y), data, None)
     assert step.widths == [16, 24]
     step.run()
     batches = private.plan.sampling.batches(private.run.key, run=private.run.id)

@@ -53,7 +53,7 @@ def looped(*args, **kwargs):
 
 def captured(graphs, *args, padded=None, **kwargs):  # noqa: F811
     private, data = build(*args, **kwargs)
-    graphs.step = Captured(private, private.loader, loss, data, padded)
+    graphs.step = Captured(private, loss, data, padded)
     return private, graphs.step
 
 
@@ -210,7 +210,7 @@ def test_views_are_neighbouring_rows_as_in_the_loop(graphs, padded):  # noqa: F8
                 optimizer.step()
                 optimizer.zero_grad()
         else:
-            graphs.step = Captured(private, private.loader, of_views, data.tensors, padded)
+            graphs.step = Captured(private, of_views, data.tensors, padded)
             graphs.step.run()
         assert private.finished
     agree(*runs)

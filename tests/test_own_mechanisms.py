@@ -66,7 +66,7 @@ def test_a_subclass_is_not_taken_for_its_parent():
         centres = c[:, :4] + c[:, 4:]
         assert lc.sensitivity(mechanism, horizon).value == pytest.approx(np.linalg.norm(centres, axis=0).max())
         gram = gram_of(mechanism, horizon)
-        assert float(gram.diagonal.max()) == pytest.approx(float((centres**2).sum(0).max()))
+        assert float(gram.diagonal().max()) == pytest.approx(float((centres**2).sum(0).max()))
     errors = np.tril(np.ones((8, 8))) @ np.linalg.inv(dense(Further(0.5), 8))
     assert error_norms(Further(0.5), 8)[0] == pytest.approx(np.linalg.norm(errors) / np.sqrt(8))
 

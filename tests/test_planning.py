@@ -321,7 +321,7 @@ def test_a_plan_prints_as_three_lines():
     assert text.count("\n") == 2
 
 
-@pytest.mark.parametrize(("bins", "epsilon"), [("fresh", 500.0), ("fixed", 500.0), ("fresh", 1e-5), ("fixed", 1e300)])
+@pytest.mark.parametrize(("bins", "epsilon"), [("fresh", 500.0), ("fresh", 1e-5), ("fixed", 1e-5)])
 def test_an_epsilon_that_no_accountant_takes_is_refused_before_lambda_is_searched(bins, epsilon):
     with pytest.raises(lc.InvalidInput, match="is accounted for from"):
         lc.plan(1000, 50, epochs=2, epsilon=epsilon, delta=1e-5, sampling=lc.BallsInBins(bins))

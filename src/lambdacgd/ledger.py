@@ -35,6 +35,8 @@ from typing import Any
 from lambdacgd.errors import LedgerError
 from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
 
+_PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
+
 
 @dataclass(frozen=True)
 class Release:
@@ -285,9 +287,13 @@ class _Contents:
 
     def read(self, file: Any) -> None:
         """Read an unbuffered file to its end."""
-        *lines, torn = file.read().split(b"\n")
-        for line in lines:
-            self._add(line)
+        torn = b""
+        while part := file.read(_PART):
+            *lines, torn = (torn + part).split(b"\n")
+            for line in lines:
+                self._add(line)
+            if len(torn) > _PART:  # no record is as long: the file does not decide how much memory is taken
+                raise self._damaged()
         if _is_more_than_an_object(torn):  # a crash cuts a line off; it does not put something else behind it
             raise self._damaged()
 

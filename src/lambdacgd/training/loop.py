@@ -433,7 +433,8 @@ class Loop:
         self.broken = None
 
     def _before_load(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
-        if not self._loading and state.get("state"):  # an empty one does no harm: accelerate loads it
+        """Refuse state loaded by hand. Loading its own state again does no harm: accelerate moves it to a device so."""
+        if not self._loading and state.get("state") and not _same(state["state"], optimizer.state_dict()["state"]):
             raise TrainingError(_LOADED_BY_HAND)
 
 
@@ -653,3 +654,11 @@ class EMA:
         self._updates = state["updates"]
         for name, value in state["average"].items():
             self._average[name].copy_(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(local(a).to(local(b).device), local(b)))
+    return type(a) is type(b) and bool(a == b)

@@ -553,8 +553,8 @@ class FreshBins:
     """Accountant of C_λ (or its column-normalised form), restarted with new bins at every epoch.
 
     The ``budget`` of its bounds lists the infinite losses and the rounding of the composition, and as "one epoch" about
-    what the slack of the exact accountant's curve and the chords between its nodes add. Analytic bounds, which take over
-    where the work is capped, add more than it tells.
+    what the slack of the exact accountant's curve and the chords between its nodes add. Analytic bounds, which take
+    over where the work is capped, add more than it tells.
 
     Args:
         lam: λ, from 0 to 0.9999.

@@ -43,7 +43,11 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
     ),
     "methods-imdb": (
         "reproduce.methods_table:IMDB_METHODS",
-        "test accuracy on IMDb over ε, a model trained from scratch or a BERT from --weights (needs the data: --data)",
+        "test accuracy on IMDb over ε, every method tuned alike (needs the data: --data)",
+    ),
+    "fine-tuning": (
+        "reproduce.fine_tuning:EXPERIMENT",
+        "test accuracy on IMDb of a BERT, fine-tuned privately (needs the data and a BERT: --data, --weights)",
     ),
     "lstm-imdb": (
         "reproduce.methods_table:LSTM",

@@ -80,7 +80,7 @@ def root(
 
 
 Device = Annotated[str | None, typer.Option("--device", help="cpu, cuda, cuda:1 …; CUDA where there is one.")]
-FINE_TUNING = ("methods-imdb", "lambda-sweep", "amplified-sweep", "epochs-sweep")
+FINE_TUNING = ("fine-tuning", "lambda-sweep", "amplified-sweep", "epochs-sweep")
 
 
 def _command(name: str) -> Callable[..., None]:
@@ -98,7 +98,7 @@ def _command(name: str) -> Callable[..., None]:
             Path | None,
             typer.Option(
                 "--weights",
-                help="methods-imdb and the sweeps: folder with a pretrained BERT (config.json, model.safetensors).",
+                help="fine-tuning and the sweeps: folder with a pretrained BERT (config.json, model.safetensors).",
             ),
         ] = None,
         device: Device = None,

@@ -166,7 +166,7 @@ def _epsilons(rows: Sequence[Row]) -> list[float]:
     return sorted({row["epsilon"] for row in rows}, reverse=True)
 
 
-def _accuracies(rows: list[Row]) -> str:
+def accuracies(rows: list[Row]) -> str:
     lines = []
     for e in _epsilons(rows):
         for name in _order(rows):
@@ -183,7 +183,7 @@ def _accuracies(rows: list[Row]) -> str:
     return table(["ε", "method", *(f"k = {k}" for k in sorted({row["epochs"] for row in rows}))], lines)
 
 
-def _comparisons(rows: list[Row]) -> str:
+def comparisons(rows: list[Row]) -> str:
     """Ours less DP-SGD's at equal epochs and at a quarter of them, and less the others'; Welch intervals."""
     by = {(row["method"], row["epsilon"], row["epochs"]): row for row in rows}
     lines = []
@@ -223,7 +223,7 @@ def _epoch_ratios(rows: list[Row]) -> str:
     )
 
 
-def _settings_found(rows: list[Row]) -> str:
+def settings_found(rows: list[Row]) -> str:
     header = ["method", "ε", "k", "B", "rate", "ζ", "schedule", "weights", "λ", "σ", "RMSE", "validation %", "runs"]
     lines = [
         [
@@ -340,9 +340,9 @@ def page(rows: list[Row]) -> str:
         "CIFAR-10, the CNN of 0.3M parameters with GroupNorm(8), plain SGD, one view of each image, no augmentation, "
         f"δ = 1e-5. Test accuracy in percent, mean ± standard error of {seeds} seeds; B is each method's own best.",
         _missing(rows),
-        _accuracies(rows),
+        accuracies(rows),
         _unproven(rows),
-        _comparisons(rows),
+        comparisons(rows),
         _epoch_ratios(rows),
         against_us(rows),
         MORE,
@@ -353,7 +353,7 @@ def page(rows: list[Row]) -> str:
         "k = 10 ended, and try rates beside it and the next larger B. The best run's settings, and whether its last "
         f"weights or an average, then train on all of the training set with {seeds} new seeds, which alone see the "
         "test set. (ε, δ) does not cover the search.",
-        _settings_found(rows),
+        settings_found(rows),
     ]
     return "\n\n".join(part for part in parts if part)
 

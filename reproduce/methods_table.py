@@ -9,7 +9,6 @@ import math
 from typing import Any
 
 from reproduce.framework import MORE, Cell, Experiment, Row, Settings, panels, table
-from reproduce.problems import is_pretrained, register_weights
 from reproduce.runs import METHODS, method
 from reproduce.search import NEIGHBOURS, at_edge, method_search, possibly_short
 from reproduce.trainer import compute_with
@@ -46,20 +45,14 @@ def cifar_cells(settings: Settings) -> list[Cell]:
 
 
 def imdb_cells(settings: Settings) -> list[Cell]:
-    """The same comparison on reviews, pretrained weights fine-tuned where they are given, else a model trained from
-    scratch; rates may move outwards twice.
-    """
-    base, rates = IMDB, {"8": 32.0, "2": 16.0, "0.5": 8.0}
-    if settings.weights is not None:
-        base, rates = IMDB | {"model": register_weights(settings.weights)}, {"8": 1.0, "2": 0.5, "0.5": 0.25}
+    """The same comparison on reviews; rates may move outwards twice."""
+    rates = {"8": 32.0, "2": 16.0, "0.5": 8.0}
     if settings.quick:
         small = {"examples": 320, "batch_size": 64, "epochs": 1, "tries": 1, "seeds": 2}
-        return [
-            method_cell(base, name, 8.0, learning_rate=rates["8"] / 4, **small) for name in ("lambda-cgd", "dp-sgd")
-        ]
+        return [method_cell(IMDB, name, 8.0, learning_rate=8.0, **small) for name in ("lambda-cgd", "dp-sgd")]
     search = {"tries": 6, "moves": ["edge", "edge", "other", "linear"], "learning_rates": rates}
     return [
-        method_cell(base, name, epsilon, **search)
+        method_cell(IMDB, name, epsilon, **search)
         for epsilons in (SEARCHED, NEIGHBOURS)
         for names in (FIRST, OTHERS)
         for epsilon in epsilons
@@ -201,14 +194,12 @@ def imdb_page(rows: list[Row]) -> str:
         "IMDb (first 256 word pieces, the 8 192 most frequent), embeddings of the distinct ones in 16 dimensions, "
         "summed, and a linear layer, trained from scratch, "
     )
-    tuned = "IMDb (first 256 word pieces), pretrained weights and a new output layer, fine-tuned as a whole, "
     beside = (
         "The paper fine-tunes a pretrained BERT-base and shows the comparison as a figure without numbers: not "
         "comparable in height. 123 of IMDb's 25 000 test reviews are among the training reviews too (equal in their "
         "first 256 word pieces); they are counted here, as everywhere."
     )
-    about = tuned if is_pretrained(rows[0]["model"]) else words
-    return methods_page(rows, f"{about}{sizes_of(rows)}.", beside, IMDB_PAIRS)
+    return methods_page(rows, f"{words}{sizes_of(rows)}.", beside, IMDB_PAIRS)
 
 
 def plot(rows: list[Row]) -> Any:

@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +37,17 @@ from reproduce import framework
 from reproduce.framework import machine
 from reproduce.frontier import frontier_search
 from reproduce.made_with import made_with
-from reproduce.problems import TRAINING_EXAMPLES, Data, packed, problem, sizes, unpacked, views_of
+from reproduce.problems import (
+    TRAINING_EXAMPLES,
+    Data,
+    packed,
+    problem,
+    register_weights,
+    reviews,
+    sizes,
+    unpacked,
+    views_of,
+)
 from reproduce.record import record_search
 from reproduce.runs import PlanBook, Result, RunStore, TrainingRun
 from reproduce.search import Asked, Row, Search, advance, given_search, method_search, stored, sweep_search
@@ -47,7 +58,12 @@ FOLDER = Path("results/training")
 SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb"), method_search) | dict.fromkeys(
     ("lambda-sweep", "amplified-sweep", "epochs-sweep"), sweep_search
 )
-SEARCHES |= {"frontier": frontier_search, "record": record_search, "paper-setting": given_search}
+SEARCHES |= {
+    "frontier": frontier_search,
+    "fine-tuning": frontier_search,
+    "record": record_search,
+    "paper-setting": given_search,
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +74,7 @@ class Worker:
     plans: Path
     device: str
     threads: int = 1
+    weights: Path | None = None
 
 
 def solve(
@@ -231,6 +248,8 @@ def _work(worker: Worker, tasks: Any, done: Any, until: float) -> None:
     torch.set_num_threads(worker.threads)
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
     plans = PlanBook(worker.plans)
+    if worker.weights is not None:
+        register_weights(worker.weights)
     held: dict[str, Data] = {}
     while (run := tasks.get()) is not None:
         try:
@@ -253,6 +272,7 @@ Methods = Annotated[str | None, typer.Option("--methods", help="Comma-separated;
 Epsilons = Annotated[str | None, typer.Option("--epsilons", help="Comma-separated; all by default.")]
 Tasks = Annotated[str | None, typer.Option("--tasks", help="Comma-separated; all by default.")]
 Epochs = Annotated[str | None, typer.Option("--epochs", help="Comma-separated; all by default.")]
+Weights = Annotated[Path | None, typer.Option("--weights", help="Folder with a BERT, for fine-tuning.")]
 Quick = Annotated[bool, flag("--quick", help="The experiments' quick versions.")]
 
 
@@ -266,6 +286,7 @@ class Chosen:
     tasks: str | None
     quick: bool
     epochs: str | None = None
+    weights: Path | None = None
 
     def __post_init__(self) -> None:
         for name in self.experiments:
@@ -280,7 +301,7 @@ class Chosen:
 
         return [
             cell
-            for cell in framework.load(name).cells(framework.Settings(quick=self.quick))
+            for cell in framework.load(name).cells(framework.Settings(quick=self.quick, weights=self.weights))
             if wanted(self.methods, cell["method"])
             and wanted(self.epsilons, cell["epsilon"])
             and wanted(self.tasks, cell["task"])
@@ -300,10 +321,11 @@ def make_plans(
     methods: Methods = None,
     epsilons: Epsilons = None,
     tasks: Tasks = None,
+    weights: Weights = None,
     quick: Quick = False,
 ) -> None:
     """Make every plan that the searches may ask for."""
-    chosen = Chosen(experiment, methods, epsilons, tasks, quick)
+    chosen = Chosen(experiment, methods, epsilons, tasks, quick, weights=weights)
     cells = {name: chosen.cells(name) for name in experiment}
     book = PlanBook(plans, make=True)  # after the cells, some of which need plans for themselves
     for name in experiment:
@@ -338,6 +360,7 @@ def train_runs(
     epsilons: Epsilons = None,
     tasks: Tasks = None,
     epochs: Epochs = None,
+    weights: Weights = None,
     quick: Quick = False,
     dry_run: Annotated[
         bool, flag("--dry-run", help="Train nothing: say about how long it will take on an H200.")
@@ -345,7 +368,7 @@ def train_runs(
 ) -> None:
     """Train what the searches ask for, as far as the time allows."""
     until = time.monotonic() + 60 * minutes
-    chosen = Chosen(experiment, methods, epsilons, tasks, quick, epochs)
+    chosen = Chosen(experiment, methods, epsilons, tasks, quick, epochs, weights)
     if split not in (None, "validation", "test"):
         raise InvalidInput("split", split, "it must be validation or test")
     out.mkdir(parents=True, exist_ok=True)
@@ -360,12 +383,13 @@ def train_runs(
         files = {}
         for task in sorted({cell["task"] for _, cell in cells}):
             files[task] = Path(folder) / f"{task}.pt"
-            torch.save(packed(problem(task).load(data)), files[task])
+            load = problem(task).load if weights is None else partial(reviews, register_weights(weights))
+            torch.save(packed(load(data)), files[task])
         print(f"data ready, {until - time.monotonic():.0f} s left", flush=True)
         rows = solve(
             searches,
             store,
-            Worker(files, plans, device or ("cuda" if torch.cuda.is_available() else "cpu"), threads=threads),
+            Worker(files, plans, device or ("cuda" if torch.cuda.is_available() else "cpu"), threads, weights),
             parallel=parallel,
             until=until,
             allow=lambda run: split in (None, run.split),
@@ -379,6 +403,7 @@ def collect(
     experiment: Names,
     plans: Plans = FOLDER / "plans.jsonl",
     out: Annotated[Path, typer.Option("--out", help="Each experiment goes to a folder in this.")] = Path("results"),
+    weights: Weights = None,
     quick: Quick = False,
 ) -> None:
     """Write what the stored runs answer: CSV, JSON, plots and a page for each experiment."""
@@ -386,7 +411,7 @@ def collect(
     store = RunStore(None, read=stored_runs(plans))
     if not len(store):
         raise InvalidInput("plans", str(plans), "there are no files runs*.jsonl with runs beside it")
-    settings = framework.Settings(quick=quick)
+    settings = framework.Settings(quick=quick, weights=weights)
     for name in experiment:
         known, folder = framework.load(name), out / name
         folder.mkdir(parents=True, exist_ok=True)

@@ -118,7 +118,7 @@ class BagOfWords(nn.Module):
 
 
 # Pretrained BERT weights
-PHYSICAL = 64  # examples at a time
+PHYSICAL = 256  # examples at a time
 _PREFIX = "pretrained-"
 _FILES = ("model.safetensors", "pytorch_model.bin")
 _FOLDERS: dict[str, Path] = {}
@@ -158,7 +158,7 @@ def make_pretrained(model: str) -> nn.Module:
     from transformers import BertForSequenceClassification
 
     bert: nn.Module = BertForSequenceClassification.from_pretrained(
-        _FOLDERS[model], num_labels=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
+        _FOLDERS[model], num_labels=2, dtype=torch.float32, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0
     )
     return bert
 

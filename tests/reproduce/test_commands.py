@@ -27,7 +27,7 @@ from reproduce.__main__ import main
         (["rmse-table", "--stop-after", "-1"], "--stop-after"),
         (["rmse-table", "--device", "nonsense"], "--device"),
         (["rmse-table", "--weights", "bert"], "--weights"),
-        (["methods-imdb", "--weights", "nowhere"], "--weights"),
+        (["fine-tuning", "--weights", "nowhere"], "--weights"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, flag, capsys):

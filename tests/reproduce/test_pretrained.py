@@ -1,7 +1,8 @@
-"""Fine-tuning pretrained weights in ``methods-imdb``: a small BERT saved as a hub would, on made-up reviews."""
+"""Fine-tuning pretrained weights in ``fine-tuning``: a small BERT saved as a hub would, on made-up reviews."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ from lambdacgd.errors import InvalidInput
 from reproduce import framework, pretrain, problems
 from reproduce.__main__ import main
 from reproduce.framework import Settings
-from reproduce.methods_table import imdb_cells
 from reproduce.sweeps import lambda_cells
 
 transformers = pytest.importorskip("transformers")
@@ -51,11 +51,9 @@ def test_a_name_is_the_content_not_the_place(weights: Path, tmp_path: Path) -> N
     assert problems.register_weights(_save(tmp_path / "other", seed=2)) != name
 
 
-def test_cells_fine_tune_only_where_weights_are_given(weights: Path) -> None:
-    assert {cell["model"] for cell in imdb_cells(Settings())} == {"words"}
-    tuned = imdb_cells(Settings(weights=weights))
-    assert {cell["model"] for cell in tuned} == {problems.register_weights(weights)}
-    assert len(tuned) == len(imdb_cells(Settings()))
+def test_no_cells_without_weights() -> None:
+    with pytest.raises(InvalidInput, match="--weights"):
+        framework.load("fine-tuning").cells(Settings())
 
 
 def test_pretrained_layers_are_kept_and_the_output_layer_is_new(weights: Path) -> None:
@@ -69,14 +67,21 @@ def test_pretrained_layers_are_kept_and_the_output_layer_is_new(weights: Path) -
     assert not torch.equal(problems.make_pretrained(name).classifier.weight, made.classifier.weight)
 
 
-def test_methods_imdb_fine_tunes(weights: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bert_is_fine_tuned_in_the_pool(
+    weights: Path, reviews: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAMBDACGD_CACHE", str(tmp_path / "cache"))
-    settings = Settings(quick=True, data=reviews, weights=weights, device="cpu")
-    rows = framework.reproduce(framework.load("methods-imdb"), tmp_path / "out", settings=settings)
-    assert [row["method"] for row in rows] == ["lambda-cgd", "dp-sgd"]
-    page = (tmp_path / "out" / "methods-imdb.md").read_text()
-    assert "pretrained weights and a new output layer" in page
-    assert "trained from scratch, B" not in page
+    plans, common = tmp_path / "plans.jsonl", ["--experiment", "fine-tuning", "--quick", "--weights", str(weights)]
+    common += ["--plans", str(plans)]
+    assert main(["bulk", "plans", *common]) == 0
+    given = ["--data", str(reviews), "--out", str(tmp_path), "--parallel", "1", "--device", "cpu"]
+    assert main(["bulk", "train", *common, *given]) == 0
+    assert main(["bulk", "collect", *common, "--out", str(tmp_path / "results")]) == 0
+    page = (tmp_path / "results" / "fine-tuning" / "fine-tuning.md").read_text()
+    for name in ("DP-SGD", "normalised DP-λCGD, fresh bins"):
+        assert name in page
+    names = {json.loads(line)["run"]["model"] for line in (tmp_path / "runs.jsonl").read_text().splitlines()}
+    assert names == {problems.register_weights(weights)}
 
 
 def test_sweeps_fine_tune_reviews_only(weights: Path) -> None:

@@ -410,8 +410,8 @@ def accounting_speed() -> str:
     """Uncached plans: CPU seconds, what was chosen and certified, and how loose it may be."""
     head = ["plan", "to the estimate", "to the certificate", "λ", "σ", "RMSE", "chain's share of σ", "slack of δ"]
     lines = []
-    for name, measured in result("accounting-speed.json").items():
-        row = measured["after"]
+    rows = {name: row["after"] for name, row in result("accounting-speed.json").items() if name != "machine"}
+    for name, row in rows.items():
         soon = row["cpu_seconds_to_the_estimate"]
         lines.append([
             name, "" if soon is None else f"{soon:.1f}", f"{row['cpu_seconds']:.1f}", f"{row['lambda']:.3f}",

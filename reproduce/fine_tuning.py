@@ -21,6 +21,7 @@ from reproduce.frontier import (
     frontier_search,
     settings_found,
 )
+from reproduce.pretrain import LAYERS, READ, WIDTH
 from reproduce.problems import register_weights
 from reproduce.runs import PlanBook, method
 from reproduce.search import Point, centre
@@ -56,7 +57,8 @@ def page(rows: list[Row]) -> str:
     """Accuracies, differences with their intervals, and what the searches chose."""
     first = rows[0]
     parts = [
-        f"IMDb (first 256 word pieces), a BERT of four layers, 256 wide, {first['epochs']} epochs, plain SGD, all "
+        f"IMDb (first {READ} word pieces), a BERT of {LAYERS} layers, {WIDTH} wide (the size of BERT-tiny, which the "
+        f"paper's sweep over λ fine-tunes), {first['epochs']} epochs, plain SGD, all "
         "weights trained and a new output layer, δ = 1e-5. The BERT was pretrained here (`python -m reproduce "
         "pretrain`) to fill in masked words of the reviews of the *test* split, without labels, so the texts that test "
         "accuracy is measured on have been seen before, by every method alike. Test accuracy in percent, mean ± "

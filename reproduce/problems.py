@@ -90,13 +90,14 @@ class ReviewLSTM(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of ``transformers`` as a function of tokens."""
+    """A classifier of ``transformers`` as a function of tokens: as many of them as it has positions for."""
 
-    def __init__(self, bert: nn.Module) -> None:
+    def __init__(self, bert: Any) -> None:
         super().__init__()
-        self.bert = bert
+        self.bert, self.length = bert, int(bert.config.max_position_embeddings)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens[:, : self.length]
         logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != PADDING).long()).logits
         return logits
 

@@ -204,7 +204,7 @@ def lower_noise_table() -> str:
     defaults = {e: _frontier()[frontier.OURS, e, 10] for e in (8.0, 2.0)}
     trained = {(row["method"], row["epsilon"]): row for row in _known("lower-noise")}
     lines = [
-        [f"{e:g}", "the default", f"{row['sigma']:.4g}", f"{row['rmse']:.2f}", None, "certified", _percent(row), None]
+        [f"{e:g}", "the default", f"{row['sigma']:.4g}", f"{row['rmse']:.2f}", "", "certified", _percent(row), ""]
         for e, row in defaults.items()
     ]
     for variant, plan in lower_noise.plans_compared():
@@ -213,10 +213,10 @@ def lower_noise_table() -> str:
             [
                 f"{plan.epsilon:g}", method(variant).title, f"{plan.sigma:.4g}", f"{plan.rmse:.2f}",
                 f"{100 * (plan.rmse / default['rmse'] - 1):+.1f}%".replace("-", "−"), plan.certificate.method,
-                mine and _percent(mine), mine and _difference(mine, default),
+                _percent(mine) if mine else "", _difference(mine, default) if mine else "",
             ]
         )  # fmt: skip
-    lines.sort(key=lambda line: -float(line[0] or 0))
+    lines.sort(key=lambda line: -float(line[0]))
     head = ["ε", "", "σ", "RMSE", "beside the default's", "σ is", "test accuracy", "points, 95% interval"]
     return _table(head, lines)
 
@@ -226,9 +226,8 @@ def fine_tuned() -> str:
     rows = {(row["method"], row["epsilon"]): row for row in _known("fine-tuning")}
     said = []
     for e in sorted({e for _, e in rows}, reverse=True):
-        pair = [rows.get((name, e)) for name in (frontier.OURS, frontier.DP_SGD)]
-        if pair[0] and pair[1]:
-            ours, theirs = pair
+        ours, theirs = (rows.get((name, e)) for name in (frontier.OURS, frontier.DP_SGD))
+        if ours and theirs:
             said.append(
                 f"at ε = {e:g} {_percent(ours)} with normalised λCGD and fresh bins (B = {ours['batch_size']}) and "
                 f"{_percent(theirs)} with DP-SGD (B = {theirs['batch_size']}), difference {_difference(ours, theirs)}"

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from lambdacgd.planning import Plan
 from reproduce.framework import Cell, Experiment, Row, Settings, table
-from reproduce.frontier import OURS, PLANS, climb_cell, frontier_cells, frontier_search, welch
-from reproduce.runs import PlanBook, method
+from reproduce.frontier import FIRST_EPOCHS, OURS, PLANS, climb_cell, frontier_cells, frontier_search, welch
+from reproduce.problems import TRAINING_EXAMPLES
+from reproduce.runs import DELTA, PlanBook, method
 from reproduce.search import NEAR, Point, Search, centre, climb, climbed, run_at
 from reproduce.trainer import compute_with
+from reproduce.uncertified import BANDS
 
 # (variant, ε) in the order of worth. Where a variant's RMSE is less than 2% below the default's, accuracy cannot tell.
 TRAINED = (
@@ -34,6 +37,16 @@ def _cell(begin: Cell, variant: str) -> Cell:
     plans = PlanBook(None if "examples" in begin else PLANS, make=True)
     size = cell["batch_size"]
     return cell | {"rates": {str(size): centre(cell, Point(size, cell["epochs"]), plans)}}
+
+
+def plans_compared() -> list[tuple[str, Plan]]:
+    """Every variant's plan for all examples, as they are stored; its certificate says who says so."""
+    setting = {"examples": TRAINING_EXAMPLES["cifar10"], "batch_size": 128, "epochs": FIRST_EPOCHS, "delta": DELTA}
+    book, wanted = PlanBook(PLANS), [(variant, epsilon) for epsilon in (8.0, 2.0) for variant in BANDS]
+    return [
+        (variant, book.get(setting | {"epsilon": epsilon} | method(variant).request(None)))
+        for variant, epsilon in wanted
+    ]
 
 
 def search(cell: Cell) -> Search:

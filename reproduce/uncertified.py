@@ -80,7 +80,7 @@ def weights_of_epochs(mechanism: Mechanism, horizon: Horizon) -> Array:
     b, k = horizon.steps_per_epoch, horizon.epochs
     once, both = (error_norms(mechanism, e * b, restart_every=b)[0] ** 2 for e in (1, 2))
     left = 2 * (both - once)  # two epochs: the first one's noise stays for the second: once + left/2
-    return once + np.arange(k - 1, -1, -1) * left
+    return np.asarray(once + np.arange(k - 1, -1, -1) * left, dtype=np.float64)
 
 
 def rmse(mechanism: NormalizedBands, horizon: Horizon, sigma: float) -> float:
@@ -155,18 +155,18 @@ def found(variant: str, *, examples: int, batch_size: int, epochs: int, epsilon:
     """The numbers of a variant's plan: coefficients, what σ is multiplied by in each epoch, σ, and who says so."""
     horizon = _unplanned(examples=examples, batch_size=batch_size, epochs=epochs, delta=delta).horizon
     kept = set_aside(epsilon, delta)
-    real = {"epsilon": epsilon - kept["epsilon"], "delta": delta - kept["delta"]}  # as for any plan
-    mechanism = NormalizedBands(best_coefficients(BANDS[variant], horizon, **real))
+    budget = epsilon - kept["epsilon"], delta - kept["delta"]  # of real numbers, as for any plan
+    mechanism = NormalizedBands(best_coefficients(BANDS[variant], horizon, *budget))
     if variant in SIMULATED:
         weights = weights_of_epochs(mechanism, horizon)
         scales = (weights / weights.mean()) ** -POWER
-        guess = first_guess(mechanism, horizon, **real) * 1.01
+        guess = first_guess(mechanism, horizon, epsilon=budget[0], delta=budget[1]) * 1.01
         mechanism = replace(mechanism, epoch_scales=tuple(float(f"{scale:.5g}") for scale in scales))
-        sigma, error = simulated_sigma(mechanism, horizon, **real, start=guess)
+        sigma, error = simulated_sigma(mechanism, horizon, *budget, start=guess)
         by = f"simulated, ± {error * 100:.1g}%"
     else:
         sampling = lc.BallsInBins("fresh", examples=examples, steps_per_epoch=horizon.steps_per_epoch, epochs=epochs)
-        sigma, by = accountant_for(mechanism, sampling).sigma(**real).sigma, "certified"
+        sigma, by = accountant_for(mechanism, sampling).sigma(*budget).sigma, "certified"
     answer: dict[str, Any] = {"coefficients": mechanism.coefficients, "epoch_scales": mechanism.epoch_scales}
     return answer | {"sigma": float(f"{sigma:.5g}"), "by": by}
 
@@ -176,7 +176,6 @@ def plan_of(request: dict[str, Any], numbers: dict[str, Any]) -> Plan:
     asked = {name: request[name] for name in ("examples", "batch_size", "epochs", "delta")}
     base, epsilon = _unplanned(**asked), request["epsilon"]
     mechanism = NormalizedBands(*(tuple(numbers[name]) for name in ("coefficients", "epoch_scales")))
-    restarts = {"restart_every": base.restart_every}
     certificate = Certificate(
         numbers["by"].partition(",")[0], "both", 0.0, epsilon, base.delta, "estimate",
         {"floating_point": set_aside(epsilon, base.delta)},
@@ -184,8 +183,8 @@ def plan_of(request: dict[str, Any], numbers: dict[str, Any]) -> Plan:
     return replace(
         base, mechanism=mechanism, epsilon=epsilon, sigma=numbers["sigma"], certificate=certificate, selection=None,
         rmse=rmse(mechanism, base.horizon, numbers["sigma"]),
-        maxse=numbers["sigma"] * error_norms(mechanism, base.steps, **restarts)[1],
-        sensitivity=sensitivity(mechanism, base.horizon, **restarts).value,
+        maxse=numbers["sigma"] * error_norms(mechanism, base.steps, restart_every=base.restart_every)[1],
+        sensitivity=sensitivity(mechanism, base.horizon, restart_every=base.restart_every).value,
     )  # fmt: skip
 
 

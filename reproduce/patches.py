@@ -1,10 +1,10 @@
 """Fixed features of images, all of whose numbers come from images that a program drew: no photograph, no training.
 
-A layer compares every patch of an image with patches of drawn images, whitened by the covariance of the drawn ones, and
-keeps what is far enough on either side, as Coates and Ng (2011) do with patches of photographs; a second layer may do
-the same with the maps of a first. Sums over a grid, of an image and its mirror image, beside smoothed wavelet
-scattering, are numbers, whose principal components over drawn images are scaled to nearly the same deviation. So a
-gradient is no longer spent on what all images share, and noise is not added to what hardly any has.
+Every patch of an image is compared with patches of drawn images, whitened by the covariance of the drawn ones, and what
+is far enough on either side is kept, as Coates and Ng (2011) do with patches of photographs. Means over the quarters of
+an image and its mirror image, beside wavelet scattering, are numbers whose principal components over drawn images are
+scaled to nearly the same deviation. So a gradient is no longer spent on what all images share, and noise is not added
+to what hardly any has.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from reproduce.random_images import dead_leaves
 from reproduce.scattering import Scattering
 
 _SEED, _SIZE = 20261119, 32
+_AT_A_TIME, _DRAWN_AT_A_TIME = 64, 512
 
 
 @dataclass(frozen=True)
@@ -26,27 +27,26 @@ class Kind:
     """How features are made.
 
     Attributes:
-        filters: Patches that an image is compared with.
-        deep: Patches that maps of a small first layer are compared with; 0 is no second layer.
-        grid: Sums are taken over so many by so many parts of the image.
+        filters: Patches of each size that an image is compared with.
+        sizes: Their heights and widths.
+        threshold: What a patch must be alike to be counted, in standard deviations.
         drawn: How many images are drawn for means, deviations and components.
         kept: Principal components that are kept, the largest first.
         power: Components are divided by their variance to this power; ½ makes all alike.
     """
 
     filters: int
-    deep: int = 0
-    grid: int = 2
     drawn: int = 8192
     kept: int = 4096
+    sizes: tuple[int, ...] = (6,)
+    threshold: float = 0.8
     power: float = 0.4
 
 
 KINDS = {
     "patches": Kind(4096),
     "wide": Kind(16_384, drawn=12_288, kept=8192),
-    "deep": Kind(4096, deep=4096, drawn=12_288, kept=8192),
-    "few": Kind(8, deep=8, drawn=48, kept=32),  # for quick versions
+    "few": Kind(16, drawn=48, kept=32),  # for quick versions
 }
 
 
@@ -85,100 +85,80 @@ class Patches(nn.Module):
         return F.conv2d(maps, self.weights) * torch.rsqrt((square - mean.square()).clamp_min(0) + self.floor)
 
 
-def far(maps: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """What is above the threshold, and what is below minus the threshold."""
-    return F.relu(maps - threshold), F.relu(-maps - threshold)
-
-
-class First(nn.Module):
-    """What a second layer reads: 64 components of the maps of a first one and of colours, at every second pixel."""
-
-    def __init__(self, images: Tensor, generator: torch.Generator, filters: int = 64, kept: int = 64) -> None:
-        super().__init__()
-        self.patches = Patches(images, filters, 5, generator)
-        rows = self._maps(images).permute(0, 2, 3, 1).flatten(0, 2)
-        self.components = Components(rows, kept, 0.35)
-
-    def _maps(self, images: Tensor) -> Tensor:
-        return F.avg_pool2d(torch.cat([*far(self.patches(images), 0.5), F.avg_pool2d(images, 5, 1)], 1), 2)
-
-    def forward(self, images: Tensor) -> Tensor:
-        out: Tensor = self.components(self._maps(images).movedim(1, -1)).movedim(-1, 1)
-        return out
-
-
 class Components(nn.Module):
-    """Standardised numbers [..., d] to principal components of ``rows`` [n, d], scaled by a power of their variance."""
+    """Numbers [n, d], standardised over ``rows``, to the principal components of those.
 
-    def __init__(self, rows: Tensor, kept: int, power: float, parts: tuple[tuple[int, float], ...] = ()) -> None:
+    Args:
+        rows: Of drawn images; they are overwritten.
+        kept: How many components.
+        power: Each is divided by its variance to this power.
+        scale: How much each number counts; by default all alike. All components are then multiplied by one number, so
+            that their mean square over ``rows`` is one.
+    """
+
+    def __init__(self, rows: Tensor, kept: int, power: float, scale: Tensor | None = None) -> None:
         super().__init__()
         self.mean = nn.Buffer(rows.mean(0), persistent=False)
-        scale = 1 / (rows.std(0) + 1e-4)
-        if parts:
-            scale *= torch.cat([torch.full((n,), weight / n**0.5, device=rows.device) for n, weight in parts])
-        rows = (rows - self.mean) * scale
+        each = (1 if scale is None else scale) / (rows.sub_(self.mean).std(0) + 1e-4)
+        rows *= each
         n, d = rows.shape
         values, vectors = torch.linalg.eigh((rows.T @ rows if d <= n else rows @ rows.T) / n)
         values, vectors = values.flip(0)[:kept].clamp_min(1e-12), vectors.flip(1)[:, :kept]
         if d > n:
             vectors = rows.T @ vectors * torch.rsqrt(n * values)
-        weights = vectors * (values + 1e-3 * values[0]) ** -power
-        self.weights = nn.Buffer(scale.unsqueeze(1) * weights, persistent=False)
+        divisors = (values + 1e-3 * values[0]) ** power
+        divisors *= (values / divisors.square()).mean().sqrt()
+        self.weights = nn.Buffer(each.unsqueeze(1) * vectors / divisors, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x - self.mean) @ self.weights
 
 
 class DrawnFeatures(nn.Module):
-    """Images [n, 3, 32, 32] in [−1, 1] to [n, kept] numbers of mean square about one. It has no parameters.
+    """Images [n, 3, 32, 32] in [−1, 1] to [n, kept] numbers of mean square one over drawn images. It has no parameters.
 
     Args:
         kind: How they are made.
         device: Where.
-        at_a_time: How many images.
     """
 
-    def __init__(self, kind: Kind, device: torch.device, at_a_time: int = 256) -> None:
+    def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__()
-        self.kind, self.at_a_time = kind, at_a_time
+        self.kind = kind
         generator = torch.Generator(device).manual_seed(_SEED)
-        counts = [min(at_a_time, kind.drawn - i) for i in range(0, kind.drawn, at_a_time)]
+        counts = [min(_DRAWN_AT_A_TIME, kind.drawn - i) for i in range(0, kind.drawn, _DRAWN_AT_A_TIME)]
         drawn = torch.cat([dead_leaves(count, _SIZE, generator=generator) for count in counts])
         few = _numbers(drawn[:2048])
         self.scattering = Scattering().to(device)
-        self.patches = Patches(few, kind.filters, 6, generator)
-        self.first = self.second = None
-        if kind.deep:
-            self.first = First(few, generator)
-            self.second = Patches(self.first(few), kind.deep, 3, generator, ridge=0.05)
-        rows, parts = [], ()
-        for images in drawn.split(at_a_time):
-            made = self._raw(_numbers(images))
-            rows.append(torch.cat(made, 1))
-        weights = (1.0, 2.0, 2.0)
-        parts = tuple((part.shape[1], weight) for part, weight in zip(made, weights, strict=False))
-        self.components = Components(torch.cat(rows), kind.kept, kind.power, parts)
-        size = torch.cat([self.components(part).square().mean(1) for part in rows]).mean()
-        self.components.weights *= torch.rsqrt(size)
+        self.patches = nn.ModuleList([Patches(few, kind.filters, size, generator) for size in kind.sizes])
+        made = [self._parts(_numbers(images)) for images in drawn.split(_AT_A_TIME)]
+        rows = torch.cat([torch.cat(parts, 1) for parts in made])
+        weights = (1.0, *(2 / len(kind.sizes) ** 0.5 for _ in kind.sizes))
+        scales = [
+            torch.full((part.shape[1],), w / part.shape[1] ** 0.5) for part, w in zip(made[0], weights, strict=True)
+        ]
+        self.components = Components(rows, kind.kept, kind.power, torch.cat(scales).to(device))
 
-    def _raw(self, images: Tensor) -> list[Tensor]:
+    def _parts(self, images: Tensor) -> list[Tensor]:
         both = zip(self._half(images), self._half(images.flip(3)), strict=True)
         return [((a + b) / 2).flatten(1) for a, b in both]
 
     def _half(self, images: Tensor) -> list[Tensor]:
         parts = [F.adaptive_avg_pool2d(self.scattering(images), 4)]
-        parts.append(self._pooled(self.patches(images)))
-        if self.first is not None and self.second is not None:
-            parts.append(self._pooled(self.second(self.first(images))))
+        for patches in self.patches:
+            maps = patches(images)
+            means = quarters(maps.shape[2]).to(images.device)
+            parts += [torch.cat([F.relu(side * maps.flatten(2) - self.kind.threshold) @ means for side in (1, -1)], 1)]
         return parts
-
-    def _pooled(self, maps: Tensor) -> Tensor:
-        return torch.cat([F.adaptive_avg_pool2d(side, self.kind.grid) for side in far(maps, 0.8)], 1)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        parts = [self.components(torch.cat(self._raw(x), 1)) for x in images.split(self.at_a_time)]
-        return torch.cat(parts)
+        return torch.cat([self.components(torch.cat(self._parts(x), 1)) for x in images.split(_AT_A_TIME)])
+
+
+def quarters(size: int) -> Tensor:
+    """A matrix [size², 4] that takes means over the quarters of a square; they overlap where its size is odd."""
+    return F.adaptive_avg_pool2d(torch.eye(size * size).unflatten(1, (size, size)), 2).flatten(1)
 
 
 def _numbers(images: Tensor) -> Tensor:

@@ -56,24 +56,16 @@ RECIPES: tuple[Recipe, ...] = (
         moves=("edge", "points"), rates=_HIGH,
     ),
     Recipe(
-        "deep-linear", "linear over two layers of drawn patches", "cifar10-deep", "linear-8192", _FIXED,
-        moves=("edge", "points"), rates=_HIGH,
+        "wide-half", "the same, half as many components", "cifar10-wide", "linear-4096", {OURS: _FIXED[OURS][:1]},
+        moves=("edge",), rates=_HIGH,
     ),
     Recipe(
-        "wide-half", "linear over half as many components of them", "cifar10-wide", "linear-4096",
-        {OURS: _FIXED[OURS][:1]}, moves=("edge",), rates=_HIGH,
-    ),
-    Recipe(
-        "deep-half", "linear over half as many components of two layers", "cifar10-deep", "linear-4096",
-        {OURS: _FIXED[OURS][:1]}, moves=("edge",), rates=_HIGH,
-    ),
-    Recipe(
-        "deep-mlp", "one hidden layer over two layers of drawn patches", "cifar10-deep", "mlp", _FIXED,
+        "wide-mlp", "one hidden layer over 16 384 drawn patches", "cifar10-wide", "mlp", _FIXED,
         epsilons=(8.0, 4.0, 2.0), moves=("edge", "points"),
     ),
     Recipe(
-        "patches-linear", "linear over 4 096 drawn patches", "cifar10-patches", "linear-4096",
-        {OURS: _FIXED[OURS][:1]}, moves=("edge",), rates=_HIGH,
+        "patches-linear", "linear over 4 096 drawn patches", "cifar10-patches", "linear-4096", _FIXED,
+        moves=("edge", "points"), rates=_HIGH,
     ),
     Recipe(
         "scattering-linear", "linear over scattering", "cifar10-scattering", "linear",
@@ -114,7 +106,7 @@ def record_cells(settings: Settings) -> list[Cell]:
     if settings.quick:
         points: dict[str, Points] = {OURS: ((32, 1),), DP_SGD: ((64, 1),)}
         small = (
-            Recipe("deep-linear", "", "cifar10-few", "linear-32", points, moves=()),
+            Recipe("wide-linear", "", "cifar10-few", "linear-32", points, moves=(), rates=_HIGH[:2]),
             Recipe("cnn-views", "", "cifar10", "cnn/k2", points, moves=()),
         )
         return [_cell(recipe, name, 8.0, examples=320, seeds=2) for recipe in small for name in points]

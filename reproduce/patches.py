@@ -18,7 +18,11 @@ from torch.nn import functional as F
 from reproduce.random_images import dead_leaves
 from reproduce.scattering import Scattering
 
-_SEED, _SIZE = 20261119, 32
+_SEED = 20261119
+_IMAGE, _PATCH = 32, 6  # heights and widths
+_FAR = 0.8  # what a patch must be alike to be counted, in about standard deviations
+_WEIGHT = 2.0  # of patches beside scattering, whose numbers together have the variance one
+_POWER = 0.4  # components are divided by their variance to this power; ½ would make all alike
 _AT_A_TIME, _DRAWN_AT_A_TIME = 64, 512
 
 
@@ -27,20 +31,14 @@ class Kind:
     """How features are made.
 
     Attributes:
-        filters: Patches of each size that an image is compared with.
-        sizes: Their heights and widths.
-        threshold: What a patch must be alike to be counted, in standard deviations.
+        filters: Patches that an image is compared with.
         drawn: How many images are drawn for means, deviations and components.
         kept: Principal components that are kept, the largest first.
-        power: Components are divided by their variance to this power; ½ makes all alike.
     """
 
     filters: int
     drawn: int = 8192
     kept: int = 4096
-    sizes: tuple[int, ...] = (6,)
-    threshold: float = 0.8
-    power: float = 0.4
 
 
 KINDS = {
@@ -124,36 +122,31 @@ class DrawnFeatures(nn.Module):
 
     def __init__(self, kind: Kind, device: torch.device) -> None:
         super().__init__()
-        self.kind = kind
         generator = torch.Generator(device).manual_seed(_SEED)
         counts = [min(_DRAWN_AT_A_TIME, kind.drawn - i) for i in range(0, kind.drawn, _DRAWN_AT_A_TIME)]
-        drawn = torch.cat([dead_leaves(count, _SIZE, generator=generator) for count in counts])
-        few = _numbers(drawn[:2048])
+        drawn = torch.cat([dead_leaves(count, _IMAGE, generator=generator) for count in counts])
         self.scattering = Scattering().to(device)
-        self.patches = nn.ModuleList([Patches(few, kind.filters, size, generator) for size in kind.sizes])
-        made = [self._parts(_numbers(images)) for images in drawn.split(_AT_A_TIME)]
-        rows = torch.cat([torch.cat(parts, 1) for parts in made])
-        weights = (1.0, *(2 / len(kind.sizes) ** 0.5 for _ in kind.sizes))
-        scales = [
-            torch.full((part.shape[1],), w / part.shape[1] ** 0.5) for part, w in zip(made[0], weights, strict=True)
-        ]
-        self.components = Components(rows, kind.kept, kind.power, torch.cat(scales).to(device))
+        self.patches = Patches(_numbers(drawn[:2048]), kind.filters, _PATCH, generator)
+        self.means = nn.Buffer(quarters(_IMAGE - _PATCH + 1).to(device), persistent=False)
+        rows = torch.cat([self._raw(_numbers(images)) for images in drawn.split(_AT_A_TIME)])
+        patches = 2 * kind.filters * self.means.shape[1]
+        scale = torch.full((rows.shape[1],), (rows.shape[1] - patches) ** -0.5, device=device)
+        scale[-patches:] = _WEIGHT * patches**-0.5
+        self.components = Components(rows, kind.kept, _POWER, scale)
 
-    def _parts(self, images: Tensor) -> list[Tensor]:
-        both = zip(self._half(images), self._half(images.flip(3)), strict=True)
-        return [((a + b) / 2).flatten(1) for a, b in both]
+    def _raw(self, images: Tensor) -> Tensor:
+        return (self._half(images) + self._half(images.flip(3))) / 2
 
-    def _half(self, images: Tensor) -> list[Tensor]:
-        parts = [F.adaptive_avg_pool2d(self.scattering(images), 4)]
-        for patches in self.patches:
-            maps = patches(images)
-            means = quarters(maps.shape[2]).to(images.device)
-            parts += [torch.cat([F.relu(side * maps.flatten(2) - self.kind.threshold) @ means for side in (1, -1)], 1)]
-        return parts
+    def _half(self, images: Tensor) -> Tensor:
+        maps = self.patches(images).flatten(2)
+        sides = [F.relu(side * maps - _FAR) @ self.means for side in (1, -1)]
+        return torch.cat(
+            [F.adaptive_avg_pool2d(self.scattering(images), 4).flatten(1), *(x.flatten(1) for x in sides)], 1
+        )
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        return torch.cat([self.components(torch.cat(self._parts(x), 1)) for x in images.split(_AT_A_TIME)])
+        return torch.cat([self.components(self._raw(x)) for x in images.split(_AT_A_TIME)])
 
 
 def quarters(size: int) -> Tensor:

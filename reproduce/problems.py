@@ -19,6 +19,7 @@ from lambdacgd.clipping import convert
 from lambdacgd.errors import InvalidInput
 from reproduce.bench_models import CNN
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
+from reproduce.framework import free
 from reproduce.fused_norm import fuse
 from reproduce.patches import KINDS, DrawnFeatures
 from reproduce.record_models import Head, ScatteringCNN, ScatteringLinear, WideResNet
@@ -270,7 +271,9 @@ def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, device: torch.
         ]
         return Examples(torch.cat(parts), examples.labels)
 
-    return Splits(numbers(splits.train), numbers(splits.test), splits.classes)
+    made = Splits(numbers(splits.train), numbers(splits.test), splits.classes)
+    free(device)  # for the processes that train on them
+    return made
 
 
 def load_scattering(folder: Path | None = None) -> Splits:
@@ -305,8 +308,7 @@ PROBLEMS: dict[str, Problem] = {
                 f"cifar10-{name}",
                 partial(load_drawn, name),
                 {
-                    f"linear-{kind.kept}": partial(Head, kind.kept),
-                    f"linear-{kind.kept // 2}": partial(Head, kind.kept // 2),
+                    "linear": partial(Head, kind.kept),
                     "mlp": partial(Head, kind.kept, 256),
                 },
                 _images,

@@ -52,19 +52,15 @@ _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: 
 _HIGH = (4.0, 2.0, 8.0)  # rates for linear heads, as multiples of the usual ones
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
-        "wide-linear", "linear over 16 384 drawn patches", "cifar10-wide", "linear-8192", _FIXED,
+        "wide-linear", "linear over 16 384 drawn patches", "cifar10-wide", "linear", _FIXED,
         moves=("edge", "points"), rates=_HIGH,
-    ),
-    Recipe(
-        "wide-half", "the same, half as many components", "cifar10-wide", "linear-4096", {OURS: _FIXED[OURS][:1]},
-        moves=("edge",), rates=_HIGH,
     ),
     Recipe(
         "wide-mlp", "one hidden layer over 16 384 drawn patches", "cifar10-wide", "mlp", _FIXED,
         epsilons=(8.0, 4.0, 2.0), moves=("edge", "points"),
     ),
     Recipe(
-        "patches-linear", "linear over 4 096 drawn patches", "cifar10-patches", "linear-4096", _FIXED,
+        "patches-linear", "linear over 4 096 drawn patches", "cifar10-patches", "linear", _FIXED,
         moves=("edge", "points"), rates=_HIGH,
     ),
     Recipe(
@@ -106,7 +102,7 @@ def record_cells(settings: Settings) -> list[Cell]:
     if settings.quick:
         points: dict[str, Points] = {OURS: ((32, 1),), DP_SGD: ((64, 1),)}
         small = (
-            Recipe("wide-linear", "", "cifar10-few", "linear-32", points, moves=(), rates=_HIGH[:2]),
+            Recipe("wide-linear", "", "cifar10-few", "linear", points, moves=(), rates=_HIGH[:2]),
             Recipe("cnn-views", "", "cifar10", "cnn/k2", points, moves=()),
         )
         return [_cell(recipe, name, 8.0, examples=320, seeds=2) for recipe in small for name in points]

@@ -259,7 +259,7 @@ def test_names_say_how_many_views_a_model_sees() -> None:
         ("cnn-plain", "cifar10", (3, 32, 32)),
         ("linear", "cifar10-scattering", (243, 8, 8)),
         ("cnn", "cifar10-scattering", (243, 8, 8)),
-        ("linear-16", "cifar10-few", (32,)),
+        ("linear", "cifar10-few", (32,)),
         ("mlp", "cifar10-few", (32,)),
     ],
 )

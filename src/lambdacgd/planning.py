@@ -13,8 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
 from lambdacgd.choosing import Setting, choose
@@ -79,8 +77,7 @@ class Plan:
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
     ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, also as floating-point numbers,
-    for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the data is not covered. A plan
-    file of an earlier release whose certificate is of kind "estimate" claims nothing, and its table says so.
+    for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the data is not covered.
     """
 
     mechanism: Mechanism
@@ -233,12 +230,9 @@ class Plan:
 
     @property
     def _certified_by(self) -> str:
-        """The method; and what plan files of earlier releases may say, which were sampled, or claimed nothing."""
-        certificate = self.certificate
-        if certificate.kind != "bound":
-            return f"{certificate.method}: an ESTIMATE, which claims nothing"
-        failing = f", fails with probability {1 - certificate.confidence:.2g}" * (certificate.confidence < 1)
-        return certificate.method + failing
+        """The method; and for plan files of earlier releases, some of which were sampled, how often it fails."""
+        failing = 1 - self.certificate.confidence
+        return self.certificate.method + (f", fails with probability {failing:.2g}" if failing else "")
 
     @property
     def described_batch_size(self) -> str:
@@ -267,14 +261,15 @@ class Plan:
             path: the file, as ``save`` or ``lambdacgd plan --out`` wrote it. Files of the first format load, too.
 
         Raises:
-            InvalidInput: the file does not hold a plan, or it was changed after it was made.
+            InvalidInput: the file does not hold a plan, it was changed after it was made, or its σ was only estimated.
             OSError: the file cannot be read.
         """
         try:
-            content = read_bytes(path)
+            return cls.from_json(read_bytes(path))
         except ValueError as error:
+            if isinstance(error, InvalidInput):
+                raise
             raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
-        return cls.from_json(content)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -284,7 +279,7 @@ class Plan:
             text: the plan as JSON.
 
         Raises:
-            InvalidInput: the text is not a plan, or it was changed after it was made.
+            InvalidInput: the text is not a plan, it was changed after it was made, or its σ was only estimated.
         """
         try:
             data = parse_json(text)
@@ -301,44 +296,35 @@ class Plan:
             )
         first = data["format"] == FIRST_FORMAT
         try:
+            certificate = data["certificate"]
             plan = cls(
                 mechanism=mechanism_from_dict(data["mechanism"]),
                 sampling=sampling_from_dict(data["sampling"]),
-                epsilon=float(data["epsilon"]),
-                delta=data["delta"],
+                epsilon=number("epsilon", float(data["epsilon"]), above=0, include=(math.inf,)),
+                delta=number("delta", data["delta"], above=0, below=1),
                 requested_batch_size=data["batch_size" if first else "requested_batch_size"],
                 **{name: data[name] for name in _RESULTS},
-                certificate=_certificate(data["certificate"]),
+                certificate=Certificate(**certificate | {"epsilon": float(certificate["epsilon"])}),
                 selection=data["choice" if first else "selection"],
                 workload=Workload(**data.get("workload", {})),
                 version=data["version"],
             )
+            if certificate["kind"] != "bound":  # it must say so: silence is not a claim
+                raise InvalidInput("plan", "The σ of this plan was estimated and claims nothing: make the plan again.")
             if not plan.mechanism.resolved:
                 raise ValueError(f"the parameters of {plan.mechanism.name} are missing")
+            integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
+            integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
+            for name in _DERIVED[:-1] if first else _DERIVED:
+                if getattr(plan, name) != data[name]:
+                    raise ValueError(f"{name} is {shown(data[name])}, and by its sampling {getattr(plan, name)}")
+            plan.mechanism.validate(plan.block)
+            plan.check()
         except InvalidInput:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
-        for name in _RESULTS:
-            number(name, getattr(plan, name), above=0, include=(0,))
-        number("epsilon", plan.epsilon, above=0, include=(math.inf,))
-        number("delta", plan.delta, above=0, below=1)
-        integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
-        plan.mechanism.validate(plan.block)
-        integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
-        claimed = (plan.certificate.epsilon, plan.certificate.delta)
-        if claimed != (plan.epsilon, plan.delta):
-            raise InvalidInput(
-                "plan",
-                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
-            )
-        for name in _DERIVED[:-1] if first else _DERIVED:
-            if getattr(plan, name) != data.get(name):
-                raise InvalidInput(
-                    name,
-                    f"The plan file says {name} = {shown(data.get(name))}, and its sampling {getattr(plan, name)}.",
-                )
         return plan
 
 
@@ -437,7 +423,10 @@ def plan(
         check_epsilon(bound, epsilon)
     real, real_delta = real_budget(math.inf if epsilon is None else epsilon, delta)
     setting = Setting(bound, None if epsilon is None else real, real_delta, workload)
-    resolved, selection = _resolve(mechanism, setting)
+    mechanism.validate(bound.block)
+    chosen, selection = choose(mechanism, setting)
+    resolved = chosen.resolve(bound.block)
+    _check_columns(resolved, bound.block.steps)
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
     mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
@@ -452,12 +441,9 @@ def plan(
         else:
             calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
             epsilon = claimed_epsilon(calibration.certificate.epsilon)
-    certificate = calibration.certificate
-    if math.isfinite(epsilon):
-        details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
-        certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
-    else:
-        certificate = replace(certificate, delta=delta)
+    aside = {"floating_point": set_aside(epsilon, delta)} if math.isfinite(epsilon) else {}
+    details = calibration.certificate.details | aside
+    certificate = replace(calibration.certificate, epsilon=epsilon, delta=delta, details=details)
     return Plan(
         mechanism=resolved,
         sampling=bound,
@@ -487,14 +473,13 @@ def _announcing(
                 progress(answer)
             elif seconds >= PATIENCE:
                 display.close()  # what was shown before: some accountants try several ways
-                display.enter_context(_countdown(answer))
+                _count_down(answer, display)
 
         with listening(tell):
             yield
 
 
-@contextlib.contextmanager
-def _countdown(answer: Progress) -> Iterator[None]:
+def _count_down(answer: Progress, display: contextlib.ExitStack) -> None:
     """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
     from rich.console import Console
     from rich.errors import LiveError
@@ -508,14 +493,9 @@ def _countdown(answer: Progress) -> Iterator[None]:
         left = f"in about {seconds:.0f} s" if seconds >= 0.5 else "soon"
         return Text(f"{answer.mechanism}: σ ≈ {answer.sigma:.3g}, RMSE ≈ {answer.rmse:.3g}, certified {left}")
 
-    live = Live(get_renderable=line, console=console, refresh_per_second=2, transient=True)
     if console.is_terminal:
         with contextlib.suppress(LiveError):  # the caller shows a bar of its own
-            live.start()
-    try:
-        yield
-    finally:
-        live.stop()
+            display.enter_context(Live(get_renderable=line, console=console, refresh_per_second=2, transient=True))
 
 
 def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
@@ -539,23 +519,11 @@ def _check_sampling(sampling: Any) -> None:
         )
 
 
-def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
-    """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
-    block = setting.sampling.block
-    mechanism.validate(block)
-    chosen, selection = choose(mechanism, setting)
-    resolved = chosen.resolve(block)
-    _check_columns(resolved, block.steps)
-    return resolved, selection
-
-
 def _check_columns(mechanism: Mechanism, n: int) -> None:
-    """Refuse a user's class whose columns of C and C⁻¹, which accountants ask for, are not those of its recurrence.
+    """Refuse a user's class whose columns, which accountants ask for, may not be those of its recurrence.
 
     Training follows the recurrence.
     """
-    if not mechanism.foreign:
-        return
     recurrence = mechanism.recurrence(n)
     if not isinstance(recurrence, Recurrence):
         raise InvalidInput(
@@ -563,18 +531,13 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
             f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
         )
-    columns = ((mechanism.strategy(n), recurrence.strategy(n)), (mechanism.noising(n), recurrence.noising(n)))
-    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
-        raise InvalidInput(
-            "mechanism",
-            f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "
-            "override recurrence() alone, and column_scales() where columns are scaled.",
-        )
-
-
-def _certificate(data: dict[str, Any]) -> Certificate:
-    """What a plan file holds. It must say of which kind it is: silence is not a claim."""
-    return Certificate(**data | {"kind": data["kind"], "epsilon": float(data["epsilon"])})
+    for name in ("strategy", "noising"):
+        if getattr(getattr(mechanism, name), "__func__", None) is not getattr(Mechanism, name):
+            raise InvalidInput(
+                "mechanism",
+                f"{mechanism.name} has a {name}() of its own, and training follows its recurrence(): override "
+                "recurrence() alone, and column_scales() where columns are scaled.",
+            )
 
 
 def _plain(value: Any) -> Any:

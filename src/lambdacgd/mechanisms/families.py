@@ -18,10 +18,8 @@ from lambdacgd.mechanisms.base import (
     Mechanism,
     Objective,
     Workload,
-    check_objective,
+    check_automatic,
     multiply,
-    not_resolved,
-    number_or_auto,
 )
 
 _OBJECTIVE = {"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."}
@@ -68,8 +66,7 @@ class LambdaCGD(Mechanism):
     title: ClassVar[str] = "λCGD"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
-        check_objective(self.objective, "lam", self.lam)
+        check_automatic(self, "lam", self.objective)
         if not (isinstance(self.normalized, bool) or self.normalized == "auto"):
             raise InvalidInput("normalized", self.normalized, "it must be True, False or 'auto'")
         if self.normalized == "auto" and self.lam != "auto":
@@ -78,9 +75,7 @@ class LambdaCGD(Mechanism):
     @property
     def resolved_lam(self) -> float:
         """λ as a number. Raises ``ValueError`` while it is "auto"."""
-        if self.lam == "auto":
-            raise not_resolved(self)
-        return self.lam
+        return float(self._known("lam"))
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse((1.0, -self.resolved_lam))
@@ -131,9 +126,8 @@ class _SquareRoot(Banded):
     def _series(self, exponent: float) -> tuple[float, ...]:
         """((1 − αx)(1 − βx))^exponent: A is this with exponent −1."""
         p = self.bands
-        return tuple(
-            multiply(power_series(exponent, self.decay, p), power_series(exponent, self.momentum, p), p).tolist()
-        )
+        decay, momentum = power_series(exponent, self.decay, p), power_series(exponent, self.momentum, p)
+        return tuple(multiply(decay, momentum, p).tolist())
 
 
 @dataclass(frozen=True)
@@ -205,13 +199,10 @@ class GammaBIFR(Banded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "gamma", number_or_auto("gamma", self.gamma))
-        check_objective(self.objective, "gamma", self.gamma)
+        check_automatic(self, "gamma", self.objective)
 
     def recurrence(self, n: int) -> BandedInverse:
-        if self.gamma == "auto":
-            raise not_resolved(self)
-        return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))
+        return BandedInverse(tuple(power_series(self._known("gamma"), 1.0, self.bands).tolist()))
 
 
 @dataclass(frozen=True)

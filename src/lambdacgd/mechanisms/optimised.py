@@ -29,7 +29,6 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     inverse_pullback,
-    not_resolved,
     series_inverse,
 )
 from lambdacgd.mechanisms.error import participation_sum
@@ -97,6 +96,7 @@ class _OptimizedBands(Banded):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
     coefficients: tuple[float, ...] | None = None
+    optimised: ClassVar[tuple[str, ...]] = ("coefficients",)
     bands_are_of_the_inverse: ClassVar[bool]
 
     def __post_init__(self) -> None:
@@ -108,16 +108,7 @@ class _OptimizedBands(Banded):
             raise InvalidInput("coefficients", given, f"it must be {self.bands} finite numbers, the first of them 1")
         object.__setattr__(self, "coefficients", tuple(float(value) for value in given))
 
-    @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.coefficients is not None
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
-        super().resolve(horizon)
-        if self.coefficients is not None:
-            return self
+    def _optimised_for(self, horizon: Horizon) -> Self:
         optimum = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
         return replace(self, coefficients=optimum)
 
@@ -139,11 +130,6 @@ class _OptimizedBands(Banded):
             return value, gradient[1:]
 
         return np.concatenate([[1.0], minimize_smooth(objective, [start], upper=upper)])
-
-    def _known(self) -> tuple[float, ...]:
-        if self.coefficients is None:
-            raise not_resolved(self)
-        return self.coefficients
 
 
 @dataclass(frozen=True)
@@ -180,7 +166,7 @@ class BandInvMF(_OptimizedBands):
             raise InvalidInput("amplified", "amplified says how coefficients are optimised: leave it or them out.")
 
     def recurrence(self, n: int) -> BandedInverse:
-        return BandedInverse(self._known())
+        return BandedInverse(self._known("coefficients"))
 
     def _optimize(self, horizon: Horizon) -> Array:
         n = horizon.steps
@@ -251,7 +237,7 @@ class BandMF(_OptimizedBands):
             super().validate(horizon)
 
     def recurrence(self, n: int) -> BandedStrategy:
-        return BandedStrategy(self._known())
+        return BandedStrategy(self._known("coefficients"))
 
     def _optimize(self, horizon: Horizon) -> Array:
         assert self.bands != "auto"
@@ -294,6 +280,7 @@ class BLT(Mechanism):
             "help": "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
         },
     )
+    optimised: ClassVar[tuple[str, ...]] = ("decays", "weights")
     name: ClassVar[str] = "blt"
     title: ClassVar[str] = "BLT"
 
@@ -307,31 +294,21 @@ class BLT(Mechanism):
                 raise InvalidInput(name, getattr(self, name), "it must be True or False")
         if self.amplified and (self.decays is not None or buffers > 1):
             raise InvalidInput("amplified", "amplified optimises BLT with one buffer whose numbers are not given.")
-        if self.decays is None or self.weights is None:
+        if self.decays is None:
             return
-        for name, given, top in (("decays", self.decays, 1.0), ("weights", self.weights, np.inf)):
+        for name, top in (("decays", 1.0), ("weights", np.inf)):
+            given = getattr(self, name)
             values = np.asarray(given, dtype=np.float64)
             if values.shape != (self.buffers,) or not np.all((values > 0) & (values < top)):
                 raise InvalidInput(name, given, f"it must be {self.buffers} numbers above 0 and below {top:g}")
             object.__setattr__(self, name, tuple(values.tolist()))
 
-    @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.decays is not None
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise decays and weights for the RMSE over ``horizon``, if not given; see ``Mechanism.resolve``."""
-        super().resolve(horizon)
-        if self.decays is not None:
-            return self
+    def _optimised_for(self, horizon: Horizon) -> Self:
         optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
         return replace(self, decays=optimum[: self.buffers], weights=optimum[self.buffers :])
 
     def recurrence(self, n: int) -> BufferedToeplitz:
-        if self.decays is None or self.weights is None:
-            raise not_resolved(self)
-        return BufferedToeplitz(self.decays, self.weights)
+        return BufferedToeplitz(self._known("decays"), self._known("weights"))
 
     def column_scales(self, n: int) -> Array | None:
         return np.sqrt(np.cumsum(self.strategy(n) ** 2))[::-1].copy() if self.normalized else None

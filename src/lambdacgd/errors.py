@@ -120,12 +120,7 @@ def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None
 
 
 def number(
-    parameter: str,
-    value: Any,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    include: tuple[float, ...] = (),
+    parameter: str, value: Any, *, above: float = -math.inf, below: float = math.inf, include: tuple[float, ...] = ()
 ) -> float:
     """``value`` as a ``float``, if it is a real number (a ``bool`` is none) strictly between the limits, or included.
 

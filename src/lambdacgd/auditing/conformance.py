@@ -148,9 +148,7 @@ def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
             normal[row] += (products / lengths[:-shift]).sum() / math.sqrt(len(products) * len(runs))
     worst = int(np.argmax(np.abs(normal)))
     yield Check(
-        "noise over coordinates",
-        _bonferroni(_normal_p(normal)),
-        f"{normal[worst]:+.2f} at shift {shifts[worst]}",
+        "noise over coordinates", _bonferroni(_normal_p(normal)), f"{normal[worst]:+.2f} at shift {shifts[worst]}"
     )
 
 

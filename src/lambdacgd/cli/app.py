@@ -225,9 +225,7 @@ def verify(
     print(json.dumps(claim.to_dict(), indent=2) if as_json else line)
 
 
-def demo(
-    seeds: Annotated[int, typer.Option(help="Runs of each, with other weights, batches and noise.")] = 5,
-) -> None:
+def demo(seeds: Annotated[int, typer.Option(help="Runs of each, with other weights, batches and noise.")] = 5) -> None:
     """Train DP-SGD and DP-λCGD on handwritten digits at the same (ε, δ) and compare their test accuracy."""
     from lambdacgd.cli import demo as digits
 

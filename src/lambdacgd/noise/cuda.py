@@ -54,9 +54,7 @@ class CudaBackend:
         self.device = device
         # Data, never a compile-time constant: Triton keeps compiled constants in a cache on disk. And no variable: a
         # traceback may show those, and a device that is full raises here.
-        self.key = torch.from_numpy(np.append(np.frombuffer(subkey, dtype="<i4").astype(np.int32), np.int32(1))).to(
-            device
-        )
+        self.key = torch.tensor([*struct.unpack("<8i", subkey), 1], dtype=torch.int32).to(device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tables: dict[int, list[_Table]] = {}  # by size, the longest unused first; a graph's are kept for good

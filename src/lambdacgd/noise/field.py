@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 
-from lambdacgd.errors import NonFiniteSum
+from lambdacgd.errors import NonFiniteSum, integer
 from lambdacgd.keys import SecretKey, keystream_into
 from lambdacgd.mechanisms.base import BandedInverse, Mechanism, Recurrence
 from lambdacgd.noise.cuda import CudaBackend, Launch
@@ -66,9 +66,7 @@ class NoiseField:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}; build one with Layout.of or Layout.of_parameters")
         if not isinstance(run_id, str) or not run_id:
-            raise ValueError(
-                f"run_id is {run_id!r}; it must be a non-empty string, new for every run (ledger.new_run())"
-            )
+            raise ValueError(f"run_id is {run_id!r}; it must be a string, new for every run (ledger.new_run())")
         self.layout = layout
         self.run_id = run_id
         self._subkey = key.derive("run", run_id, "noise")
@@ -91,8 +89,7 @@ class NoiseField:
             ValueError: ``step`` is not an integer from 1, or a tensor does not fit the layout.
             TypeError: A tensor is of another type.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
-            raise ValueError(f"step is {step!r}; steps count from 1")
+        step = integer("step", step, maximum=UNIT.horizon)
         self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, recurrence: Recurrence, combination: Combination) -> None:
@@ -102,16 +99,15 @@ class NoiseField:
         """
         if os.getpid() != self._process:
             raise NoiseError(
-                "this process was forked from the one that trains, so both would put the same noise on their sums, "
-                "and none would be left in the difference. Add noise in one process only; one that holds shards builds "
-                "its own field"
+                "this process was forked from the one that trains, and both would put the same noise on their sums: "
+                "add noise in one process only, or build a field in each that holds shards"
             )
         if self._terms is None:
             self._terms = recurrence, combination
         elif self._terms != (recurrence, combination):
             raise NoiseError(
-                "this field's noise is already in use with another σ, ζ, mechanism, horizon or lattice: asking for it "
-                "again would release two sums under one noise vector. Start a new run (a new run id) for other settings"
+                "this field's noise is already in use with another σ, ζ, mechanism, horizon or lattice, and would "
+                "cover two sums: start a new run (a new run id) for other settings"
             )
 
     def apply(
@@ -172,13 +168,12 @@ class NoiseField:
 
     def check(self) -> None:
         """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
-        bits = 0
+        bits, self._bad = int(self._bad), False
         for backend in self._devices.values():
             bits |= backend.read_flags()
-        bad, self._bad = self._bad, False
         if bits & 2:
             raise NoiseError("the step counter in device memory left the run (1 … horizon); the results are NaN")
-        if bad or bits & 1:
+        if bits & 1:
             raise NonFiniteSum(
                 "a clipped sum holds a NaN or an infinity, so this step is refused: do not apply it to the weights. "
                 "Look for overflow in the loss or the model (a lower learning rate, a wider dtype)"
@@ -240,9 +235,8 @@ class CorrelatedNoise:
     ) -> None:
         if not isinstance(recurrence, self.serves):
             raise TypeError(
-                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}. A BandedInverse is "
-                f"for RegeneratedNoise; one that needs its past outputs, which cannot be computed again, for "
-                f"BufferedNoise"
+                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}: RegeneratedNoise "
+                f"serves a BandedInverse, and BufferedNoise the others"
             )
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
@@ -277,14 +271,7 @@ class CorrelatedNoise:
         return cls(field, recurrence, horizon=horizon, column_scales=scales, restart_every=restart_every, **terms)
 
     @torch.no_grad()
-    def add_(
-        self,
-        sums: Tensors,
-        step: int | torch.Tensor,
-        *,
-        offsets: Offsets = None,
-        check: bool = True,
-    ) -> None:
+    def add_(self, sums: Tensors, step: int | torch.Tensor, *, offsets: Offsets = None, check: bool = True) -> None:
         """Add step t's noise to the sums in place.
 
         Args:
@@ -301,10 +288,15 @@ class CorrelatedNoise:
             NoiseError: The step is outside the run, or the field is in use under other terms. Nothing was written.
             NonFiniteSum: A sum held a NaN or an infinity. The results must not reach the weights.
         """
-        if not isinstance(step, torch.Tensor):
-            step = self._checked(step)
-        elif step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
-            raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
+        if isinstance(step, torch.Tensor):
+            if step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
+                raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
+        elif isinstance(step, bool) or not isinstance(step, (int, np.integer)):
+            raise TypeError(f"step is {step!r}; it must be an integer")
+        elif not 1 <= step <= self.horizon:
+            raise NoiseError(f"step {step} is outside the run's 1 … {self.horizon}: more steps need a new plan")
+        else:
+            step = int(step)
         self.field.agree(self.recurrence, self._combination)
         self._add(step, sums, offsets)
         if check:
@@ -316,16 +308,6 @@ class CorrelatedNoise:
     def check(self) -> None:
         """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
         self.field.check()
-
-    def _checked(self, step: int) -> int:
-        if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
-            raise TypeError(f"step is {step!r}; it must be an integer")
-        if not 1 <= step <= self.horizon:
-            raise NoiseError(
-                f"step {step} is outside the run's 1 … {self.horizon}. The horizon is fixed by the plan: "
-                f"more steps need a new plan"
-            )
-        return int(step)
 
 
 class RegeneratedNoise(CorrelatedNoise):

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lambdacgd.errors import LedgerError
+from lambdacgd.errors import LedgerError, integer
 from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
@@ -94,18 +94,18 @@ class Ledger:
             LedgerError: The run is unknown, or released a later step before; the file is damaged, or cannot be written.
             ValueError: ``step`` is not an integer of at least 0.
         """
-        _check_step(step)
+        step = integer("step", step, minimum=0)
 
         def check(contents: _Contents) -> None:
             contents.check_remembered(run_id)
             newest = contents.newest_of(run_id)
             if newest is not None and step < newest.step:
                 raise LedgerError(
-                    f"run {run_id} released step {newest.step} and now wants to release step {step}: this process went "
-                    f"back. Stop it; one noise vector must not cover two sums"
+                    f"run {run_id} released step {newest.step} and wants to release step {step}: this process went "
+                    f"back. Stop it, so that no noise covers two sums"
                 )
 
-        record = {"event": "release", "run": run_id, "step": int(step), "digest": str(digest), "kind": str(kind)}
+        record = {"event": "release", "run": run_id, "step": step, "digest": str(digest), "kind": str(kind)}
         self._append(record, check)
 
     def declare_destroyed(self, run_id: str, after_step: int) -> None:
@@ -121,8 +121,7 @@ class Ledger:
             LedgerError: The run is unknown; the file is damaged, or cannot be written.
             ValueError: ``after_step`` is not an integer of at least 0.
         """
-        _check_step(after_step)
-        record = {"event": "destroyed", "run": run_id, "after": int(after_step)}
+        record = {"event": "destroyed", "run": run_id, "after": integer("after_step", after_step, minimum=0)}
         self._append(record, lambda contents: contents.releases_of(run_id))
 
     def newest(self, run_id: str) -> Release | None:
@@ -144,31 +143,25 @@ class Ledger:
         """
         contents = self._read()
         releases = contents.releases_of(run_id)
-        _check_step(step)
+        step = integer("step", step, minimum=0)
         contents.check_remembered(run_id)
         if not releases:
             if step != 0:
-                raise LedgerError(
-                    f"run {run_id} released nothing that still exists, so it can only start at step 0, not {step}"
-                )
+                raise LedgerError(f"run {run_id} released nothing that still exists: it starts at step 0, not {step}")
             return
         newest = max(release.step for release in releases)
         if step < newest:
             raise LedgerError(
                 f"run {run_id} released weights after step {newest}; resuming from step {step} would use the same "
                 f"noise for other sums. Resume from step {newest}; or, if every release after step {step} is destroyed "
-                f"with all its copies, say so with "
-                f"key.ledger().declare_destroyed({run_id!r}, {step}); or start a new run"
+                f"with all its copies, call key.ledger().declare_destroyed({run_id!r}, {step}); or start a new run"
             )
         if step > newest:
+            raise LedgerError(f"run {run_id} never released step {step} (newest: {newest}): this is not its ledger")
+        if digest is not None and digest not in {release.digest for release in releases if release.step == step}:
             raise LedgerError(
-                f"run {run_id} never released step {step} (newest: {newest}); this ledger is not the run's own"
-            )
-        known = {release.digest for release in releases if release.step == step}
-        if digest is not None and digest not in known:
-            raise LedgerError(
-                f"step {step} of run {run_id} was released with another digest: the file was changed or is not the "
-                f"run's own. Restore the original; or declare it destroyed and resume from an older one"
+                f"step {step} of run {run_id} was released with another digest, so the file was changed: restore the "
+                f"original, or declare it destroyed and resume from an older one"
             )
 
     @contextlib.contextmanager
@@ -186,9 +179,8 @@ class Ledger:
             except OSError:
                 os.close(descriptor)
                 raise LedgerError(
-                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one; two would "
-                    f"use the same noise for different sums. Wait for it, call detach() on the earlier one, or start "
-                    f"a new run"
+                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one, with the "
+                    f"same noise: wait for it, call detach() on the earlier one, or start a new run"
                 ) from None
             if _same_file(descriptor, path):
                 break
@@ -247,8 +239,8 @@ class Ledger:
 
     def _unwritten(self, error: OSError) -> LedgerError:
         return LedgerError(
-            f"{self.path} cannot be written ({error.strerror or error}), so no weights may leave this process. Make "
-            f"room on the disk or mend what is wrong with it, and save again"
+            f"{self.path} cannot be written ({error.strerror or error}), so no weights may leave this process: mend "
+            f"that and save again"
         )
 
 
@@ -265,9 +257,7 @@ class _Contents:
 
     def releases_of(self, run_id: str) -> list[Release]:
         if run_id not in self.releases:
-            raise LedgerError(
-                f"run {run_id} is not in {self.path}; a run starts with new_run(), and its ledger moves with its key"
-            )
+            raise LedgerError(f"run {run_id} is not in {self.path}: a ledger moves with its key")
         return self.releases[run_id]
 
     def newest_of(self, run_id: str) -> Release | None:
@@ -280,9 +270,9 @@ class _Contents:
         if remembered is not None and remembered not in self._checks.get(run_id, ()):
             raise LedgerError(
                 f"{self.path} lacks the newest record of run {run_id} that was written on this machine: lines were cut "
-                f"off, or this is an older copy, and the run went on in another. Going on here would use the same "
-                f"noise for other sums. Use the newest ledger and checkpoint; or, if all that the other one released "
-                f"since is destroyed with all copies, say so here with ledger.declare_destroyed({run_id!r}, step)"
+                f"off, or this is an older copy, and the run went on in another, with the same noise. Use the newest "
+                f"ledger and checkpoint; or, if all that was released since is destroyed with all copies, call "
+                f"ledger.declare_destroyed({run_id!r}, step)"
             )
 
     def read(self, file: Any) -> None:
@@ -315,10 +305,10 @@ class _Contents:
         if event == "run":
             self.releases.setdefault(run_id, [])
         elif event == "release":
-            release = Release(_check_step(record["step"]), str(record["digest"]), str(record["kind"]))
+            release = Release(integer("step", record["step"], minimum=0), str(record["digest"]), str(record["kind"]))
             self.releases[run_id].append(release)
         elif event == "destroyed":
-            after = _check_step(record["after"])
+            after = integer("after", record["after"], minimum=0)
             self.releases[run_id] = [release for release in self.releases[run_id] if release.step <= after]
         else:
             return False
@@ -378,16 +368,8 @@ def _lock_file(descriptor: int, *, wait: bool) -> None:
     try:
         import fcntl  # here, so that planning works on systems without it
     except ImportError:
-        raise LedgerError(
-            "a ledger needs file locks (fcntl), which this system does not have: train on Linux or macOS"
-        ) from None
+        raise LedgerError("this system has no file locks (fcntl), which a ledger needs: use Linux or macOS") from None
     fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _check_step(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step is {step!r}; it must be an integer of at least 0")
-    return step
 
 
 def _same_file(descriptor: int, path: Path) -> bool:

@@ -160,8 +160,8 @@ class Ledger:
             raise LedgerError(f"run {run_id} never released step {step} (newest: {newest}): this is not its ledger")
         if digest is not None and digest not in {release.digest for release in releases if release.step == step}:
             raise LedgerError(
-                f"step {step} of run {run_id} was released with another digest, so the file was changed: restore the "
-                f"original, or declare it destroyed and resume from an older one"
+                f"step {step} of run {run_id} was released with another digest: the file was changed or is not the "
+                f"run's own. Restore the original; or declare it destroyed and resume from an older one"
             )
 
     @contextlib.contextmanager

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from lambdacgd.files import read_json, replace_file, write_new
+from lambdacgd.files import read_json, replace_file, users_folder, write_new
 from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
@@ -47,15 +47,7 @@ def disabled() -> Iterator[None]:
 
 def folder() -> Path | None:
     """Where results are kept, or None when caching is off."""
-    chosen = os.environ.get("LAMBDACGD_CACHE", "")
-    if chosen == "off" or not _enabled.get():
-        return None
-    if chosen:
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdacgd"
-    except RuntimeError:  # a user without a home, as in some containers
-        return None
+    return users_folder("LAMBDACGD_CACHE", "XDG_CACHE_HOME", ".cache") if _enabled.get() else None
 
 
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -75,7 +67,7 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
     the folder's secret: this user's own. A folder without such a secret is never believed.
     """
     where = folder()
-    secret = None if where is None else _secret(where)
+    secret = where and _secret(where)
     if where is None or secret is None:
         return compute()
     text = json.dumps({"kind": kind, "code": _code(), "question": question}, sort_keys=True)

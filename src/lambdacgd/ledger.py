@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.errors import LedgerError
-from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
+from lambdacgd.files import read_bytes, replace_file, sync_folder, users_folder, write_all
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
 
@@ -328,14 +328,8 @@ def _checksum(before: str, record: dict[str, Any]) -> str:
 
 def _memory_of(run_id: str) -> Path | None:
     """Where this machine remembers the last record of a run; None if it shall not, or the user has no home."""
-    chosen = os.environ.get("LAMBDACGD_STATE", "")
-    if chosen == "off" or not run_id.isalnum():
-        return None
-    try:
-        folder = chosen or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lambdacgd"
-    except RuntimeError:  # a user without a home, as in some containers
-        return None
-    return Path(folder) / f"run-{run_id}"
+    folder = users_folder("LAMBDACGD_STATE", "XDG_STATE_HOME", ".local/state")
+    return folder / f"run-{run_id}" if folder is not None and run_id.isalnum() else None
 
 
 def _remember(run_id: str, check: str) -> None:

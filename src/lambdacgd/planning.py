@@ -18,16 +18,7 @@ from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, liste
 from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
-from lambdacgd.mechanisms import (
-    PREFIX_SUM,
-    Horizon,
-    LambdaCGD,
-    Mechanism,
-    Workload,
-    error_norms,
-    mechanism_from_dict,
-    sensitivity,
-)
+from lambdacgd.mechanisms import PREFIX_SUM, Horizon, LambdaCGD, Mechanism, Workload, mechanism_from_dict
 from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
@@ -167,9 +158,9 @@ class Plan:
         if self.certificate.kind != "bound":
             return  # claims nothing
         _check_sampling(self.sampling)
-        mean, largest = error_norms(self.mechanism, self.steps, self.workload, restart_every=self.restart_every)
-        sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
-        expected = (mean * self.sigma, largest * self.sigma, sens.value)
+        setting = Setting(self.sampling, workload=self.workload)
+        mean, largest = setting.norms(self.mechanism)
+        expected = (mean * self.sigma, largest * self.sigma, setting.sensitivity(self.mechanism))
         stated = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
         unnamed = self.sampling.kind if self.sampling.kind in UNNAMED_KINDS else None
@@ -177,10 +168,8 @@ class Plan:
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         same &= self.sigma > 0 or math.isinf(self.epsilon)
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
-            raise InvalidInput(
-                "plan",
-                "The parts of this plan do not belong together: it was changed after lc.plan made it. Make a new plan.",
-            )
+            changed = "The parts of this plan do not belong together: it was changed after it was made. Make a new one."
+            raise InvalidInput("plan", changed)
 
     def __str__(self) -> str:
         """Three short lines; ``repr`` is a table, and ``to_json()`` holds everything.
@@ -286,14 +275,11 @@ class Plan:
         except ValueError as error:
             raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
-            given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
-            raise InvalidInput(
-                "plan", f"This is {shown(given)}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
-            )
+            given = shown(data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__)
+            raise InvalidInput("plan", f"This is {given}, not a plan file of format {FORMAT}, as plan --out writes it.")
         if data.pop("digest", None) != _digest(data):
-            raise InvalidInput(
-                "plan", "The plan file was changed after it was made: its digest differs. Make a new plan instead."
-            )
+            changed = "The plan file was changed after it was made: its digest differs. Make a new plan instead."
+            raise InvalidInput("plan", changed)
         first = data["format"] == FIRST_FORMAT
         try:
             certificate = data["certificate"]
@@ -389,7 +375,8 @@ def plan(
         6.0...
     """
     examples = integer("examples", _length(examples))
-    batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
+    of_them = f" (the number of examples, {examples})"
+    batch_size = integer("batch_size", batch_size, maximum=examples, why=of_them)
     if (epsilon is None) == (noise_multiplier is None):
         raise InvalidInput("epsilon", "Give either epsilon or noise_multiplier: one follows from the other.")
     if epsilon is not None:
@@ -400,21 +387,14 @@ def plan(
     if mechanism is None:
         mechanism = LambdaCGD("auto", normalized="auto")
     if not isinstance(mechanism, Mechanism):
-        raise InvalidInput(
-            "mechanism",
-            f"mechanism must be a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4), and {mechanism!r} was given.",
-        )
+        raise InvalidInput.of_type("mechanism", mechanism, "a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4)")
     if not isinstance(workload, Workload):
-        raise InvalidInput("workload", workload, "it must be a Workload such as lc.Workload(schedule='linear')")
+        raise InvalidInput.of_type("workload", workload, "a Workload such as lc.Workload(schedule='linear')")
     sampling = BallsInBins("fresh") if sampling is None else sampling
     _check_sampling(sampling)
     epochs = integer("epochs", epochs)
-    steps_per_epoch = integer(
-        "steps_per_epoch",
-        examples // batch_size if steps_per_epoch is None else steps_per_epoch,
-        maximum=examples,
-        why=f" (the number of examples, {examples})",
-    )
+    steps_per_epoch = examples // batch_size if steps_per_epoch is None else steps_per_epoch
+    steps_per_epoch = integer("steps_per_epoch", steps_per_epoch, maximum=examples, why=of_them)
     if epochs * steps_per_epoch > MOST_STEPS:
         why = f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned"
         raise InvalidInput("epochs", epochs, why)
@@ -429,7 +409,7 @@ def plan(
     _check_columns(resolved, bound.block.steps)
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
-    mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
+    mean_error, max_error = setting.norms(resolved)
 
     def expected(sigma: float, seconds: float) -> Progress:
         return Progress(resolved, bound, sigma, mean_error * sigma, seconds)
@@ -450,7 +430,7 @@ def plan(
         epsilon=epsilon,
         delta=delta,
         requested_batch_size=batch_size,
-        sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
+        sensitivity=setting.sensitivity(resolved),
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
@@ -510,13 +490,10 @@ def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
 def _check_sampling(sampling: Any) -> None:
     """Refuse what is no sampling of this package: a class derived from one may draw other batches than it says."""
     if not isinstance(sampling, Sampling):
-        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+        raise InvalidInput.of_type("sampling", sampling, "a Sampling such as lc.BallsInBins('fresh')")
     if type(sampling) is not SAMPLINGS.get(sampling.name):
-        raise InvalidInput(
-            "sampling",
-            f"No accountant knows which batches {type(sampling).__name__} draws: use "
-            f"{', '.join(f'lc.{kind.__name__}' for kind in SAMPLINGS.values())} as they are.",
-        )
+        own = f"No accountant knows which batches {type(sampling).__name__} draws"
+        raise InvalidInput("sampling", f"{own}: use lc.BallsInBins, lc.Poisson or lc.Cyclic as they are.")
 
 
 def _check_columns(mechanism: Mechanism, n: int) -> None:

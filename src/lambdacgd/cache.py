@@ -101,16 +101,13 @@ def _secret(where: Path) -> bytes | None:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(64)
-        if hasattr(os, "getuid") and not _private(status):
+        private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+        if hasattr(os, "getuid") and not (private and status.st_uid == os.getuid()):
             return None
         if len(content) == 32:
             return content
         path.unlink()  # a crash cut it off: the next question draws a new one
     return None
-
-
-def _private(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 @functools.cache

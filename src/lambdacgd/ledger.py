@@ -182,8 +182,9 @@ class Ledger:
                     f"run {run_id} is in use by another process, or by an earlier privatize() in this one, with the "
                     f"same noise: wait for it, call detach() on the earlier one, or start a new run"
                 ) from None
-            if _same_file(descriptor, path):
-                break
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
             os.close(descriptor)  # the holder before us removed the file between our open and our lock
         holder = os.getpid()
         try:
@@ -333,12 +334,10 @@ def _memory_of(run_id: str) -> Path | None:
 
 
 def _remember(run_id: str, check: str) -> None:
-    path = _memory_of(run_id)
-    if path is None:
-        return
-    with contextlib.suppress(OSError):  # a home that cannot be written: nothing is remembered, as the guarantee says
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, check.encode())
+    if (path := _memory_of(run_id)) is not None:
+        with contextlib.suppress(OSError):  # a home that cannot be written: then nothing is remembered
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(path, check.encode())
 
 
 def _remembered(run_id: str) -> int | None:
@@ -370,10 +369,3 @@ def _checked(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; it must be an integer of at least 0")
     return step
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False

@@ -28,8 +28,11 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
         print(plan.to_json())
         return
     console, table = Console(), Table.grid(padding=(0, 2))
-    for row in (*plan.rows(), ("past noise", _past_noise(plan))):
+    for row in plan.rows():
         table.add_row(*row)
+    past = plan.mechanism.past_vectors(plan.block.steps)
+    kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
+    table.add_row("past noise", kept if past else "none needed")
     console.print(Panel(table, title="Plan", expand=False))
     for line in _remarks(plan):
         console.print(line)
@@ -66,13 +69,6 @@ def _stored(plan: Plan) -> int:
     """How many noise vectors of the model's size are kept."""
     steps = plan.block.steps
     return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
-
-
-def _past_noise(plan: Plan) -> str:
-    past = plan.mechanism.past_vectors(plan.block.steps)
-    if not past:
-        return "none needed"
-    return f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
 
 
 def _remarks(plan: Plan) -> list[str]:

@@ -114,22 +114,25 @@ class NoiseField:
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
         """Add the combination at this step to every job's tensor (write the noise alone if not ``read``)."""
+        direct = [job for job in jobs if is_direct(job)]
         for job in jobs:
             if not is_direct(job):  # by a copy, one tensor after the other
                 near = job.tensor.device if job.tensor.device.type == "cuda" else "cpu"
                 copied = job.tensor.to(near, memory_format=torch.contiguous_format, copy=True)
                 self.apply([Job(job.entry, copied, job.offset)], combination, step, read=read)
                 job.tensor.copy_(copied)
-        for device in {job.tensor.device for job in jobs if is_direct(job)}:
-            mine = [job for job in jobs if job.tensor.device == device and is_direct(job)]
-            if device.type == "cuda":
-                backend = self.backend(device)
-                backend.launch(backend.prepare(mine), combination, step, read=read)
-                continue
+        for backend, launches in self._prepared([job for job in direct if job.tensor.device.type == "cuda"]):
+            backend.launch(launches, combination, step, read=read)
+        if on_cpu := [job for job in direct if job.tensor.device.type == "cpu"]:
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
             numbers = combination.bands(step), combination.scale_at(step), combination.lattice_at(step)
-            self._bad |= not add_on_cpu(mine, self._subkey, *numbers, read=read)
+            self._bad |= not add_on_cpu(on_cpu, self._subkey, *numbers, read=read)
+
+    def _prepared(self, jobs: Sequence[Job]) -> list[tuple[CudaBackend, list[Launch]]]:
+        """Launches for contiguous CUDA tensors, by device."""
+        shares = [(d, [job for job in jobs if job.tensor.device == d]) for d in {job.tensor.device for job in jobs}]
+        return [(self.backend(device), self.backend(device).prepare(mine)) for device, mine in shares]
 
     def add_(self, sums: Tensors, offsets: Offsets, combination: Combination, step: int | torch.Tensor) -> None:
         """Check the tensors and add the combination at this step. CUDA tensors that have not moved are known again.
@@ -137,15 +140,12 @@ class NoiseField:
         A model has hundreds of tensors, and checking each anew would take the host longer than the noise the device.
         """
         seen = _fingerprint(sums, offsets)
-        known = seen is not None and seen == self._seen
-        if not known or not all(launch.current for _, launches in self._launches for launch in launches):
+        if seen is None:
+            return self.apply(match(self.layout, sums, offsets=offsets), combination, step)
+        if seen != self._seen or not all(launch.current for _, launches in self._launches for launch in launches):
             jobs = match(self.layout, sums, offsets=offsets)
-            if seen is None:
-                return self.apply(jobs, combination, step)
             self._seen = None
-            devices = {job.tensor.device for job in jobs}
-            shares = [(self.backend(d), [job for job in jobs if job.tensor.device == d]) for d in devices]
-            self._launches = [(backend, backend.prepare(mine)) for backend, mine in shares]
+            self._launches = self._prepared(jobs)
             self._seen = seen
         for backend, launches in self._launches:
             backend.launch(launches, combination, step)

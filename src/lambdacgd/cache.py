@@ -67,7 +67,7 @@ def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> A
     the folder's secret: this user's own. A folder without such a secret is never believed.
     """
     where = folder()
-    secret = where and _secret(where)
+    secret = None if where is None else _secret(where)
     if where is None or secret is None:
         return compute()
     text = json.dumps({"kind": kind, "code": _code(), "question": question}, sort_keys=True)

@@ -244,7 +244,8 @@ def _best(mechanism: LambdaCGD | GammaBIFR, parameter: str, objective: Objective
     plain = replace(mechanism, objective=None)
 
     def make(value: float) -> Mechanism:
-        return replace(plain, **{parameter: value})
+        given: dict[str, Any] = {parameter: value}
+        return replace(plain, **given)
 
     def compute() -> list[dict[str, Any]]:
         return [asdict(candidate) for candidate in _candidates(make, setting)]

@@ -80,11 +80,8 @@ class Setting:
     @property
     def question(self) -> dict[str, Any]:
         """What a cached choice is filed under, but for the family of mechanisms."""
-        return self.sampling.question | {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "workload": asdict(self.workload),
-        }
+        budget = {"epsilon": self.epsilon, "delta": self.delta}
+        return self.sampling.question | budget | {"workload": asdict(self.workload)}
 
     def norms(self, mechanism: Mechanism) -> tuple[float, float]:
         """What makes an RMSE and a MaxSE of a noise multiplier."""
@@ -402,10 +399,8 @@ def _best_bands(sampling: Poisson, setting: Setting) -> tuple[int, dict[str, Any
 
     tried = cache.cached("bands", setting.question, compute)
     because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
-    return 1 << int(np.argmin(tried)), {
-        "because": because,
-        "tried": {str(1 << power): value for power, value in enumerate(tried)},
-    }
+    by_bands = {str(1 << power): value for power, value in enumerate(tried)}
+    return 1 << int(np.argmin(tried)), {"because": because, "tried": by_bands}
 
 
 # Coefficients of BLT and BandInvMF under Balls-in-Bins

@@ -219,8 +219,6 @@ class SecretKey:
             KeyFileError: The key was made by ``for_tests``.
             OSError: The file cannot be written.
         """
-        if not self._secret:
-            raise DestroyedKeyError("this key was destroyed; there is nothing left to save")
         if self._for_tests:
             raise KeyFileError("a key of for_tests is no secret, so it gets no file: take SecretKey.generate()")
         target = Path(path).absolute()

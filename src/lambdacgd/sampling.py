@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey, prf64, prf64_range
-from lambdacgd.mechanisms.base import Horizon, Mechanism
+from lambdacgd.mechanisms.base import Horizon, Mechanism, parameter
 
 Indices = NDArray[np.int64]
 Bins = Literal["fresh", "fixed"]
@@ -151,10 +151,8 @@ class Sampling:
 
     def _check_bound(self) -> None:
         if not self.bound:
-            raise InvalidInput(
-                "sampling",
-                f"This {self.name} sampling has no data set and no horizon yet: lc.plan(…, sampling=…) binds it.",
-            )
+            unbound = f"This {self.name} sampling has no data set and no horizon yet"
+            raise InvalidInput("sampling", f"{unbound}: lc.plan(…, sampling=…) binds it.")
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the fields: public numbers, as plan files hold them."""
@@ -192,12 +190,8 @@ class BallsInBins(Sampling):
         True
     """
 
-    bins: Bins = field(
-        default="fresh",
-        metadata={
-            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default), or once (fixed, "
-            "the paper's)."
-        },
+    bins: Bins = parameter(
+        "fresh", "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default), or once (fixed)."
     )
     name: ClassVar[str] = "balls-in-bins"
 
@@ -480,9 +474,7 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
     if name == BallsInBins.name:
         given.setdefault("bins", "fixed")
     if unknown := set(given) - {f.name for f in fields(SAMPLINGS[name])}:
-        raise InvalidInput(
-            "sampling", f"{name} sampling has no such field, and {', '.join(sorted(unknown))} was given."
-        )
+        raise InvalidInput("sampling", f"{name} has no such field, and {', '.join(sorted(unknown))} was given.")
     sampling = SAMPLINGS[name](**given)
     sampling._check_bound()
     return sampling

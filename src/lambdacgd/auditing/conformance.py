@@ -149,9 +149,8 @@ def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
             products = (run.residual[:, shift:] * run.residual[:, :-shift]).sum(0)
             normal[row] += (products / lengths[:-shift]).sum() / math.sqrt(len(products) * len(runs))
     worst = int(np.argmax(np.abs(normal)))
-    yield Check(
-        "noise over coordinates", _bonferroni(_normal_p(normal)), f"{normal[worst]:+.2f} at shift {shifts[worst]}"
-    )
+    measured = f"{normal[worst]:+.2f} at shift {shifts[worst]}"
+    yield Check("noise over coordinates", _bonferroni(_normal_p(normal)), measured)
 
 
 def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:

@@ -117,14 +117,11 @@ def epsilon(
 
     loaded = None if plan is None else Plan.load(plan)
     if loaded is None and None in (delta, sampling_rate, steps, noise_multiplier):
-        raise ValueError(
-            "Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta of a run of DP-SGD."
-        )
+        raise ValueError("Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta.")
     delta = loaded.delta if delta is None and loaded is not None else delta
     assert delta is not None
-    answer = questions.epsilon(
-        loaded, delta=delta, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps
-    )
+    run = {"noise_multiplier": noise_multiplier, "sampling_rate": sampling_rate}
+    answer = questions.epsilon(loaded, delta=delta, steps=steps, **run)
     if as_json:
         print(json.dumps({"epsilon": answer, "delta": delta}))
         return
@@ -156,10 +153,8 @@ def check(
 
     fits = isinstance(made, tuple) and len(made) in (3, 4) and isinstance(made[0], nn.Module)
     if not (fits and all(callable(call) for call in made[2:])):
-        raise InvalidInput(
-            "factory",
-            f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
-        )
+        wanted = "a model, a batch and a loss: return model, (x, y), lambda model, batch: …"
+        raise InvalidInput("factory", f"{factory} must return {wanted}")
     model, batch, loss, collate_fn = (*made, None)[:4]
     report = check_model(model, batch, loss=loss, loss_reduction=loss_reduction, collate_fn=collate_fn)  # type: ignore[arg-type]
     print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")

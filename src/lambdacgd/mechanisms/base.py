@@ -30,6 +30,11 @@ Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 """What an automatic parameter is chosen by."""
 
 
+def parameter(default: Any, help: str, *, symbol: str = "", request: bool = False, kw_only: bool = False) -> Any:
+    """A dataclass's field that is also a flag of ``lambdacgd plan``; for ``symbol`` and ``request`` see ``Mechanism``."""
+    return field(default=default, kw_only=kw_only, metadata={"help": help, "symbol": symbol, "request": request})
+
+
 @dataclass(frozen=True)
 class Horizon:
     """How often an example can take part: once in each of k epochs of b steps, in the same place each time.
@@ -83,17 +88,11 @@ class Workload:
 
     momentum: float = 0.0
     decay: float = 1.0
-    schedule: Schedule = field(
-        default="constant",
-        kw_only=True,
-        metadata={"help": "Learning rates that λ and errors are for: constant (default), linear or cosine."},
+    schedule: Schedule = parameter(
+        "constant", "Learning rates that λ and errors are for: constant (default), linear or cosine.", kw_only=True
     )
-    warmup: float = field(
-        default=0.0, kw_only=True, metadata={"help": "Share of the steps over which the rate rises (default 0)."}
-    )
-    final_rate: float = field(
-        default=0.0, kw_only=True, metadata={"help": "Where a schedule ends, as a share of the rate (default 0)."}
-    )
+    warmup: float = parameter(0.0, "Share of the steps over which the rate rises (default 0).", kw_only=True)
+    final_rate: float = parameter(0.0, "Where a schedule ends, as a share of the rate (default 0).", kw_only=True)
 
     def __post_init__(self) -> None:
         for name, ends in (("momentum", (0,)), ("decay", (1,)), ("warmup", (0,)), ("final_rate", (0, 1))):
@@ -243,9 +242,9 @@ class Mechanism:
     never depends on an optimiser; ``resolve(horizon)`` fills in the latter alone.
 
     ``name`` stands in plan files and on the command line, ``title`` in tables; a class of one's own needs no title.
-    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``; ``"symbol"`` is how tables call it. One
-    with ``"request"`` is left out of ``to_dict`` where it has its default: it says how a number is to be chosen, and
-    has its default once that is done, or it is younger than plan files that do not name it.
+    A field made by ``parameter`` is a flag of ``lambdacgd plan``, too; ``symbol`` is how tables call it. One with
+    ``request`` is left out of ``to_dict`` where it has its default: it says how a number is to be chosen, and has its
+    default once that is done, or it is younger than plan files that do not name it.
     """
 
     name: ClassVar[str]
@@ -312,9 +311,7 @@ class Mechanism:
     def _not_resolved(self) -> ValueError:
         missing = "its coefficients depend on the horizon. Call .resolve(horizon) first"
         if self.automatic:
-            missing = (
-                "lc.plan chooses its parameters for the privacy budget and the sampling. Ask plan.mechanism instead"
-            )
+            missing = "lc.plan chooses its parameters for the budget and the sampling. Ask plan.mechanism instead"
         return ValueError(f"{self.name} is not resolved: {missing}, or give them")
 
     def validate(self, horizon: Horizon) -> None:

@@ -66,9 +66,8 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, restart_every: int | 
     if not isinstance(horizon, Horizon):
         raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
     if restart_every is not None and restart_every != horizon.steps_per_epoch:
-        raise InvalidInput(
-            "restart_every", restart_every, f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
-        )
+        why = f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
+        raise InvalidInput("restart_every", restart_every, why)
     with np.errstate(over="ignore", invalid="ignore"):
         if restart_every is None:
             answer = _once_in_the_same_step(mechanism, horizon)
@@ -76,9 +75,7 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, restart_every: int | 
             value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, restart_every)
             answer = Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
     if not np.isfinite(answer.value):
-        raise InvalidInput(
-            "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
-        )
+        raise InvalidInput("mechanism", f"C of {mechanism.name} grows beyond all floats over {horizon.steps} steps.")
     return answer
 
 
@@ -107,10 +104,8 @@ def _once_in_the_same_step(mechanism: Mechanism, horizon: Horizon) -> Sensitivit
     if type(mechanism) in lemmas:
         return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, lemmas[type(mechanism)])
     if n * b > _DENSE_LIMIT:
-        raise InvalidInput(
-            "mechanism",
-            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for n·b ≤ {_DENSE_LIMIT}.",
-        )
+        known = f"the sensitivity of a column-scaled {mechanism.name} is known for n·b ≤ {_DENSE_LIMIT}"
+        raise InvalidInput("mechanism", f"Over {n} steps {known}: use fewer.")
     value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
     return Sensitivity(value, exact, "cyclic participation, all bins")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -20,9 +20,10 @@ from lambdacgd.mechanisms.base import (
     Workload,
     check_automatic,
     multiply,
+    parameter,
 )
 
-_OBJECTIVE = {"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."}
+_OBJECTIVE = "What auto minimises: guideline, amplified-rmse, rmse or maxse."
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,9 @@ class LambdaCGD(Mechanism):
         λCGD λ=0.99999 normalised
     """
 
-    lam: float | Auto = field(
-        default="auto", metadata={"symbol": "λ", "help": "λ of λCGD: a number in [0, 1) or auto (default)."}
-    )
-    normalized: bool | Auto = field(default=False, metadata={"symbol": "normalised", "help": "Column-normalised λCGD."})
-    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
+    lam: float | Auto = parameter("auto", "λ of λCGD: a number in [0, 1) or auto (default).", symbol="λ")
+    normalized: bool | Auto = parameter(False, "Column-normalised λCGD.", symbol="normalised")
+    objective: Objective | None = parameter(None, _OBJECTIVE, request=True, kw_only=True)
     name: ClassVar[str] = "lambda-cgd"
     title: ClassVar[str] = "λCGD"
 
@@ -102,7 +101,7 @@ def power_series(exponent: float, rate: float, n: int) -> Array:
 class Banded(Mechanism):
     """A mechanism whose C or C⁻¹ has ``bands`` bands, at most as many as there are steps."""
 
-    bands: int = field(default=4, metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4)."})
+    bands: int = parameter(4, "Bands p of a banded mechanism (default 4).", symbol="p")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", integer("bands", self.bands))
@@ -190,10 +189,8 @@ class GammaBIFR(Banded):
         InvalidInput: a value cannot be used, or there is an objective where γ is given.
     """
 
-    gamma: float | Auto = field(
-        default="auto", metadata={"symbol": "γ", "help": "γ of γ-BIFR: a number in [0, 1) or auto (default)."}
-    )
-    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
+    gamma: float | Auto = parameter("auto", "γ of γ-BIFR: a number in [0, 1) or auto (default).", symbol="γ")
+    objective: Objective | None = parameter(None, _OBJECTIVE, request=True, kw_only=True)
     name: ClassVar[str] = "gamma-bifr"
     title: ClassVar[str] = "γ-BIFR"
 

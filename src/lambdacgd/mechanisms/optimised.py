@@ -11,7 +11,7 @@ column a depend on their parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -29,6 +29,7 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     inverse_pullback,
+    parameter,
     series_inverse,
 )
 from lambdacgd.mechanisms.error import participation_sum
@@ -149,10 +150,8 @@ class BandInvMF(_OptimizedBands):
         InvalidInput: a value cannot be used, or ``amplified`` is given where nothing is to be optimised.
     """
 
-    amplified: bool = field(
-        default=False,
-        kw_only=True,
-        metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
+    amplified: bool = parameter(
+        False, "Optimise BandInvMF for the amplified RMSE, the accountant in the loop.", request=True, kw_only=True
     )
     bands_are_of_the_inverse: ClassVar[bool] = True
     name: ClassVar[str] = "bandinvmf"
@@ -218,9 +217,8 @@ class BandMF(_OptimizedBands):
         InvalidInput: a value cannot be used.
     """
 
-    bands: int | Auto = field(  # type: ignore[assignment]  # only here it can be "auto"
-        default=4,
-        metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4); auto for bandmf with poisson."},
+    bands: int | Auto = parameter(  # type: ignore[assignment]  # only here it can be "auto"
+        4, "Bands p of a banded mechanism (default 4); auto for bandmf with poisson.", symbol="p"
     )
     bands_are_of_the_inverse: ClassVar[bool] = False
     name: ClassVar[str] = "bandmf"
@@ -264,21 +262,17 @@ class BLT(Mechanism):
             nothing is to be optimised or there is more than one buffer.
     """
 
-    buffers: int = field(default=3, metadata={"symbol": "m", "help": "Buffers of BLT (default 3)."})
+    buffers: int = parameter(3, "Buffers of BLT (default 3).", symbol="m")
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
-    normalized: bool = field(
-        default=False,
-        kw_only=True,
-        metadata={"symbol": "normalised", "request": True, "help": "Column-normalised λCGD or BLT."},
+    normalized: bool = parameter(
+        False, "Column-normalised λCGD or BLT.", symbol="normalised", request=True, kw_only=True
     )
-    amplified: bool = field(
-        default=False,
+    amplified: bool = parameter(
+        False,
+        "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
+        request=True,
         kw_only=True,
-        metadata={
-            "request": True,
-            "help": "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
-        },
     )
     optimised: ClassVar[tuple[str, ...]] = ("decays", "weights")
     name: ClassVar[str] = "blt"

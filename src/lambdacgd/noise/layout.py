@@ -198,9 +198,7 @@ class Combination:
                 raise ValueError("column scales must be positive and finite")
         for size in (self.scale,) if scales is None else (self.scale * min(scales), self.scale * max(scales)):
             if self.scale and not 2.0**-100 < size < 2.0**100:  # below, a step's noise and lattice could vanish
-                raise ValueError(
-                    f"a step's noise is {size!r}; it must lie between 2^-100 and 2^100: float32 ends there"
-                )
+                raise ValueError(f"a step's noise is {size!r}; it must lie between 2^-100 and 2^100")
 
     @property
     def period(self) -> int:

@@ -31,7 +31,7 @@ Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 
 
 def parameter(default: Any, help: str, *, symbol: str = "", request: bool = False, kw_only: bool = False) -> Any:
-    """A dataclass's field that is also a flag of ``lambdacgd plan``; for ``symbol`` and ``request`` see ``Mechanism``."""
+    """A field that is also a flag of ``lambdacgd plan``; for ``symbol`` and ``request`` see ``Mechanism``."""
     return field(default=default, kw_only=kw_only, metadata={"help": help, "symbol": symbol, "request": request})
 
 

@@ -1,21 +1,15 @@
-"""The run ledger: a private, append-only record of when weights left the process.
+"""The run ledger: a private, append-only record of when weights left the process. docs/keys.md says what it is for.
 
-One z serves one released sum. If a run went back behind weights that already left the process and trained on from
-there with other data, the same noise would cover two different sums, and their difference would be noiseless. So the
-ledger, a file beside the key, knows every run id and every released step (checkpoint or export), and a run resumes
-only from the newest of these unless the later ones are declared destroyed.
+One z serves one released sum, so a run resumes only from its newest release (checkpoint or export), unless the later
+ones are declared destroyed. The file holds one JSON object a line, each with a checksum over itself and the line before
+it, and each synced to disk before the call returns: a line cut off by a crash was never acknowledged, and is ignored.
+Any other damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between
+then leaves a run that refuses to go back, never one that goes back unnoticed.
 
-The file holds one JSON object a line, each with a checksum over itself and the line before it. Every record is synced
-to disk before the call returns; a line cut off by a crash was therefore never acknowledged, and is ignored. Any other
-damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between then
-leaves a run that refuses to go back, never one that goes back unnoticed.
-
-The file is read whole whenever it is asked or written: about 7 ms for every thousand records.
-
-What the file itself cannot show is that its last lines were cut off, or that it is an older copy of the ledger, as when
-a folder is copied and both are resumed. So the machine remembers, outside of the folder, the last record of each run
-that was written here: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE``
-names another folder, or ``off``). A ledger that lacks this record is refused.
+What the file itself cannot show is that its last lines were cut off, or that it is an older copy, as when a folder is
+copied and both are resumed. So the machine remembers the last record of each run that was written here, outside of the
+folder: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE`` names another
+folder, or ``off``). A ledger that lacks this record is refused.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from lambdacgd.cli.options import flag, place_for, plan_flags, with_flags
 from lambdacgd.errors import InvalidInput, at_least
 from lambdacgd.version import __version__
 
-Sigma = Annotated[float | None, typer.Option(help="σ, relative to the clipping norm.")]
 AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
 
 RUN: dict[str, Any] = {
@@ -108,7 +107,7 @@ def epsilon(
         float | None, typer.Option(help="q, the chance of an example to take part in a step (Poisson sampling).")
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Steps taken.")] = None,
-    noise_multiplier: Sigma = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="σ, relative to the clipping norm.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The ε of a run: DP-SGD with Poisson sampling, as Opacus trains it, or the run of a plan."""

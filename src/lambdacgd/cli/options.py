@@ -27,13 +27,12 @@ def flag(name: str, *, help: str, **how: Any) -> Any:
     return typer.Option(name, help=help, metavar="", **how)
 
 
-def place_for(parameter: str, path: Path | None) -> Path | None:
-    """Where a file is to be written, refused before the work rather than after it."""
+def place_for(parameter: str, path: Path | None) -> None:
+    """Refuse a place where a file is to be written, before the work rather than after it."""
     if path is not None and path.is_dir():
         raise InvalidInput(parameter, str(path), "it is a folder; name a file")
     if path is not None and not path.parent.is_dir():
         raise InvalidInput(parameter, str(path), f"there is no folder {path.parent}; make it first")
-    return path
 
 
 def number_or_auto(parameter: str, text: str | None) -> float | str | None:

@@ -83,31 +83,21 @@ class CudaBackend:
         scales, scale = combination.column_scales, combination.scale
         if scales is not None and base:
             scale, scales = scale * scales[combination.since(base) - 1], None
+        coefficients = self._constant(combination.coefficients)
+        column_scales = self._no_step.view(torch.float64) if scales is None else self._constant(scales)
+        scale_bits = struct.unpack("<q", struct.pack("<d", scale))[0]
+        lattice = math.ldexp(1.5, 53 - combination.fineness) if read else 0.0
         capturing = self._capturing()
         for launch in launches:
             launch.table.captured |= capturing
+            meta, first_programs = launch.table.device, launch.table.device[launch.rows * META_COLUMNS :]
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 noise_kernel[(launch.programs,)](
-                    launch.table.device[launch.rows * META_COLUMNS :],
-                    launch.table.device,
-                    self.key,
-                    self._constant(combination.coefficients),
-                    self._constant(scales) if scales is not None else self._no_step.view(torch.float64),
-                    counter,
-                    self.flags,
-                    base,
-                    combination.horizon,
-                    combination.period,
-                    len(combination.coefficients),
-                    launch.rows,
-                    launch.turns,
-                    struct.unpack("<q", struct.pack("<d", scale))[0],
-                    math.ldexp(1.5, 53 - combination.fineness) if read else 0.0,
-                    READ=read,
-                    WIDE=launch.dtype == torch.float64,
-                    SCALED=scales is not None,
-                    num_warps=1,
-                )
+                    first_programs, meta, self.key, coefficients, column_scales, counter, self.flags,
+                    base, combination.horizon, combination.period, len(combination.coefficients),
+                    launch.rows, launch.turns, scale_bits, lattice,
+                    READ=read, WIDE=launch.dtype == torch.float64, SCALED=scales is not None, num_warps=1,
+                )  # fmt: skip
 
     def read_flags(self) -> int:
         """Wait for the device and return the flags, cleared for the next step."""

@@ -19,6 +19,7 @@ from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import PREFIX_SUM, Horizon, LambdaCGD, Mechanism, Workload, mechanism_from_dict
+from lambdacgd.mechanisms.error import error_norms, sensitivity
 from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
@@ -158,9 +159,9 @@ class Plan:
         if self.certificate.kind != "bound":
             return  # claims nothing
         _check_sampling(self.sampling)
-        setting = Setting(self.sampling, workload=self.workload)
-        mean, largest = setting.norms(self.mechanism)
-        expected = (mean * self.sigma, largest * self.sigma, setting.sensitivity(self.mechanism))
+        mean, largest = error_norms(self.mechanism, self.steps, self.workload, restart_every=self.restart_every)
+        sens = sensitivity(self.mechanism, self.horizon, restart_every=self.restart_every)
+        expected = (mean * self.sigma, largest * self.sigma, sens.value)
         stated = (self.rmse, self.maxse, self.sensitivity)
         same = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(expected, stated, strict=True))
         unnamed = self.sampling.kind if self.sampling.kind in UNNAMED_KINDS else None

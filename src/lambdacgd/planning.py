@@ -19,8 +19,8 @@ from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
 from lambdacgd.mechanisms import PREFIX_SUM, Horizon, LambdaCGD, Mechanism, Workload, mechanism_from_dict
-from lambdacgd.mechanisms.error import error_norms, sensitivity
 from lambdacgd.mechanisms.base import Recurrence
+from lambdacgd.mechanisms.error import error_norms, sensitivity
 from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 

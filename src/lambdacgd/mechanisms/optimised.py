@@ -85,15 +85,20 @@ def _descend(objective: Smooth, start: Array, upper: float | None) -> tuple[floa
     return value, np.asarray(x / scale, dtype=np.float64)
 
 
-def cached_parameters(name: str, size: int, horizon: Horizon, compute: Callable[[], Array]) -> tuple[float, ...]:
-    """Optimised parameters from disk, or computed and kept."""
-    question = {"mechanism": name, "size": size, "b": horizon.steps_per_epoch, "k": horizon.epochs}
-    answer = cache.cached("mechanism", question, lambda: [float(value) for value in compute()])
-    return tuple(answer)
+@dataclass(frozen=True)
+class _Optimised(Mechanism):
+    def _optimised_for(self, horizon: Horizon) -> Self:
+        question = {"mechanism": self.to_dict(), "b": horizon.steps_per_epoch, "k": horizon.epochs}
+        numbers = cache.cached("mechanism", question, lambda: self._optimize(horizon))
+        return replace(self, **{name: tuple(values) for name, values in numbers.items()})
+
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
+        """The fields of ``optimised``, by name."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class _OptimizedBands(Banded):
+class _OptimizedBands(_Optimised, Banded):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
     coefficients: tuple[float, ...] | None = None
@@ -108,13 +113,6 @@ class _OptimizedBands(Banded):
         if len(given) != self.bands or not np.all(np.isfinite(given)) or given[0] != 1.0:
             raise InvalidInput("coefficients", given, f"it must be {self.bands} finite numbers, the first of them 1")
         object.__setattr__(self, "coefficients", tuple(float(value) for value in given))
-
-    def _optimised_for(self, horizon: Horizon) -> Self:
-        optimum = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
-        return replace(self, coefficients=optimum)
-
-    def _optimize(self, horizon: Horizon) -> Array:
-        raise NotImplementedError
 
     def _minimise(self, horizon: Horizon, start: Array, *, upper: float | None = None) -> Array:
         """The coefficients with the smallest RMSE, the first of them 1, searched from ``start`` for the others."""
@@ -167,14 +165,14 @@ class BandInvMF(_OptimizedBands):
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse(self._known("coefficients"))
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         n = horizon.steps
         start = BISR(self.bands).noising(n)[1:]
-        free = self._minimise(horizon, start)
-        if _inverse_is_non_negative(free, n):
-            return free
-        # C = 1/a(x) has no negative entry if a_0 is the only positive coefficient.
-        return _first_non_negative(free, self._minimise(horizon, start, upper=0.0), n)
+        best = self._minimise(horizon, start)
+        if not _inverse_is_non_negative(best, n):
+            # C = 1/a(x) has no negative entry if a_0 is the only positive coefficient.
+            best = _first_non_negative(best, self._minimise(horizon, start, upper=0.0), n)
+        return {"coefficients": best.tolist()}
 
 
 def _inverse_is_non_negative(noising: Array, n: int) -> bool:
@@ -237,13 +235,14 @@ class BandMF(_OptimizedBands):
     def recurrence(self, n: int) -> BandedStrategy:
         return BandedStrategy(self._known("coefficients"))
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         assert self.bands != "auto"
-        return self._minimise(horizon, BSR(self.bands).strategy(horizon.steps)[1 : self.bands])
+        best = self._minimise(horizon, BSR(self.bands).strategy(horizon.steps)[1 : self.bands])
+        return {"coefficients": best.tolist()}
 
 
 @dataclass(frozen=True)
-class BLT(Mechanism):
+class BLT(_Optimised):
     """c_0 = 1, c_i = Σ_j ω_j θ_j^{i−1}, optimised for RMSE over a horizon.
 
     Every output depends on the first step, so the noise cannot be regenerated: one vector is stored per buffer. With
@@ -297,17 +296,13 @@ class BLT(Mechanism):
                 raise InvalidInput(name, given, f"it must be {self.buffers} numbers above 0 and below {top:g}")
             object.__setattr__(self, name, tuple(values.tolist()))
 
-    def _optimised_for(self, horizon: Horizon) -> Self:
-        optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
-        return replace(self, decays=optimum[: self.buffers], weights=optimum[self.buffers :])
-
     def recurrence(self, n: int) -> BufferedToeplitz:
         return BufferedToeplitz(self._known("decays"), self._known("weights"))
 
     def column_scales(self, n: int) -> Array | None:
         return np.sqrt(np.cumsum(self.strategy(n) ** 2))[::-1].copy() if self.normalized else None
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         m, n = self.buffers, horizon.steps
         exponents = np.arange(n - 1, dtype=np.float64)[:, None]
 
@@ -334,4 +329,4 @@ class BLT(Mechanism):
             starts.append(np.concatenate([np.log(decays / (1 - decays)), np.log(np.full(m, 0.5 / m))]))
         decays, weights = split(minimize_smooth(objective, starts))
         order = np.argsort(-decays)
-        return np.concatenate([decays[order], weights[order]])
+        return {"decays": decays[order].tolist(), "weights": weights[order].tolist()}

@@ -256,9 +256,9 @@ class Plan:
         """
         try:
             return cls.from_json(read_bytes(path))
+        except InvalidInput:
+            raise
         except ValueError as error:
-            if isinstance(error, InvalidInput):
-                raise
             raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
 
     @classmethod

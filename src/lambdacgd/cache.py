@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import scipy
 
-from lambdacgd.files import read_json, replace_file, write_new
+from lambdacgd.files import read_json, replace_file, users_folder, write_new
 from lambdacgd.version import __version__
 
 #: Parts of the package that use σ and decide nothing about it. Whatever is not named here counts as code of the answer.
@@ -47,15 +47,7 @@ def disabled() -> Iterator[None]:
 
 def folder() -> Path | None:
     """Where results are kept, or None when caching is off."""
-    chosen = os.environ.get("LAMBDACGD_CACHE", "")
-    if chosen == "off" or not _enabled.get():
-        return None
-    if chosen:
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdacgd"
-    except RuntimeError:  # a user without a home, as in some containers
-        return None
+    return users_folder("LAMBDACGD_CACHE", "XDG_CACHE_HOME", ".cache") if _enabled.get() else None
 
 
 def cached(kind: str, question: dict[str, Any], compute: Callable[[], Any]) -> Any:
@@ -109,16 +101,13 @@ def _secret(where: Path) -> bytes | None:
         with open(path, "rb") as file:
             status = os.fstat(file.fileno())
             content = file.read(64)
-        if hasattr(os, "getuid") and not _private(status):
+        private = stat.S_ISREG(status.st_mode) and not status.st_mode & 0o077
+        if hasattr(os, "getuid") and not (private and status.st_uid == os.getuid()):
             return None
         if len(content) == 32:
             return content
         path.unlink()  # a crash cut it off: the next question draws a new one
     return None
-
-
-def _private(status: os.stat_result) -> bool:
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
 @functools.cache

@@ -80,11 +80,8 @@ class Setting:
     @property
     def question(self) -> dict[str, Any]:
         """What a cached choice is filed under, but for the family of mechanisms."""
-        return self.sampling.question | {
-            "epsilon": self.epsilon,
-            "delta": self.delta,
-            "workload": asdict(self.workload),
-        }
+        budget = {"epsilon": self.epsilon, "delta": self.delta}
+        return self.sampling.question | budget | {"workload": asdict(self.workload)}
 
     def norms(self, mechanism: Mechanism) -> tuple[float, float]:
         """What makes an RMSE and a MaxSE of a noise multiplier."""
@@ -168,7 +165,8 @@ def choose_lambda(
         delta = number("delta", delta, above=0, below=1)
     b, k = horizon.steps_per_epoch, horizon.epochs
     sampling = BallsInBins(bins, examples=b, steps_per_epoch=b, epochs=k)
-    return _best_lambda(bool(normalized), objective, Setting(sampling, epsilon, delta, workload))
+    setting = Setting(sampling, epsilon, delta, workload)
+    return _best(LambdaCGD(normalized=bool(normalized)), "lam", objective, setting)
 
 
 def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
@@ -185,18 +183,16 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
         InvalidInput: the mechanism asks for a choice that cannot be made in this setting.
     """
     if isinstance(mechanism, LambdaCGD) and mechanism.lam == "auto":
-        objective = _objective("lam", mechanism.objective, setting)
-        normalized = mechanism.normalized
-        if normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
+        if mechanism.normalized == "auto":  # with fixed bins and without amplification λCGD stays as the paper has it
             restarts = setting.sampling.restart_every is not None
-            normalized = restarts and setting.amplified and normalizing_pays(setting)
-        best = _best_lambda(normalized, objective, setting)
-        chosen = replace(mechanism, lam=best.value, normalized=normalized, objective=None)
-        return chosen, {"parameter": "lambda"} | best.to_dict()
+            pays = restarts and setting.amplified and normalizing_pays(setting)
+            mechanism = replace(mechanism, normalized=pays)
+        best = _best(mechanism, "lam", _objective("lam", mechanism.objective, setting), setting)
+        return replace(mechanism, lam=best.value, objective=None), {"parameter": "lambda"} | best.to_dict()
     if isinstance(mechanism, GammaBIFR) and mechanism.gamma == "auto":
         if mechanism.bands == 1:  # one band is DP-SGD whatever γ: nothing to choose
             return replace(mechanism, gamma=0.0, objective=None), None
-        best = _best_gamma(mechanism.bands, _objective("gamma", mechanism.objective, setting), setting)
+        best = _best(mechanism, "gamma", _objective("gamma", mechanism.objective, setting), setting)
         return replace(mechanism, gamma=best.value, objective=None), {"parameter": "gamma"} | best.to_dict()
     if isinstance(mechanism, BandMF) and mechanism.bands == "auto":
         if not isinstance(setting.sampling, Poisson) or setting.epsilon in (None, math.inf):
@@ -205,18 +201,14 @@ def choose(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str,
         return replace(mechanism, bands=bands), {"parameter": "bands", "objective": "amplified-rmse"} | selection
     if isinstance(mechanism, BandInvMF | BLT) and mechanism.amplified:
         if not setting.amplified:
-            raise InvalidInput(
-                "amplified",
-                f"{type(mechanism).__name__}(amplified=True) needs Balls-in-Bins and a finite epsilon: no other is "
-                "amplified.",
-            )
+            asked = f"{type(mechanism).__name__}(amplified=True)"
+            raise InvalidInput("amplified", f"{asked} needs Balls-in-Bins and a finite epsilon.")
         because = "they minimise the root-mean-square error under Balls-in-Bins, the accountant in the loop"
         selection = {"objective": "amplified-rmse", "because": because}
         if isinstance(mechanism, BLT):
             return _amplified_blt(mechanism.normalized, setting), {"parameter": "decays and weights"} | selection
         coefficients = _amplified_coefficients(mechanism.bands, setting)
-        chosen_bands = replace(mechanism, coefficients=coefficients, amplified=False)
-        return chosen_bands, {"parameter": "coefficients"} | selection
+        return BandInvMF(mechanism.bands, coefficients), {"parameter": "coefficients"} | selection
     return mechanism, None
 
 
@@ -244,20 +236,19 @@ def _objective(parameter: str, objective: Objective | None, setting: Setting) ->
 # One number: λ or γ
 
 
-def _best_lambda(normalized: bool, objective: Objective, setting: Setting) -> Choice:
-    family = {"mechanism": LambdaCGD.name, "normalized": normalized}
-    return _best(lambda x: LambdaCGD(x, normalized), family, objective, setting)
+def _best(mechanism: LambdaCGD | GammaBIFR, parameter: str, objective: Objective, setting: Setting) -> Choice:
+    """The parameter of this mechanism by one objective, and what the others would choose."""
+    plain = replace(mechanism, objective=None)
 
+    def make(value: float) -> Mechanism:
+        given: dict[str, Any] = {parameter: value}
+        return replace(plain, **given)
 
-def _best_gamma(bands: int, objective: Objective, setting: Setting) -> Choice:
-    return _best(lambda x: GammaBIFR(bands, x), {"mechanism": GammaBIFR.name, "bands": bands}, objective, setting)
-
-
-def _best(make: Callable[[float], Mechanism], family: dict[str, Any], objective: Objective, setting: Setting) -> Choice:
     def compute() -> list[dict[str, Any]]:
         return [asdict(candidate) for candidate in _candidates(make, setting)]
 
-    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", family | setting.question, compute))
+    question = {"mechanism": plain.to_dict()} | setting.question
+    candidates = tuple(Candidate(**stored) for stored in cache.cached("choice", question, compute))
     value = next(candidate.value for candidate in candidates if candidate.objective == objective)
     return Choice(value, objective, candidates, _BECAUSE[objective])
 
@@ -281,7 +272,7 @@ def _candidates(make: Callable[[float], Mechanism], setting: Setting) -> list[Ca
 def _amplified_candidates(
     make: Callable[[float], Mechanism], search: AmplifiedError, plain: dict[Objective, float]
 ) -> list[Candidate]:
-    top = max(_scale(plain["rmse"]), 0.1)
+    top = max(-math.log1p(-plain["rmse"]), 0.1)
     closed = search.closed_form(make(0.5)) is not None
 
     def error(x: float) -> float:
@@ -321,10 +312,6 @@ def normalizing_pays(setting: Setting) -> bool:
         return error(_minimise(error, _LARGEST / 2, 1e-2))
 
     return bool(cache.cached("normalizing", setting.question, lambda: smallest(True) < smallest(False)))
-
-
-def _scale(value: float) -> float:
-    return -math.log1p(-value)
 
 
 def _minimise(error: Callable[[float], float], top: float, tolerance: float) -> float:
@@ -412,10 +399,8 @@ def _best_bands(sampling: Poisson, setting: Setting) -> tuple[int, dict[str, Any
 
     tried = cache.cached("bands", setting.question, compute)
     because = "the power of two with the smallest root-mean-square error under cyclic Poisson sampling"
-    return 1 << int(np.argmin(tried)), {
-        "because": because,
-        "tried": {str(1 << power): value for power, value in enumerate(tried)},
-    }
+    by_bands = {str(1 << power): value for power, value in enumerate(tried)}
+    return 1 << int(np.argmin(tried)), {"because": because, "tried": by_bands}
 
 
 # Coefficients of BLT and BandInvMF under Balls-in-Bins
@@ -482,7 +467,7 @@ def _optimise(bands: int, search: AmplifiedError) -> list[float]:
             return 1e300
         return search.guess(BandInvMF(bands, coefficients=coefficients(logs)))
 
-    gamma = _best_gamma(bands, "amplified-rmse", search.setting).value
+    gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", search.setting).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]
     points = [_logs(np.asarray(start.noising(block.steps))[1:], bands - 1) for start in starts]
     # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.

@@ -120,12 +120,7 @@ def integer(parameter: str, value: Any, *, minimum: int = 1, maximum: int | None
 
 
 def number(
-    parameter: str,
-    value: Any,
-    *,
-    above: float = -math.inf,
-    below: float = math.inf,
-    include: tuple[float, ...] = (),
+    parameter: str, value: Any, *, above: float = -math.inf, below: float = math.inf, include: tuple[float, ...] = ()
 ) -> float:
     """``value`` as a ``float``, if it is a real number (a ``bool`` is none) strictly between the limits, or included.
 
@@ -139,13 +134,8 @@ def number(
             converted = math.nan
         if above < converted < below or converted in include:
             return converted
-    closed_low = above in include
-    low = ("at least " if closed_low else "above ") + f"{above:g}" if above > -math.inf else ""
-    high = f"below {below:g}" if below < math.inf else ""
-    rest = [f"{extra:g}" for extra in include if extra not in (above, below)]
-    if below == math.inf and math.inf not in include:
-        high = "finite"
-    limits = " and ".join(part for part in (low, high) if part)
-    raise InvalidInput(
-        parameter, value, f"it must be a number {limits}{' or exactly ' + ' or '.join(rest) if rest else ''}"
-    )
+    limits = [f"{'at least' if above in include else 'above'} {above:g}"] if above > -math.inf else []
+    if below < math.inf or math.inf not in include:
+        limits.append(f"below {below:g}" if below < math.inf else "finite")
+    others = "".join(f" or exactly {extra:g}" for extra in include if extra not in (above, below))
+    raise InvalidInput(parameter, value, f"it must be a number {' and '.join(limits)}{others}")

@@ -78,6 +78,19 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
+def users_folder(setting: str, base: str, otherwise: str) -> Path | None:
+    """This user's folder of one kind, which the environment's ``setting`` may name; None if that is "off".
+
+    By default it lies in what ``base`` names, or in ``otherwise`` below the user's home; None without a home.
+    """
+    if chosen := os.environ.get(setting):
+        return None if chosen == "off" else Path(chosen)
+    try:
+        return Path(os.environ.get(base) or Path.home() / otherwise) / "lambdacgd"
+    except RuntimeError:  # a user without a home, as in some containers
+        return None
+
+
 # --- writing ---------------------------------------------------------------------------------------------------------
 
 

@@ -219,21 +219,14 @@ class SecretKey:
             KeyFileError: The key was made by ``for_tests``.
             OSError: The file cannot be written.
         """
-        if not self._secret:
-            raise DestroyedKeyError("this key was destroyed; there is nothing left to save")
         if self._for_tests:
-            raise KeyFileError(
-                "a key of SecretKey.for_tests is no secret, so it gets no file: everybody can compute it. Make one "
-                "with SecretKey.generate()"
-            )
+            raise KeyFileError("a key of for_tests is no secret, so it gets no file: take SecretKey.generate()")
         target = Path(path).absolute()
         content = _key_file(self._secret, self.fingerprint())
         try:
             write_new(target, [content])
         except FileExistsError:
-            raise FileExistsError(
-                f"{target} exists; a key file is never overwritten. Load it, or choose another name"
-            ) from None
+            raise FileExistsError(f"{target} exists; a key file is never overwritten: choose another name") from None
         finally:
             content.wipe()
         sync_folder(target.parent)
@@ -261,8 +254,8 @@ class SecretKey:
                 raise KeyFileError(f"{source} is not a regular file; a key lives in a file of its own")
             if status.st_mode & 0o077:
                 raise KeyFileError(
-                    f"{source} has mode {stat.S_IMODE(status.st_mode):04o}, so others on this machine may have "
-                    f"read the key. If they cannot have, run: chmod 600 '{source}'; otherwise train anew with a new key"
+                    f"others on this machine may have read {source} (mode {stat.S_IMODE(status.st_mode):04o}). If they "
+                    f"cannot have, run: chmod 600 '{source}'; otherwise train anew with a new key"
                 )
             secret = _read_secret(file)
         if secret is None:
@@ -294,8 +287,8 @@ class SecretKey:
         self._path = None
         if replaced:
             raise KeyFileError(
-                f"{path} does not hold this key any more and was left alone; the key in memory is forgotten. If its "
-                f"file was moved, destroy it there"
+                f"{path} holds another key by now and was left alone; this key is forgotten in memory. If its file was "
+                f"moved, destroy it there"
             )
 
     def _may_be_in(self, path: Path) -> bool:
@@ -321,9 +314,7 @@ class SecretKey:
         return hash(self.fingerprint())
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise TypeError(
-            "a SecretKey cannot be pickled or copied: pass it by reference, and to other processes by its file"
-        )
+        raise TypeError("a SecretKey cannot be pickled or copied: other processes take it from its file")
 
 
 def _encode_path(path: tuple[str | int, ...]) -> bytes:

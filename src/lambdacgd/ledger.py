@@ -1,21 +1,15 @@
-"""The run ledger: a private, append-only record of when weights left the process.
+"""The run ledger: a private, append-only record of when weights left the process. docs/keys.md says what it is for.
 
-One z serves one released sum. If a run went back behind weights that already left the process and trained on from
-there with other data, the same noise would cover two different sums, and their difference would be noiseless. So the
-ledger, a file beside the key, knows every run id and every released step (checkpoint or export), and a run resumes
-only from the newest of these unless the later ones are declared destroyed.
+One z serves one released sum, so a run resumes only from its newest release (checkpoint or export), unless the later
+ones are declared destroyed. The file holds one JSON object a line, each with a checksum over itself and the line before
+it, and each synced to disk before the call returns: a line cut off by a crash was never acknowledged, and is ignored.
+Any other damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between
+then leaves a run that refuses to go back, never one that goes back unnoticed.
 
-The file holds one JSON object a line, each with a checksum over itself and the line before it. Every record is synced
-to disk before the call returns; a line cut off by a crash was therefore never acknowledged, and is ignored. Any other
-damage is an error. Record a release *before* the file that holds it gets its final name: a crash in between then
-leaves a run that refuses to go back, never one that goes back unnoticed.
-
-The file is read whole whenever it is asked or written: about 7 ms for every thousand records.
-
-What the file itself cannot show is that its last lines were cut off, or that it is an older copy of the ledger, as when
-a folder is copied and both are resumed. So the machine remembers, outside of the folder, the last record of each run
-that was written here: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE``
-names another folder, or ``off``). A ledger that lacks this record is refused.
+What the file itself cannot show is that its last lines were cut off, or that it is an older copy, as when a folder is
+copied and both are resumed. So the machine remembers the last record of each run that was written here, outside of the
+folder: one small file a run in ``~/.local/state/lambdacgd`` (``XDG_STATE_HOME``; ``LAMBDACGD_STATE`` names another
+folder, or ``off``). A ledger that lacks this record is refused.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from lambdacgd.errors import LedgerError
-from lambdacgd.files import read_bytes, replace_file, sync_folder, write_all
+from lambdacgd.files import read_bytes, replace_file, sync_folder, users_folder, write_all
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
 
@@ -94,18 +88,18 @@ class Ledger:
             LedgerError: The run is unknown, or released a later step before; the file is damaged, or cannot be written.
             ValueError: ``step`` is not an integer of at least 0.
         """
-        _check_step(step)
+        step = _checked(step)
 
         def check(contents: _Contents) -> None:
             contents.check_remembered(run_id)
             newest = contents.newest_of(run_id)
             if newest is not None and step < newest.step:
                 raise LedgerError(
-                    f"run {run_id} released step {newest.step} and now wants to release step {step}: this process went "
-                    f"back. Stop it; one noise vector must not cover two sums"
+                    f"run {run_id} released step {newest.step} and wants to release step {step}: this process went "
+                    f"back. Stop it, so that no noise covers two sums"
                 )
 
-        record = {"event": "release", "run": run_id, "step": int(step), "digest": str(digest), "kind": str(kind)}
+        record = {"event": "release", "run": run_id, "step": step, "digest": str(digest), "kind": str(kind)}
         self._append(record, check)
 
     def declare_destroyed(self, run_id: str, after_step: int) -> None:
@@ -121,8 +115,7 @@ class Ledger:
             LedgerError: The run is unknown; the file is damaged, or cannot be written.
             ValueError: ``after_step`` is not an integer of at least 0.
         """
-        _check_step(after_step)
-        record = {"event": "destroyed", "run": run_id, "after": int(after_step)}
+        record = {"event": "destroyed", "run": run_id, "after": _checked(after_step)}
         self._append(record, lambda contents: contents.releases_of(run_id))
 
     def newest(self, run_id: str) -> Release | None:
@@ -144,28 +137,22 @@ class Ledger:
         """
         contents = self._read()
         releases = contents.releases_of(run_id)
-        _check_step(step)
+        step = _checked(step)
         contents.check_remembered(run_id)
         if not releases:
             if step != 0:
-                raise LedgerError(
-                    f"run {run_id} released nothing that still exists, so it can only start at step 0, not {step}"
-                )
+                raise LedgerError(f"run {run_id} released nothing that still exists: it starts at step 0, not {step}")
             return
         newest = max(release.step for release in releases)
         if step < newest:
             raise LedgerError(
                 f"run {run_id} released weights after step {newest}; resuming from step {step} would use the same "
                 f"noise for other sums. Resume from step {newest}; or, if every release after step {step} is destroyed "
-                f"with all its copies, say so with "
-                f"key.ledger().declare_destroyed({run_id!r}, {step}); or start a new run"
+                f"with all its copies, call key.ledger().declare_destroyed({run_id!r}, {step}); or start a new run"
             )
         if step > newest:
-            raise LedgerError(
-                f"run {run_id} never released step {step} (newest: {newest}); this ledger is not the run's own"
-            )
-        known = {release.digest for release in releases if release.step == step}
-        if digest is not None and digest not in known:
+            raise LedgerError(f"run {run_id} never released step {step} (newest: {newest}): this is not its ledger")
+        if digest is not None and digest not in {release.digest for release in releases if release.step == step}:
             raise LedgerError(
                 f"step {step} of run {run_id} was released with another digest: the file was changed or is not the "
                 f"run's own. Restore the original; or declare it destroyed and resume from an older one"
@@ -186,12 +173,12 @@ class Ledger:
             except OSError:
                 os.close(descriptor)
                 raise LedgerError(
-                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one; two would "
-                    f"use the same noise for different sums. Wait for it, call detach() on the earlier one, or start "
-                    f"a new run"
+                    f"run {run_id} is in use by another process, or by an earlier privatize() in this one, with the "
+                    f"same noise: wait for it, call detach() on the earlier one, or start a new run"
                 ) from None
-            if _same_file(descriptor, path):
-                break
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                    break
             os.close(descriptor)  # the holder before us removed the file between our open and our lock
         holder = os.getpid()
         try:
@@ -247,8 +234,8 @@ class Ledger:
 
     def _unwritten(self, error: OSError) -> LedgerError:
         return LedgerError(
-            f"{self.path} cannot be written ({error.strerror or error}), so no weights may leave this process. Make "
-            f"room on the disk or mend what is wrong with it, and save again"
+            f"{self.path} cannot be written ({error.strerror or error}), so no weights may leave this process: mend "
+            f"that and save again"
         )
 
 
@@ -265,9 +252,7 @@ class _Contents:
 
     def releases_of(self, run_id: str) -> list[Release]:
         if run_id not in self.releases:
-            raise LedgerError(
-                f"run {run_id} is not in {self.path}; a run starts with new_run(), and its ledger moves with its key"
-            )
+            raise LedgerError(f"run {run_id} is not in {self.path}: a ledger moves with its key")
         return self.releases[run_id]
 
     def newest_of(self, run_id: str) -> Release | None:
@@ -280,9 +265,9 @@ class _Contents:
         if remembered is not None and remembered not in self._checks.get(run_id, ()):
             raise LedgerError(
                 f"{self.path} lacks the newest record of run {run_id} that was written on this machine: lines were cut "
-                f"off, or this is an older copy, and the run went on in another. Going on here would use the same "
-                f"noise for other sums. Use the newest ledger and checkpoint; or, if all that the other one released "
-                f"since is destroyed with all copies, say so here with ledger.declare_destroyed({run_id!r}, step)"
+                f"off, or this is an older copy, and the run went on in another, with the same noise. Use the newest "
+                f"ledger and checkpoint; or, if all that was released since is destroyed with all copies, call "
+                f"ledger.declare_destroyed({run_id!r}, step)"
             )
 
     def read(self, file: Any) -> None:
@@ -315,10 +300,10 @@ class _Contents:
         if event == "run":
             self.releases.setdefault(run_id, [])
         elif event == "release":
-            release = Release(_check_step(record["step"]), str(record["digest"]), str(record["kind"]))
+            release = Release(_checked(record["step"]), str(record["digest"]), str(record["kind"]))
             self.releases[run_id].append(release)
         elif event == "destroyed":
-            after = _check_step(record["after"])
+            after = _checked(record["after"])
             self.releases[run_id] = [release for release in self.releases[run_id] if release.step <= after]
         else:
             return False
@@ -338,23 +323,15 @@ def _checksum(before: str, record: dict[str, Any]) -> str:
 
 def _memory_of(run_id: str) -> Path | None:
     """Where this machine remembers the last record of a run; None if it shall not, or the user has no home."""
-    chosen = os.environ.get("LAMBDACGD_STATE", "")
-    if chosen == "off" or not run_id.isalnum():
-        return None
-    try:
-        folder = chosen or Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "lambdacgd"
-    except RuntimeError:  # a user without a home, as in some containers
-        return None
-    return Path(folder) / f"run-{run_id}"
+    folder = users_folder("LAMBDACGD_STATE", "XDG_STATE_HOME", ".local/state")
+    return folder / f"run-{run_id}" if folder is not None and run_id.isalnum() else None
 
 
 def _remember(run_id: str, check: str) -> None:
-    path = _memory_of(run_id)
-    if path is None:
-        return
-    with contextlib.suppress(OSError):  # a home that cannot be written: nothing is remembered, as the guarantee says
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        replace_file(path, check.encode())
+    if (path := _memory_of(run_id)) is not None:
+        with contextlib.suppress(OSError):  # a home that cannot be written: then nothing is remembered
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            replace_file(path, check.encode())
 
 
 def _remembered(run_id: str) -> int | None:
@@ -378,20 +355,11 @@ def _lock_file(descriptor: int, *, wait: bool) -> None:
     try:
         import fcntl  # here, so that planning works on systems without it
     except ImportError:
-        raise LedgerError(
-            "a ledger needs file locks (fcntl), which this system does not have: train on Linux or macOS"
-        ) from None
+        raise LedgerError("this system has no file locks (fcntl), which a ledger needs: use Linux or macOS") from None
     fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
-def _check_step(step: int) -> int:
+def _checked(step: int) -> int:
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ValueError(f"step is {step!r}; it must be an integer of at least 0")
     return step
-
-
-def _same_file(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except FileNotFoundError:
-        return False

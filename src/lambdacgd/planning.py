@@ -13,24 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
 from lambdacgd.choosing import Setting, choose
 from lambdacgd.errors import InvalidInput, at_least, brief, counted, integer, number, shown
 from lambdacgd.files import parse_json, read_bytes
-from lambdacgd.mechanisms import (
-    PREFIX_SUM,
-    Horizon,
-    LambdaCGD,
-    Mechanism,
-    Workload,
-    error_norms,
-    mechanism_from_dict,
-    sensitivity,
-)
+from lambdacgd.mechanisms import PREFIX_SUM, Horizon, LambdaCGD, Mechanism, Workload, mechanism_from_dict
 from lambdacgd.mechanisms.base import Recurrence
+from lambdacgd.mechanisms.error import error_norms, sensitivity
 from lambdacgd.sampling import SAMPLINGS, BallsInBins, Sampling, sampling_from_dict
 from lambdacgd.version import __version__
 
@@ -79,8 +69,7 @@ class Plan:
     ---------
     If training follows the plan (its sampling, at most its steps, its mechanism, per-example contributions clipped to
     ζ, noise of ζσ), everything it releases is (ε, δ)-DP for zero-out of one example, also as floating-point numbers,
-    for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the data is not covered. A plan
-    file of an earlier release whose certificate is of kind "estimate" claims nothing, and its table says so.
+    for which it sets a share of ε and δ aside. Choosing hyperparameters by looking at the data is not covered.
     """
 
     mechanism: Mechanism
@@ -180,10 +169,8 @@ class Plan:
         same &= self.certificate.method in (methods(self.sampling) if math.isfinite(self.epsilon) else ("none",))
         same &= self.sigma > 0 or math.isinf(self.epsilon)
         if not same or (self.certificate.epsilon, self.certificate.delta) != (self.epsilon, self.delta):
-            raise InvalidInput(
-                "plan",
-                "The parts of this plan do not belong together: it was changed after lc.plan made it. Make a new plan.",
-            )
+            changed = "The parts of this plan do not belong together: it was changed after it was made. Make a new one."
+            raise InvalidInput("plan", changed)
 
     def __str__(self) -> str:
         """Three short lines; ``repr`` is a table, and ``to_json()`` holds everything.
@@ -233,12 +220,9 @@ class Plan:
 
     @property
     def _certified_by(self) -> str:
-        """The method; and what plan files of earlier releases may say, which were sampled, or claimed nothing."""
-        certificate = self.certificate
-        if certificate.kind != "bound":
-            return f"{certificate.method}: an ESTIMATE, which claims nothing"
-        failing = f", fails with probability {1 - certificate.confidence:.2g}" * (certificate.confidence < 1)
-        return certificate.method + failing
+        """The method; and for plan files of earlier releases, some of which were sampled, how often it fails."""
+        failing = 1 - self.certificate.confidence
+        return self.certificate.method + (f", fails with probability {failing:.2g}" if failing else "")
 
     @property
     def described_batch_size(self) -> str:
@@ -267,14 +251,15 @@ class Plan:
             path: the file, as ``save`` or ``lambdacgd plan --out`` wrote it. Files of the first format load, too.
 
         Raises:
-            InvalidInput: the file does not hold a plan, or it was changed after it was made.
+            InvalidInput: the file does not hold a plan, it was changed after it was made, or its σ was only estimated.
             OSError: the file cannot be read.
         """
         try:
-            content = read_bytes(path)
+            return cls.from_json(read_bytes(path))
+        except InvalidInput:
+            raise
         except ValueError as error:
             raise InvalidInput("plan", f"{path} is not a plan file: {error}.") from None
-        return cls.from_json(content)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
@@ -284,61 +269,49 @@ class Plan:
             text: the plan as JSON.
 
         Raises:
-            InvalidInput: the text is not a plan, or it was changed after it was made.
+            InvalidInput: the text is not a plan, it was changed after it was made, or its σ was only estimated.
         """
         try:
             data = parse_json(text)
         except ValueError as error:
             raise InvalidInput("plan", f"This is not a JSON plan file ({error}): {text[:40]!r}") from None
         if not isinstance(data, dict) or data.get("format") not in (FIRST_FORMAT, FORMAT):
-            given = data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__
-            raise InvalidInput(
-                "plan", f"This is {shown(given)}, not a plan file of format {FORMAT}: lambdacgd plan --out writes one."
-            )
+            given = shown(data.get("format", "without a format") if isinstance(data, dict) else type(data).__name__)
+            raise InvalidInput("plan", f"This is {given}, not a plan file of format {FORMAT}, as plan --out writes it.")
         if data.pop("digest", None) != _digest(data):
-            raise InvalidInput(
-                "plan", "The plan file was changed after it was made: its digest differs. Make a new plan instead."
-            )
+            changed = "The plan file was changed after it was made: its digest differs. Make a new plan instead."
+            raise InvalidInput("plan", changed)
         first = data["format"] == FIRST_FORMAT
         try:
+            certificate = data["certificate"]
             plan = cls(
                 mechanism=mechanism_from_dict(data["mechanism"]),
                 sampling=sampling_from_dict(data["sampling"]),
-                epsilon=float(data["epsilon"]),
-                delta=data["delta"],
+                epsilon=number("epsilon", float(data["epsilon"]), above=0, include=(math.inf,)),
+                delta=number("delta", data["delta"], above=0, below=1),
                 requested_batch_size=data["batch_size" if first else "requested_batch_size"],
                 **{name: data[name] for name in _RESULTS},
-                certificate=_certificate(data["certificate"]),
+                certificate=Certificate(**certificate | {"epsilon": float(certificate["epsilon"])}),
                 selection=data["choice" if first else "selection"],
                 workload=Workload(**data.get("workload", {})),
                 version=data["version"],
             )
+            if certificate["kind"] != "bound":  # it must say so: silence is not a claim
+                raise InvalidInput("plan", "The σ of this plan was estimated and claims nothing: make the plan again.")
             if not plan.mechanism.resolved:
                 raise ValueError(f"the parameters of {plan.mechanism.name} are missing")
+            integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
+            integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
+            for name in _DERIVED[:-1] if first else _DERIVED:
+                if getattr(plan, name) != data[name]:
+                    raise ValueError(f"{name} is {shown(data[name])}, and by its sampling {getattr(plan, name)}")
+            plan.mechanism.validate(plan.block)
+            plan.check()
         except InvalidInput:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             why = f"{type(error).__name__}: {brief(error)}"
             raise InvalidInput("plan", f"The file is not a whole plan ({why}). Make a new plan instead.") from None
-        for name in _RESULTS:
-            number(name, getattr(plan, name), above=0, include=(0,))
-        number("epsilon", plan.epsilon, above=0, include=(math.inf,))
-        number("delta", plan.delta, above=0, below=1)
-        integer("steps", plan.steps, maximum=MOST_STEPS, why=", which can be planned")
-        plan.mechanism.validate(plan.block)
-        integer("requested_batch_size", plan.requested_batch_size, maximum=plan.examples)
-        claimed = (plan.certificate.epsilon, plan.certificate.delta)
-        if claimed != (plan.epsilon, plan.delta):
-            raise InvalidInput(
-                "plan",
-                f"The plan is for (ε, δ) = {(plan.epsilon, plan.delta)}, and its certificate is for {shown(claimed)}.",
-            )
-        for name in _DERIVED[:-1] if first else _DERIVED:
-            if getattr(plan, name) != data.get(name):
-                raise InvalidInput(
-                    name,
-                    f"The plan file says {name} = {shown(data.get(name))}, and its sampling {getattr(plan, name)}.",
-                )
         return plan
 
 
@@ -403,7 +376,8 @@ def plan(
         6.0...
     """
     examples = integer("examples", _length(examples))
-    batch_size = integer("batch_size", batch_size, maximum=examples, why=f" (the number of examples, {examples})")
+    of_them = f" (the number of examples, {examples})"
+    batch_size = integer("batch_size", batch_size, maximum=examples, why=of_them)
     if (epsilon is None) == (noise_multiplier is None):
         raise InvalidInput("epsilon", "Give either epsilon or noise_multiplier: one follows from the other.")
     if epsilon is not None:
@@ -414,21 +388,14 @@ def plan(
     if mechanism is None:
         mechanism = LambdaCGD("auto", normalized="auto")
     if not isinstance(mechanism, Mechanism):
-        raise InvalidInput(
-            "mechanism",
-            f"mechanism must be a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4), and {mechanism!r} was given.",
-        )
+        raise InvalidInput.of_type("mechanism", mechanism, "a mechanism such as lc.LambdaCGD(0.9) or lc.BISR(4)")
     if not isinstance(workload, Workload):
-        raise InvalidInput("workload", workload, "it must be a Workload such as lc.Workload(schedule='linear')")
+        raise InvalidInput.of_type("workload", workload, "a Workload such as lc.Workload(schedule='linear')")
     sampling = BallsInBins("fresh") if sampling is None else sampling
     _check_sampling(sampling)
     epochs = integer("epochs", epochs)
-    steps_per_epoch = integer(
-        "steps_per_epoch",
-        examples // batch_size if steps_per_epoch is None else steps_per_epoch,
-        maximum=examples,
-        why=f" (the number of examples, {examples})",
-    )
+    steps_per_epoch = examples // batch_size if steps_per_epoch is None else steps_per_epoch
+    steps_per_epoch = integer("steps_per_epoch", steps_per_epoch, maximum=examples, why=of_them)
     if epochs * steps_per_epoch > MOST_STEPS:
         why = f"with {steps_per_epoch} steps each they exceed the {MOST_STEPS} steps that can be planned"
         raise InvalidInput("epochs", epochs, why)
@@ -437,10 +404,13 @@ def plan(
         check_epsilon(bound, epsilon)
     real, real_delta = real_budget(math.inf if epsilon is None else epsilon, delta)
     setting = Setting(bound, None if epsilon is None else real, real_delta, workload)
-    resolved, selection = _resolve(mechanism, setting)
+    mechanism.validate(bound.block)
+    chosen, selection = choose(mechanism, setting)
+    resolved = chosen.resolve(bound.block)
+    _check_columns(resolved, bound.block.steps)
     bound = bound.fitted(resolved)
     accountant = accountant_for(resolved, bound)
-    mean_error, max_error = error_norms(resolved, bound.steps, workload, restart_every=bound.restart_every)
+    mean_error, max_error = setting.norms(resolved)
 
     def expected(sigma: float, seconds: float) -> Progress:
         return Progress(resolved, bound, sigma, mean_error * sigma, seconds)
@@ -452,19 +422,16 @@ def plan(
         else:
             calibration = Calibration(noise_multiplier, accountant.epsilon(noise_multiplier, real_delta))
             epsilon = claimed_epsilon(calibration.certificate.epsilon)
-    certificate = calibration.certificate
-    if math.isfinite(epsilon):
-        details = certificate.details | {"floating_point": set_aside(epsilon, delta)}
-        certificate = replace(certificate, epsilon=epsilon, delta=delta, details=details)
-    else:
-        certificate = replace(certificate, delta=delta)
+    aside = {"floating_point": set_aside(epsilon, delta)} if math.isfinite(epsilon) else {}
+    details = calibration.certificate.details | aside
+    certificate = replace(calibration.certificate, epsilon=epsilon, delta=delta, details=details)
     return Plan(
         mechanism=resolved,
         sampling=bound,
         epsilon=epsilon,
         delta=delta,
         requested_batch_size=batch_size,
-        sensitivity=sensitivity(resolved, bound.horizon, restart_every=bound.restart_every).value,
+        sensitivity=setting.sensitivity(resolved),
         sigma=calibration.sigma,
         rmse=mean_error * calibration.sigma,
         maxse=max_error * calibration.sigma,
@@ -487,14 +454,13 @@ def _announcing(
                 progress(answer)
             elif seconds >= PATIENCE:
                 display.close()  # what was shown before: some accountants try several ways
-                display.enter_context(_countdown(answer))
+                _count_down(answer, display)
 
         with listening(tell):
             yield
 
 
-@contextlib.contextmanager
-def _countdown(answer: Progress) -> Iterator[None]:
+def _count_down(answer: Progress, display: contextlib.ExitStack) -> None:
     """On a terminal, show what the plan will be, and about how many seconds are left until it is certified."""
     from rich.console import Console
     from rich.errors import LiveError
@@ -508,14 +474,9 @@ def _countdown(answer: Progress) -> Iterator[None]:
         left = f"in about {seconds:.0f} s" if seconds >= 0.5 else "soon"
         return Text(f"{answer.mechanism}: σ ≈ {answer.sigma:.3g}, RMSE ≈ {answer.rmse:.3g}, certified {left}")
 
-    live = Live(get_renderable=line, console=console, refresh_per_second=2, transient=True)
     if console.is_terminal:
         with contextlib.suppress(LiveError):  # the caller shows a bar of its own
-            live.start()
-    try:
-        yield
-    finally:
-        live.stop()
+            display.enter_context(Live(get_renderable=line, console=console, refresh_per_second=2, transient=True))
 
 
 def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
@@ -530,32 +491,17 @@ def real_budget(epsilon: float, delta: float) -> tuple[float, float]:
 def _check_sampling(sampling: Any) -> None:
     """Refuse what is no sampling of this package: a class derived from one may draw other batches than it says."""
     if not isinstance(sampling, Sampling):
-        raise InvalidInput("sampling", sampling, "it must be a Sampling such as lc.BallsInBins('fresh')")
+        raise InvalidInput.of_type("sampling", sampling, "a Sampling such as lc.BallsInBins('fresh')")
     if type(sampling) is not SAMPLINGS.get(sampling.name):
-        raise InvalidInput(
-            "sampling",
-            f"No accountant knows which batches {type(sampling).__name__} draws: use "
-            f"{', '.join(f'lc.{kind.__name__}' for kind in SAMPLINGS.values())} as they are.",
-        )
-
-
-def _resolve(mechanism: Mechanism, setting: Setting) -> tuple[Mechanism, dict[str, Any] | None]:
-    """The mechanism with all its numbers, over the sampling's block, and how the automatic ones were chosen."""
-    block = setting.sampling.block
-    mechanism.validate(block)
-    chosen, selection = choose(mechanism, setting)
-    resolved = chosen.resolve(block)
-    _check_columns(resolved, block.steps)
-    return resolved, selection
+        own = f"No accountant knows which batches {type(sampling).__name__} draws"
+        raise InvalidInput("sampling", f"{own}: use lc.BallsInBins, lc.Poisson or lc.Cyclic as they are.")
 
 
 def _check_columns(mechanism: Mechanism, n: int) -> None:
-    """Refuse a user's class whose columns of C and C⁻¹, which accountants ask for, are not those of its recurrence.
+    """Refuse a user's class whose columns, which accountants ask for, may not be those of its recurrence.
 
     Training follows the recurrence.
     """
-    if not mechanism.foreign:
-        return
     recurrence = mechanism.recurrence(n)
     if not isinstance(recurrence, Recurrence):
         raise InvalidInput(
@@ -563,18 +509,13 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
             f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
         )
-    columns = ((mechanism.strategy(n), recurrence.strategy(n)), (mechanism.noising(n), recurrence.noising(n)))
-    if not all(np.shape(a) == np.shape(b) and np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in columns):
-        raise InvalidInput(
-            "mechanism",
-            f"strategy() and noising() of {mechanism.name} are not those of its recurrence(), which training follows: "
-            "override recurrence() alone, and column_scales() where columns are scaled.",
-        )
-
-
-def _certificate(data: dict[str, Any]) -> Certificate:
-    """What a plan file holds. It must say of which kind it is: silence is not a claim."""
-    return Certificate(**data | {"kind": data["kind"], "epsilon": float(data["epsilon"])})
+    for name in ("strategy", "noising"):
+        if getattr(getattr(mechanism, name), "__func__", None) is not getattr(Mechanism, name):
+            raise InvalidInput(
+                "mechanism",
+                f"{mechanism.name} has a {name}() of its own, and training follows its recurrence(): override "
+                "recurrence() alone, and column_scales() where columns are scaled.",
+            )
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sized
 from typing import Any
@@ -70,13 +71,12 @@ def epsilon(
     if plan is None and noise_multiplier is None:
         raise InvalidInput("noise_multiplier", "Give the noise multiplier σ of the run, or its plan.")
     accountant = _accountant(plan, sampling_rate, steps)
-    aside = 0.0 if plan is None else DELTA_SHARE  # of δ: plans set a share aside for floating point
-    if noise_multiplier is None:
-        assert plan is not None
+    if plan is not None and noise_multiplier is None:
         if plan.sigma == 0:
             return math.inf
         noise_multiplier = plan.sigma
     sigma = number("noise_multiplier", noise_multiplier, above=0)
+    aside = 0.0 if plan is None else DELTA_SHARE  # of δ: plans set a share aside for floating point
     answer = accountant.epsilon(sigma, delta * (1 - aside)).epsilon
     if not math.isfinite(answer):
         raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: it is too little noise")
@@ -177,15 +177,15 @@ def compare(
     """
     if epsilon == math.inf:
         raise InvalidInput("epsilon", "Without noise all mechanisms are the same: compare at a finite ε.")
-    request: dict[str, Any] = {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"workload": workload, "steps_per_epoch": steps_per_epoch}
+    run: dict[str, Any] = {"epochs": epochs, "delta": delta, "workload": workload, "steps_per_epoch": steps_per_epoch}
+    planned = functools.partial(make_plan, examples, batch_size, **run)
     # Without noise a plan costs nothing: it checks the request, and says how many steps noise is correlated over.
-    free = make_plan(**request, mechanism=Identity(), sampling=sampling, epsilon=math.inf)
+    free = planned(mechanism=Identity(), sampling=sampling, epsilon=math.inf)
     rows = _rows(sampling, bands=min(4, free.block.steps) if bands is None else bands, buffers=buffers)
     plans = []
     with progress("comparing mechanisms", len(rows)) as tick:
         for mechanism, drawn in rows:
-            plans.append(make_plan(**request, mechanism=mechanism, sampling=drawn, epsilon=epsilon))
+            plans.append(planned(mechanism=mechanism, sampling=drawn, epsilon=epsilon))
             tick(1)
     return plans
 
@@ -209,11 +209,10 @@ def _rows(sampling: Sampling | None, *, bands: int, buffers: int) -> list[tuple[
         BSR(bands),
         BandMF(bands),
     ]
+    rows: list[tuple[Mechanism, Sampling]] = [(mechanism, shown) for mechanism in mechanisms]
     if not isinstance(shown, BallsInBins):
-        return [(mechanism, shown) for mechanism in mechanisms]
+        return rows
     if shown.bins == "fixed":
-        mechanisms.insert(1, LambdaCGD(objective="guideline"))
-    rows = [(Identity(), Poisson()), banded, *((mechanism, shown) for mechanism in mechanisms)]
-    if sampling is None:  # the paper's, for comparison
-        rows.append((LambdaCGD(objective=best), BallsInBins("fixed")))
-    return rows
+        rows.insert(1, (LambdaCGD(objective="guideline"), shown))
+    paper = [(LambdaCGD(objective=best), BallsInBins("fixed"))] if sampling is None else []
+    return [(Identity(), Poisson()), banded, *rows, *paper]

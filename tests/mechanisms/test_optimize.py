@@ -126,7 +126,7 @@ def test_optimised_parameters_are_cached_by_content(tmp_path, monkeypatch):
     first = BandInvMF(3).resolve(Horizon(20, 2))
     (file,) = tmp_path.glob("*.json")
     stored = json.loads(file.read_text())
-    stored["answer"] = [1.0, -0.25, -0.125]
+    stored["answer"] = {"coefficients": [1.0, -0.25, -0.125]}
     asked = json.dumps(stored["asked"], sort_keys=True)
     stored["signature"] = cache._signature(cache._secret(tmp_path), asked, stored["answer"])
     file.write_text(json.dumps(stored))

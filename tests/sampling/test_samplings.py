@@ -15,8 +15,18 @@ from scipy.stats import binom, chi2
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey, prf64, prf64_range
 from lambdacgd.mechanisms import BSR, Horizon, LambdaCGD
-from lambdacgd.sampling import BINS, BallsInBins, Bins, Cyclic, Poisson, Sampling, sampling_from_dict
-from lambdacgd.sampling.samplings import _fallen, _sorted_by, _survival
+from lambdacgd.sampling import (
+    BINS,
+    BallsInBins,
+    Bins,
+    Cyclic,
+    Poisson,
+    Sampling,
+    _fallen,
+    _sorted_by,
+    _survival,
+    sampling_from_dict,
+)
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 OTHER = SecretKey.from_bytes(bytes(range(1, 33)))

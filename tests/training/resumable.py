@@ -15,7 +15,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lambdacgd as lc
-from lambdacgd.planning import Plan
 from lambdacgd.sampling import Bins
 from lambdacgd.training import Private, privatize
 from tests.training import oracle
@@ -41,7 +40,7 @@ def build(folder: Path, workers: int = 1) -> tuple[Private, nn.Module, torch.opt
         module,
         optimizer,
         Jittered(),
-        Plan.load(folder / "plan.json"),
+        oracle.binned_plan(60, 15, 5, bins=(folder / "bins").read_text()),  # type: ignore[arg-type]
         max_grad_norm=1.0,
         max_physical_batch_size=7,
         key=lc.SecretKey.load(folder / "run.key"),
@@ -53,7 +52,7 @@ def build(folder: Path, workers: int = 1) -> tuple[Private, nn.Module, torch.opt
 
 def prepare(folder: Path, bins: Bins = "fixed", **options: int) -> None:
     """A run of 20 steps, 4 an epoch, that stands at step 0."""
-    oracle.binned_plan(60, 15, 5, bins=bins).save(folder / "plan.json")
+    (folder / "bins").write_text(bins)
     lc.SecretKey.from_bytes(oracle.KEY).save(folder / "run.key")
     private, _, scheduler = build(folder, **options)
     private.save(folder / "checkpoint", extra={"scheduler": scheduler.state_dict()})

@@ -44,6 +44,7 @@ class Measured:
     Attributes:
         taking_part: X, true where a canary that is in takes part in a step.
         weight: a, an example's mean contribution in units of ζ, between what training leaves of ζ and 1.
+        present: Which canaries were in.
         residual: R = W − aCX/σ, independent standard normals if the run does what the plan says.
         scores: The canaries' log likelihood ratios.
         drawn: How many examples each step trained on.
@@ -55,6 +56,7 @@ class Measured:
         matrix = strategy_matrix(plan)
         whitened = in_blocks(plan, matrix, recording.released) / (max_grad_norm * plan.sigma)
         seen = [_without_stand_in(plan, recording.seen, step) for step in range(plan.steps)]
+        self.present = recording.present
         self.drawn = np.array([len(ids) for ids in seen])
         self.times = np.zeros((plan.epochs, plan.examples), dtype=np.int64)
         self.bins = np.full((plan.epochs, plan.examples), -1)
@@ -147,11 +149,8 @@ def _over_coordinates(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:
             products = (run.residual[:, shift:] * run.residual[:, :-shift]).sum(0)
             normal[row] += (products / lengths[:-shift]).sum() / math.sqrt(len(products) * len(runs))
     worst = int(np.argmax(np.abs(normal)))
-    yield Check(
-        "noise over coordinates",
-        _bonferroni(_normal_p(normal)),
-        f"{normal[worst]:+.2f} at shift {shifts[worst]}",
-    )
+    measured = f"{normal[worst]:+.2f} at shift {shifts[worst]}"
+    yield Check("noise over coordinates", _bonferroni(_normal_p(normal)), measured)
 
 
 def _over_runs(plan: Plan, runs: Sequence[Measured]) -> Iterator[Check]:

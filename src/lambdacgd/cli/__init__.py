@@ -50,12 +50,9 @@ def guarded(command: Callable[..., Any], argv: Sequence[str] | None, *, program:
     except ModuleNotFoundError as error:
         if (error.name or "lambdacgd").partition(".")[0] == "lambdacgd":
             raise
-        extra = _EXTRAS.get(str(error.name).partition(".")[0])
-        what = (
-            f"the extra {extra} brings it: pip install '.[{extra}]' in a checkout of lambdacgd"
-            if extra
-            else "install lambdacgd with all it depends on"
-        )
+        what = "install lambdacgd with all it depends on"
+        if extra := _EXTRAS.get(str(error.name).partition(".")[0]):
+            what = f"the extra {extra} brings it: pip install '.[{extra}]' in a checkout of lambdacgd"
         return _complain(program, f"{error.name} is not installed here: {what}")
     except MemoryError as error:
         return _complain(program, f"this does not fit into memory ({error})")

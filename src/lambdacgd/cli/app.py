@@ -15,6 +15,27 @@ from lambdacgd.cli.options import flag, place_for, plan_flags, with_flags
 from lambdacgd.errors import InvalidInput, at_least
 from lambdacgd.version import __version__
 
+AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
+
+RUN: dict[str, Any] = {
+    "examples": Annotated[int, typer.Option(help="Training examples N.")],
+    "batch_size": Annotated[
+        int, typer.Option(help="Batch size B: an epoch has b = ⌊N/B⌋ steps, of N/b examples on average.")
+    ],
+    "epochs": Annotated[int, typer.Option(help="Epochs k.")],
+    "delta": Annotated[float, typer.Option(help="Privacy budget δ, below 1/N.")],
+    "steps_per_epoch": Annotated[int | None, typer.Option(help="Steps per epoch b (default ⌊N/B⌋).")],
+}
+"""The flags of every planned run, by the arguments of ``lc.plan``."""
+BUDGET = {
+    "epsilon": Annotated[float | None, typer.Option(help="Privacy budget ε; inf means no noise at all.")],
+    "noise_multiplier": Annotated[
+        float | None, typer.Option(help="σ, instead of ε: which ε it gives is computed. λ must be given.")
+    ],
+}
+COMPARED = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
+"""Of the flags that describe a mechanism and a sampling, those of ``compare``."""
+
 
 def command(arguments: Sequence[str] = ()) -> Any:
     """Build the command tree.
@@ -35,10 +56,11 @@ def command(arguments: Sequence[str] = ()) -> Any:
         pretty_exceptions_enable=False,
         help="Differentially private training whose noise cancels itself.",
     )
-    flags = plan_flags() if {"plan", "compare"} & set(arguments) else {}
+    described = plan_flags() if {"plan", "compare"} & set(arguments) else {}
+    compared = {name: described[name] for name in COMPARED if name in described}
     app.callback()(root)
-    app.command()(with_flags(plan, flags))
-    app.command()(with_flags(compare, {name: flags[name] for name in COMPARED_FLAGS if name in flags}))
+    app.command()(with_flags(plan, RUN | BUDGET | described))
+    app.command()(with_flags(compare, RUN | {"epsilon": Annotated[float, typer.Option(help="ε.")]} | compared))
     for other in (epsilon, check, audit, verify, demo):
         app.command()(other)
     return typer.main.get_command(app)
@@ -56,72 +78,36 @@ def root(
     """Differentially private training whose noise cancels itself."""
 
 
-Examples = Annotated[int, typer.Option("--examples", help="Training examples N.")]
-BatchSize = Annotated[
-    int, typer.Option("--batch-size", help="Batch size B: an epoch has b = ⌊N/B⌋ steps, of N/b examples on average.")
-]
-Epochs = Annotated[int, typer.Option("--epochs", help="Epochs k.")]
-Delta = Annotated[float, typer.Option("--delta", help="Privacy budget δ, below 1/N.")]
-StepsPerEpoch = Annotated[int | None, typer.Option("--steps-per-epoch", help="Steps per epoch b (default ⌊N/B⌋).")]
-AsJson = Annotated[bool, flag("--json", help="Print JSON and nothing else.")]
-COMPARED_FLAGS = ("bands", "buffers", "sampling", "bins", "schedule", "warmup", "final_rate")
-
-
 def plan(
-    examples: Examples,
-    batch_size: BatchSize,
-    epochs: Epochs,
-    delta: Delta,
-    epsilon: Annotated[
-        float | None, typer.Option("--epsilon", help="Privacy budget ε; inf means no noise at all.")
-    ] = None,
-    noise_multiplier: Annotated[
-        float | None,
-        typer.Option("--noise-multiplier", help="σ, instead of ε: which ε it gives is computed. λ must be given."),
-    ] = None,
-    steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the plan to this file: Plan.load reads it.")] = None,
-    **described: Any,
+    out: Annotated[Path | None, typer.Option(help="Write the plan to this file: Plan.load reads it.")] = None,
+    **request: Any,
 ) -> None:
     """How much noise a private training run needs, and how wrong it makes the model."""
     from lambdacgd.cli import planner
 
-    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "noise_multiplier": noise_multiplier, "steps_per_epoch": steps_per_epoch}
     planner.show_plan(request, as_json=as_json, out=out)
 
 
 def compare(
-    examples: Examples,
-    batch_size: BatchSize,
-    epochs: Epochs,
-    epsilon: Annotated[float, typer.Option("--epsilon", help="Privacy budget ε.")],
-    delta: Delta,
-    steps_per_epoch: StepsPerEpoch = None,
     as_json: AsJson = False,
-    plot: Annotated[Path | None, typer.Option("--plot", help="Draw the comparison to this PNG, SVG or PDF.")] = None,
-    **described: Any,
+    plot: Annotated[Path | None, typer.Option(help="Draw the comparison to this PNG, SVG or PDF.")] = None,
+    **request: Any,
 ) -> None:
     """What each noise mechanism would cost, side by side. The first time may take minutes; answers are cached."""
     from lambdacgd.cli import planner
 
-    request = described | {"examples": examples, "batch_size": batch_size, "epochs": epochs, "delta": delta}
-    request |= {"epsilon": epsilon, "steps_per_epoch": steps_per_epoch}
     planner.show_comparison(request, as_json=as_json, plot=plot)
 
 
 def epsilon(
-    delta: Annotated[float | None, typer.Option("--delta", help="δ; a plan's own if not given.")] = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="A plan file, of any mechanism and sampling.")] = None,
+    delta: Annotated[float | None, typer.Option(help="δ; a plan's own if not given.")] = None,
+    plan: Annotated[Path | None, typer.Option(help="A plan file, of any mechanism and sampling.")] = None,
     sampling_rate: Annotated[
-        float | None,
-        typer.Option("--sampling-rate", help="q, the chance of an example to take part in a step (Poisson sampling)."),
+        float | None, typer.Option(help="q, the chance of an example to take part in a step (Poisson sampling).")
     ] = None,
-    steps: Annotated[int | None, typer.Option("--steps", help="Steps taken.")] = None,
-    noise_multiplier: Annotated[
-        float | None, typer.Option("--noise-multiplier", help="σ, relative to the clipping norm.")
-    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Steps taken.")] = None,
+    noise_multiplier: Annotated[float | None, typer.Option(help="σ, relative to the clipping norm.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """The ε of a run: DP-SGD with Poisson sampling, as Opacus trains it, or the run of a plan."""
@@ -130,16 +116,11 @@ def epsilon(
 
     loaded = None if plan is None else Plan.load(plan)
     if loaded is None and None in (delta, sampling_rate, steps, noise_multiplier):
-        raise ValueError(
-            "Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta of a run of DP-SGD."
-        )
-    if loaded is not None and not (sampling_rate is None and steps is None):
-        raise ValueError("A plan knows its sampling and its steps: leave --sampling-rate and --steps out.")
+        raise ValueError("Give --plan FILE, or all of --sampling-rate, --steps, --noise-multiplier and --delta.")
     delta = loaded.delta if delta is None and loaded is not None else delta
     assert delta is not None
-    answer = questions.epsilon(
-        loaded, delta=delta, noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps
-    )
+    run = {"noise_multiplier": noise_multiplier, "sampling_rate": sampling_rate}
+    answer = questions.epsilon(loaded, delta=delta, steps=steps, **run)
     if as_json:
         print(json.dumps({"epsilon": answer, "delta": delta}))
         return
@@ -158,7 +139,7 @@ def check(
         ),
     ],
     loss_reduction: Annotated[
-        str, typer.Option("--loss-reduction", help="Whether the loss is the mean or the sum over examples.")
+        str, typer.Option(help="Whether the loss is the mean or the sum over examples.")
     ] = "mean",
 ) -> None:
     """Check that a model of yours can be trained privately: its clipped gradients against one example at a time."""
@@ -171,18 +152,10 @@ def check(
 
     fits = isinstance(made, tuple) and len(made) in (3, 4) and isinstance(made[0], nn.Module)
     if not (fits and all(callable(call) for call in made[2:])):
-        raise InvalidInput(
-            "factory",
-            f"{factory} must return a model, a batch and a loss: return model, (x, y), lambda model, batch: …",
-        )
-    model, batch, loss = made[:3]
-    report = check_model(
-        model,
-        batch,
-        loss=loss,
-        loss_reduction="mean" if loss_reduction == "mean" else "sum",
-        collate_fn=made[3] if len(made) == 4 else None,
-    )
+        wanted = "a model, a batch and a loss: return model, (x, y), lambda model, batch: …"
+        raise InvalidInput("factory", f"{factory} must return {wanted}")
+    model, batch, loss, collate_fn = (*made, None)[:4]
+    report = check_model(model, batch, loss=loss, loss_reduction=loss_reduction, collate_fn=collate_fn)  # type: ignore[arg-type]
     print(f"{type(model).__name__} can be trained privately: clipped sums are those of one example at a time. {report}")
 
 
@@ -208,12 +181,12 @@ def _imported(parameter: str, factory: str) -> Callable[..., Any]:
 def audit(
     plan: Annotated[Path, typer.Argument(help="A plan file: lambdacgd plan --out writes one.", show_default=False)],
     train: Annotated[
-        str | None, typer.Option("--train", help="module:function, a loop of yours; by default the plain loop.")
+        str | None, typer.Option(help="module:function, a loop of yours; by default the plain loop.")
     ] = None,
-    runs: Annotated[int | None, typer.Option("--runs", help="How often canaries are trained.")] = None,
-    canaries: Annotated[int | None, typer.Option("--canaries", help="How many canaries in a run.")] = None,
+    runs: Annotated[int | None, typer.Option(help="How often canaries are trained.")] = None,
+    canaries: Annotated[int | None, typer.Option(help="How many canaries in a run.")] = None,
     as_json: AsJson = False,
-    out: Annotated[Path | None, typer.Option("--out", help="Write the report to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write the report to this JSON file.")] = None,
 ) -> None:
     """Train canaries by a plan and test what is released against its claim. Exit code 1 if something is caught."""
     place_for("out", out)
@@ -246,9 +219,7 @@ def verify(
     print(json.dumps(claim.to_dict(), indent=2) if as_json else line)
 
 
-def demo(
-    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each, with other weights, batches and noise.")] = 5,
-) -> None:
+def demo(seeds: Annotated[int, typer.Option(help="Runs of each, with other weights, batches and noise.")] = 5) -> None:
     """Train DP-SGD and DP-λCGD on handwritten digits at the same (ε, δ) and compare their test accuracy."""
     from lambdacgd.cli import demo as digits
 

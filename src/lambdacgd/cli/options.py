@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import Field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -27,13 +27,12 @@ def flag(name: str, *, help: str, **how: Any) -> Any:
     return typer.Option(name, help=help, metavar="", **how)
 
 
-def place_for(parameter: str, path: Path | None) -> Path | None:
-    """Where a file is to be written, refused before the work rather than after it."""
+def place_for(parameter: str, path: Path | None) -> None:
+    """Refuse a place where a file is to be written, before the work rather than after it."""
     if path is not None and path.is_dir():
         raise InvalidInput(parameter, str(path), "it is a folder; name a file")
     if path is not None and not path.parent.is_dir():
         raise InvalidInput(parameter, str(path), f"there is no folder {path.parent}; make it first")
-    return path
 
 
 def number_or_auto(parameter: str, text: str | None) -> float | str | None:
@@ -60,34 +59,31 @@ def plan_flags() -> dict[str, Any]:
         "mechanism": f"{', '.join(MECHANISMS)} (default {LambdaCGD.name}).",
         "sampling": f"{', '.join(SAMPLINGS)} (default {BallsInBins.name}; cyclic has no amplification).",
     }
-    options: dict[str, Any] = {
-        name: Annotated[str | None, typer.Option(flag_of(name), help=help)] for name, help in named.items()
-    }
+    options: dict[str, Any] = {name: Annotated[str | None, typer.Option(help=help)] for name, help in named.items()}
     for name, field in parameters_of([*MECHANISMS.values(), *SAMPLINGS.values(), Workload]).items():
-        help = field.metadata["help"]
-        if isinstance(field.default, bool):
-            options[name] = Annotated[bool | None, flag(flag_of(name), help=help)]
-        else:
-            kind = {"int": int, "float": float}.get(str(field.type), str)
-            options[name] = Annotated[kind | None, typer.Option(flag_of(name), help=help)]
+        switch = isinstance(field.default, bool)
+        kind = bool if switch else {"int": int, "float": float}.get(str(field.type), str)
+        option = flag if switch else typer.Option
+        options[name] = Annotated[kind | None, option(flag_of(name), help=field.metadata["help"])]
     return options
 
 
 def with_flags(command: Callable[..., None], flags: dict[str, Any]) -> Callable[..., None]:
-    """Give a command more options: ``command`` gets their values by keyword, None where an option is not given."""
+    """Give a command more options, which it gets by keyword: None where one that may be left out is not given."""
 
     @functools.wraps(command)
     def called(**given: Any) -> None:
         command(**given)
 
     own = inspect.signature(command, eval_str=True).parameters.values()
-    kept = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
-        for name, annotation in flags.items()
-    ]
-    called.__signature__ = inspect.Signature([*kept, *more])  # type: ignore[attr-defined]
-    called.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *more]}
+    parameters = [parameter for parameter in own if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
+    for name, annotation in flags.items():
+        default = None if type(None) in get_args(annotation.__origin__) else inspect.Parameter.empty
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return called
 
 
@@ -110,10 +106,8 @@ def plan_arguments(request: dict[str, Any]) -> dict[str, Any]:
     given = {name: value for name, value in request.items() if value is not None}
     if used := {name: given.pop(name) for name in parameters_of([Workload]) if name in given}:
         given["workload"] = Workload(**used)
-    for parameter, classes, default in (
-        ("mechanism", MECHANISMS, LambdaCGD.name),
-        ("sampling", SAMPLINGS, BallsInBins.name),
-    ):
+    kinds = (("mechanism", MECHANISMS, LambdaCGD.name), ("sampling", SAMPLINGS, BallsInBins.name))
+    for parameter, classes, default in kinds:
         if {parameter, *parameters_of(classes.values())} & set(given):  # else it is the default of ``lc.plan``
             given[parameter] = _named(parameter, given, classes, default)
     return given
@@ -124,13 +118,12 @@ def _named(parameter: str, given: dict[str, Any], classes: dict[str, type[Any]],
     name = given.pop(parameter, default)
     if name not in classes:
         raise InvalidInput(parameter, name, f"it must be one of {', '.join(classes)}")
+    values = {key: given.pop(key) for key in parameters_of(classes.values()) if key in given}
     takes = parameters_of([classes[name]])
-    values = {}
-    for key in [key for key in parameters_of(classes.values()) if key in given]:
-        value = given.pop(key)
+    for key, value in values.items():
         if key not in takes:
             owners = [other for other, cls in classes.items() if key in parameters_of([cls])]
             raise InvalidInput(key, value, f"it applies to {', '.join(owners)}, not to {name}; leave it out")
-        numeric = takes[key].default == "auto" or isinstance(takes[key].default, int)
-        values[key] = number_or_auto(key, value) if numeric and isinstance(value, str) else value
+        if isinstance(value, str) and (takes[key].default == "auto" or isinstance(takes[key].default, int)):
+            values[key] = number_or_auto(key, value)
     return classes[name](**values)

@@ -28,8 +28,11 @@ def show_plan(request: dict[str, Any], *, as_json: bool, out: Path | None) -> No
         print(plan.to_json())
         return
     console, table = Console(), Table.grid(padding=(0, 2))
-    for row in (*plan.rows(), ("past noise", _past_noise(plan))):
+    for row in plan.rows():
         table.add_row(*row)
+    past = plan.mechanism.past_vectors(plan.block.steps)
+    kept = f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
+    table.add_row("past noise", kept if past else "none needed")
     console.print(Panel(table, title="Plan", expand=False))
     for line in _remarks(plan):
         console.print(line)
@@ -68,13 +71,6 @@ def _stored(plan: Plan) -> int:
     return 0 if plan.mechanism.regenerates(steps) else plan.mechanism.past_vectors(steps)
 
 
-def _past_noise(plan: Plan) -> str:
-    past = plan.mechanism.past_vectors(plan.block.steps)
-    if not past:
-        return "none needed"
-    return f"stores {past} of the model's size" if _stored(plan) else f"stores none, regenerates {past} from the key"
-
-
 def _remarks(plan: Plan) -> list[str]:
     lines = []
     if plan.epsilon == float("inf"):
@@ -82,19 +78,15 @@ def _remarks(plan: Plan) -> list[str]:
     if refusal := plan.certificate.details.get("transfer_matrix_refused"):
         lines.append(f"[yellow]The exact accountant refuses, so this σ has no amplification:[/] {escape(refusal)}")
     if plan.delta * plan.examples > 1:
-        lines.append(
-            f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example outright.[/]"
-        )
-    if plan.selection:
-        selection = plan.selection
+        lines.append(f"[yellow]δ is above 1/N = {1 / plan.examples:.2g}: it allows publishing an example outright.[/]")
+    if selection := plan.selection:
         lines.append(f"{selection['parameter']} was chosen by {selection['objective']}: {selection['because']}")
-        if candidates := selection.get("candidates", ()):
+        if "candidates" in selection:
             lines.append("What each objective would choose, by quick estimates:")
-        for candidate in candidates:
+        for candidate in selection.get("candidates", ()):
             where = "" if candidate["amplified"] else " at unit noise"
-            lines.append(
-                f"  {candidate['objective']:<15} {candidate['value']:.4f}   RMSE ~{candidate['rmse']:.3g}{where}"
-            )
+            choice = f"{candidate['objective']:<15} {candidate['value']:.4f}"
+            lines.append(f"  {choice}   RMSE ~{candidate['rmse']:.3g}{where}")
     return lines
 
 
@@ -104,27 +96,19 @@ _BRIEFLY = {"transfer-matrix": "exact", "transfer-matrix-composed": "exact"}
 
 def _comparison_table(plans: list[Plan]) -> Table:
     usual = plans[len(plans) // 2]  # of the kind that most rows are
-    settings = (
-        f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}, ε = {usual.epsilon:g}, "
-        f"δ = {usual.delta:g}"
-    )
-    table = Table(title=f"{settings}\n{usual.sampling.kind}", box=box.SIMPLE_HEAD, pad_edge=False)
+    run = f"N = {usual.examples}, B = {usual.described_batch_size}, k = {usual.epochs}"
+    title = f"{run}, ε = {usual.epsilon:g}, δ = {usual.delta:g}\n{usual.sampling.kind}"
+    table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("mechanism", no_wrap=True)
     for heading in ("σ", "RMSE", "MaxSE", "stored"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("certificate", overflow="ellipsis")
     best = min(plan.rmse for plan in plans)
     for plan in plans:
-        apart = ""
-        if plan.sampling.kind != usual.sampling.kind:
-            apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})"
-        table.add_row(
-            str(plan.mechanism) + apart,
-            f"{plan.sigma:.4g}",
-            f"{plan.rmse:.4g}",
-            f"{plan.maxse:.4g}",
-            str(_stored(plan)),
-            _BRIEFLY.get(plan.certificate.method, plan.certificate.method),
-            style="bold" if plan.rmse == best else "",
-        )
+        other = plan.sampling.kind != usual.sampling.kind
+        apart = f" ({getattr(plan.sampling, 'bins', plan.sampling.name)})" if other else ""
+        method = _BRIEFLY.get(plan.certificate.method, plan.certificate.method)
+        numbers = [f"{value:.4g}" for value in (plan.sigma, plan.rmse, plan.maxse)]
+        style = "bold" if plan.rmse == best else ""
+        table.add_row(str(plan.mechanism) + apart, *numbers, str(_stored(plan)), method, style=style)
     return table

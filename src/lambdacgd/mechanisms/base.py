@@ -12,7 +12,7 @@ reciprocals. Nothing here builds an n×n matrix.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import Field, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
@@ -28,6 +28,11 @@ Auto = Literal["auto"]
 
 Objective = Literal["rmse", "maxse", "amplified-rmse", "guideline"]
 """What an automatic parameter is chosen by."""
+
+
+def parameter(default: Any, help: str, *, symbol: str = "", request: bool = False, kw_only: bool = False) -> Any:
+    """A field that is also a flag of ``lambdacgd plan``; for ``symbol`` and ``request`` see ``Mechanism``."""
+    return field(default=default, kw_only=kw_only, metadata={"help": help, "symbol": symbol, "request": request})
 
 
 @dataclass(frozen=True)
@@ -83,17 +88,11 @@ class Workload:
 
     momentum: float = 0.0
     decay: float = 1.0
-    schedule: Schedule = field(
-        default="constant",
-        kw_only=True,
-        metadata={"help": "Learning rates that λ and errors are for: constant (default), linear or cosine."},
+    schedule: Schedule = parameter(
+        "constant", "Learning rates that λ and errors are for: constant (default), linear or cosine.", kw_only=True
     )
-    warmup: float = field(
-        default=0.0, kw_only=True, metadata={"help": "Share of the steps over which the rate rises (default 0)."}
-    )
-    final_rate: float = field(
-        default=0.0, kw_only=True, metadata={"help": "Where a schedule ends, as a share of the rate (default 0)."}
-    )
+    warmup: float = parameter(0.0, "Share of the steps over which the rate rises (default 0).", kw_only=True)
+    final_rate: float = parameter(0.0, "Where a schedule ends, as a share of the rate (default 0).", kw_only=True)
 
     def __post_init__(self) -> None:
         for name, ends in (("momentum", (0,)), ("decay", (1,)), ("warmup", (0,)), ("final_rate", (0, 1))):
@@ -134,9 +133,7 @@ def series_inverse(column: Array, n: int) -> Array:
     """
     column = np.asarray(column, dtype=np.float64)[:n]
     if len(column) * n <= DIRECT_LIMIT:
-        impulse = np.zeros(n)
-        impulse[0] = 1.0
-        return lfilter([1.0], column, impulse)
+        return lfilter([1.0], column, np.eye(1, n)[0])
     # Newton's iteration y ← y(2 − cy) doubles the number of correct coefficients.
     inverse = np.array([1.0 / column[0]])
     while len(inverse) < n:
@@ -179,14 +176,16 @@ class _Recurrence:
 
 
 @dataclass(frozen=True)
-class BandedInverse(_Recurrence):
-    """x_t = Σ_{j<p} a_j z_{t−j}: C⁻¹ has p bands, so the noise can be computed again from the last p fields."""
-
+class _Bands(_Recurrence):
     coefficients: tuple[float, ...]
 
     @property
     def past_vectors(self) -> int:
         return len(self.coefficients) - 1
+
+
+class BandedInverse(_Bands):
+    """x_t = Σ_{j<p} a_j z_{t−j}: C⁻¹ has p bands, so the noise can be computed again from the last p fields."""
 
     def strategy(self, n: int) -> Array:
         return series_inverse(np.asarray(self.coefficients), n)
@@ -195,21 +194,12 @@ class BandedInverse(_Recurrence):
         return np.asarray(self.coefficients[:n])
 
 
-@dataclass(frozen=True)
-class BandedStrategy(_Recurrence):
+class BandedStrategy(_Bands):
     """x_t = (z_t − Σ_{1≤j<p} c_j x_{t−j}) / c_0: C has p bands; the last p−1 *outputs* must be kept."""
 
-    coefficients: tuple[float, ...]
-
-    @property
-    def past_vectors(self) -> int:
-        return len(self.coefficients) - 1
-
     def strategy(self, n: int) -> Array:
-        column = np.zeros(n)
-        head = self.coefficients[:n]
-        column[: len(head)] = head
-        return column
+        head = np.asarray(self.coefficients[:n])
+        return np.pad(head, (0, n - len(head)))
 
     def noising(self, n: int) -> Array:
         return series_inverse(np.asarray(self.coefficients), n)
@@ -227,10 +217,8 @@ class BufferedToeplitz(_Recurrence):
         return len(self.decays)
 
     def strategy(self, n: int) -> Array:
-        column = np.ones(n)
         powers = np.asarray(self.decays)[None, :] ** np.arange(n - 1)[:, None]
-        column[1:] = powers @ np.asarray(self.weights)
-        return column
+        return np.concatenate([[1.0], powers @ np.asarray(self.weights)])
 
     def noising(self, n: int) -> Array:
         # c(x) = 1 + x Σ_j ω_j / (1 − θ_j x) is a ratio of two polynomials of degree m; its reciprocal swaps them.
@@ -239,9 +227,7 @@ class BufferedToeplitz(_Recurrence):
         for j, weight in enumerate(self.weights):
             others = np.delete(np.asarray(self.decays), j)
             above[1:] += weight * np.polynomial.polynomial.polyfromroots(others)[::-1]
-        impulse = np.zeros(n)
-        impulse[0] = 1.0
-        return lfilter(below, above, impulse)
+        return lfilter(below, above, np.eye(1, n)[0])
 
 
 Recurrence = BandedInverse | BandedStrategy | BufferedToeplitz
@@ -256,13 +242,15 @@ class Mechanism:
     never depends on an optimiser; ``resolve(horizon)`` fills in the latter alone.
 
     ``name`` stands in plan files and on the command line, ``title`` in tables; a class of one's own needs no title.
-    A field whose metadata has ``"help"`` becomes a flag of ``lambdacgd plan``; ``"symbol"`` is how tables call it. One
-    with ``"request"`` is left out of ``to_dict`` where it has its default: it says how a number is to be chosen, and
-    has its default once that is done, or it is younger than plan files that do not name it.
+    A field made by ``parameter`` is a flag of ``lambdacgd plan``, too; ``symbol`` is how tables call it. One with
+    ``request`` is left out of ``to_dict`` where it has its default: it says how a number is to be chosen, and has its
+    default once that is done, or it is younger than plan files that do not name it.
     """
 
     name: ClassVar[str]
     title: ClassVar[str] = ""
+    optimised: ClassVar[tuple[str, ...]] = ()
+    """The fields that ``resolve`` fills in, None until then."""
 
     def __init_subclass__(cls, **how: Any) -> None:
         """A class of one's own without a name is called by that of the class."""
@@ -290,7 +278,7 @@ class Mechanism:
     @property
     def resolved(self) -> bool:
         """Whether all numbers are known. Only a resolved mechanism can be asked about its noise."""
-        return not self.automatic
+        return not self.automatic and all(getattr(self, name) is not None for name in self.optimised)
 
     def resolve(self, horizon: Horizon) -> Self:
         """Fix everything that depends on the horizon.
@@ -307,8 +295,24 @@ class Mechanism:
         """
         self.validate(horizon)
         if self.automatic:
-            raise not_resolved(self)
-        return self
+            raise self._not_resolved()
+        return self if self.resolved else self._optimised_for(horizon)
+
+    def _optimised_for(self, horizon: Horizon) -> Self:
+        raise NotImplementedError
+
+    def _known(self, name: str) -> Any:
+        """A parameter, if it is known already."""
+        value = getattr(self, name)
+        if value is None or isinstance(value, str):
+            raise self._not_resolved()
+        return value
+
+    def _not_resolved(self) -> ValueError:
+        missing = "its coefficients depend on the horizon. Call .resolve(horizon) first"
+        if self.automatic:
+            missing = "lc.plan chooses its parameters for the budget and the sampling. Ask plan.mechanism instead"
+        return ValueError(f"{self.name} is not resolved: {missing}, or give them")
 
     def validate(self, horizon: Horizon) -> None:
         """Raise ``ValueError`` if the mechanism makes no sense over this horizon."""
@@ -350,8 +354,12 @@ class Mechanism:
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the parameters, as plan files hold them."""
-        values = {f.name: getattr(self, f.name) for f in fields(self) if not _default_request(f, self)}
-        return {"name": self.name} | {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        answer: dict[str, Any] = {"name": self.name}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if not (f.metadata.get("request") and value == f.default):
+                answer[f.name] = list(value) if isinstance(value, tuple) else value
+        return answer
 
     @property
     def foreign(self) -> bool:
@@ -378,33 +386,14 @@ def _short(value: float) -> str:
     return text if value >= 1 or float(text) < 1 else repr(value)
 
 
-def _default_request(f: Field[Any], mechanism: Mechanism) -> bool:
-    return bool(f.metadata.get("request")) and getattr(mechanism, f.name) == f.default
-
-
-def number_or_auto(parameter: str, value: float | str) -> float | Auto:
-    """Check a parameter that is a number in [0, 1) or "auto"."""
-    if value == "auto":
-        return "auto"
-    if isinstance(value, str):
+def check_automatic(mechanism: Mechanism, parameter: str, objective: str | None) -> None:
+    """Check a parameter that is a number in [0, 1) or "auto", and the objective that "auto" is chosen by."""
+    value = getattr(mechanism, parameter)
+    if isinstance(value, str) and value != "auto":
         raise InvalidInput(parameter, value, "it must be a number at least 0 and below 1, or 'auto'")
-    return number(parameter, value, above=0, below=1, include=(0,))
-
-
-def check_objective(objective: str | None, parameter: str, value: float | Auto) -> None:
-    """Refuse an objective that is not known, or that has nothing to choose."""
-    if objective is None:
-        return
-    if objective not in get_args(Objective):
-        raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
     if value != "auto":
+        object.__setattr__(mechanism, parameter, number(parameter, value, above=0, below=1, include=(0,)))
+    if objective not in (None, *get_args(Objective)):
+        raise InvalidInput("objective", objective, f"it must be one of {', '.join(get_args(Objective))}")
+    if objective is not None and value != "auto":
         raise InvalidInput("objective", objective, f"it applies where {parameter} is auto; leave one of them out")
-
-
-def not_resolved(mechanism: Mechanism) -> ValueError:
-    """The error of a mechanism that is asked about its noise before all of its numbers are known."""
-    if mechanism.automatic:
-        missing = "lc.plan chooses its parameters for the privacy budget and the sampling. Ask plan.mechanism instead"
-    else:
-        missing = "its coefficients depend on the horizon. Call .resolve(horizon) first"
-    return ValueError(f"{mechanism.name} is not resolved: {missing}, or give them")

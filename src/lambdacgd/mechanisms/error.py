@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.signal import lfilter
 
-from lambdacgd.errors import InvalidInput, integer
+from lambdacgd.errors import InvalidInput
 from lambdacgd.mechanisms.base import PREFIX_SUM, Array, Horizon, Mechanism, Workload
 from lambdacgd.mechanisms.families import Diagonal, LambdaCGD
 
@@ -66,9 +66,8 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, restart_every: int | 
     if not isinstance(horizon, Horizon):
         raise InvalidInput("horizon", horizon, "it must be a Horizon(steps_per_epoch=…, epochs=…)")
     if restart_every is not None and restart_every != horizon.steps_per_epoch:
-        raise InvalidInput(
-            "restart_every", restart_every, f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
-        )
+        why = f"it must be the steps per epoch, {horizon.steps_per_epoch}, or None"
+        raise InvalidInput("restart_every", restart_every, why)
     with np.errstate(over="ignore", invalid="ignore"):
         if restart_every is None:
             answer = _once_in_the_same_step(mechanism, horizon)
@@ -76,9 +75,7 @@ def sensitivity(mechanism: Mechanism, horizon: Horizon, *, restart_every: int | 
             value = math.sqrt(horizon.epochs) * largest_column_norm(mechanism, restart_every)
             answer = Sensitivity(value, True, "one participation an epoch, epochs orthogonal")
     if not np.isfinite(answer.value):
-        raise InvalidInput(
-            "mechanism", f"The strategy C of {mechanism.name} grows beyond all floats over {horizon.steps} steps."
-        )
+        raise InvalidInput("mechanism", f"C of {mechanism.name} grows beyond all floats over {horizon.steps} steps.")
     return answer
 
 
@@ -103,15 +100,12 @@ def _once_in_the_same_step(mechanism: Mechanism, horizon: Horizon) -> Sensitivit
         value = float(np.linalg.norm(participation_sum(magnitudes, horizon)))
         because = "cyclic participation, C ≥ 0" if exact else "cyclic participation, |C| in place of C"
         return Sensitivity(value, exact, because)
-    if type(mechanism) is LambdaCGD:
-        return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, "lemma for column-normalised λCGD")
-    if type(mechanism) is Diagonal:  # columns are orthogonal and their norms 1/d_t decrease
-        return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, "diagonal C with decreasing entries")
+    lemmas = {LambdaCGD: "lemma for column-normalised λCGD", Diagonal: "diagonal C with decreasing entries"}
+    if type(mechanism) in lemmas:
+        return Sensitivity(_bin_norm(magnitudes, scales, 0, horizon), True, lemmas[type(mechanism)])
     if n * b > _DENSE_LIMIT:
-        raise InvalidInput(
-            "mechanism",
-            f"The sensitivity of a column-scaled {mechanism.name} over {n} steps is known for n·b ≤ {_DENSE_LIMIT}.",
-        )
+        known = f"the sensitivity of a column-scaled {mechanism.name} is known for n·b ≤ {_DENSE_LIMIT}"
+        raise InvalidInput("mechanism", f"Over {n} steps {known}: use fewer.")
     value = max(_bin_norm(magnitudes, scales, j, horizon) for j in range(b))
     return Sensitivity(value, exact, "cyclic participation, all bins")
 
@@ -143,26 +137,26 @@ def squared_row_norms(
     mechanism: Mechanism, n: int, workload: Workload = PREFIX_SUM, *, restart_every: int | None = None
 ) -> Array:
     """‖(A·C⁻¹)_t‖² for t = 1 … n: the variance of the t-th model under unit noise."""
-    b = n if restart_every is None else _stretch(n, restart_every)
+    b = _stretch(n, restart_every)
     rates, blocks = workload.rates(n), n // b
     rows, carried = [], np.zeros((2, 2))  # covariance of what completed blocks leave in model and velocity
     for block in range(blocks):
         here = None if rates is None else rates[b * block : b * (block + 1)]
         if block == 0 or here is not None:
             own, end = _block(mechanism, b, workload, here, last=blocks == 1)
-        if carried.any():
+        rows.append(own)
+        if block:
             onward, carried = _carried_on(carried, workload, np.ones(b) if here is None else here)
-            rows.append(own + onward)
-        else:
-            rows.append(own)
+            rows[-1] = own + onward
         carried = carried + end
     return np.concatenate(rows)
 
 
-def _stretch(n: int, restart_every: int) -> int:
-    b = integer("restart_every", restart_every, maximum=n, why=f" (the number of steps, {n})")
-    if n % b:
-        raise InvalidInput("restart_every", restart_every, f"{n} steps are not a whole number of such stretches")
+def _stretch(n: int, restart_every: int | None) -> int:
+    """Over how many of n steps noise is correlated."""
+    b = n if restart_every is None else restart_every
+    if b < 1 or n % b:
+        raise InvalidInput("restart_every", restart_every, f"it must divide the number of steps, {n}")
     return b
 
 
@@ -234,7 +228,7 @@ def error_norms(
     if workload != PREFIX_SUM:
         rows = squared_row_norms(mechanism, n, workload, restart_every=restart_every)
         return float(np.sqrt(rows.mean())), float(np.sqrt(rows.max()))
-    b = n if restart_every is None else _stretch(n, restart_every)
+    b = _stretch(n, restart_every)
     earlier = n // b - 1
     if type(mechanism) is LambdaCGD and not mechanism.normalized:
         growth = (1 - mechanism.resolved_lam) ** 2 * (b - 1)

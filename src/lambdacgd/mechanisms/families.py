@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -18,13 +18,12 @@ from lambdacgd.mechanisms.base import (
     Mechanism,
     Objective,
     Workload,
-    check_objective,
+    check_automatic,
     multiply,
-    not_resolved,
-    number_or_auto,
+    parameter,
 )
 
-_OBJECTIVE = {"request": True, "help": "What auto minimises: guideline, amplified-rmse, rmse or maxse."}
+_OBJECTIVE = "What auto minimises: guideline, amplified-rmse, rmse or maxse."
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,14 @@ class LambdaCGD(Mechanism):
         λCGD λ=0.99999 normalised
     """
 
-    lam: float | Auto = field(
-        default="auto", metadata={"symbol": "λ", "help": "λ of λCGD: a number in [0, 1) or auto (default)."}
-    )
-    normalized: bool | Auto = field(default=False, metadata={"symbol": "normalised", "help": "Column-normalised λCGD."})
-    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
+    lam: float | Auto = parameter("auto", "λ of λCGD: a number in [0, 1) or auto (default).", symbol="λ")
+    normalized: bool | Auto = parameter(False, "Column-normalised λCGD.", symbol="normalised")
+    objective: Objective | None = parameter(None, _OBJECTIVE, request=True, kw_only=True)
     name: ClassVar[str] = "lambda-cgd"
     title: ClassVar[str] = "λCGD"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lam", number_or_auto("lam", self.lam))
-        check_objective(self.objective, "lam", self.lam)
+        check_automatic(self, "lam", self.objective)
         if not (isinstance(self.normalized, bool) or self.normalized == "auto"):
             raise InvalidInput("normalized", self.normalized, "it must be True, False or 'auto'")
         if self.normalized == "auto" and self.lam != "auto":
@@ -78,9 +74,7 @@ class LambdaCGD(Mechanism):
     @property
     def resolved_lam(self) -> float:
         """λ as a number. Raises ``ValueError`` while it is "auto"."""
-        if self.lam == "auto":
-            raise not_resolved(self)
-        return self.lam
+        return float(self._known("lam"))
 
     def recurrence(self, n: int) -> BandedInverse:
         return BandedInverse((1.0, -self.resolved_lam))
@@ -107,7 +101,7 @@ def power_series(exponent: float, rate: float, n: int) -> Array:
 class Banded(Mechanism):
     """A mechanism whose C or C⁻¹ has ``bands`` bands, at most as many as there are steps."""
 
-    bands: int = field(default=4, metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4)."})
+    bands: int = parameter(4, "Bands p of a banded mechanism (default 4).", symbol="p")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bands", integer("bands", self.bands))
@@ -131,9 +125,8 @@ class _SquareRoot(Banded):
     def _series(self, exponent: float) -> tuple[float, ...]:
         """((1 − αx)(1 − βx))^exponent: A is this with exponent −1."""
         p = self.bands
-        return tuple(
-            multiply(power_series(exponent, self.decay, p), power_series(exponent, self.momentum, p), p).tolist()
-        )
+        decay, momentum = power_series(exponent, self.decay, p), power_series(exponent, self.momentum, p)
+        return tuple(multiply(decay, momentum, p).tolist())
 
 
 @dataclass(frozen=True)
@@ -196,22 +189,17 @@ class GammaBIFR(Banded):
         InvalidInput: a value cannot be used, or there is an objective where γ is given.
     """
 
-    gamma: float | Auto = field(
-        default="auto", metadata={"symbol": "γ", "help": "γ of γ-BIFR: a number in [0, 1) or auto (default)."}
-    )
-    objective: Objective | None = field(default=None, kw_only=True, metadata=_OBJECTIVE)
+    gamma: float | Auto = parameter("auto", "γ of γ-BIFR: a number in [0, 1) or auto (default).", symbol="γ")
+    objective: Objective | None = parameter(None, _OBJECTIVE, request=True, kw_only=True)
     name: ClassVar[str] = "gamma-bifr"
     title: ClassVar[str] = "γ-BIFR"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "gamma", number_or_auto("gamma", self.gamma))
-        check_objective(self.objective, "gamma", self.gamma)
+        check_automatic(self, "gamma", self.objective)
 
     def recurrence(self, n: int) -> BandedInverse:
-        if self.gamma == "auto":
-            raise not_resolved(self)
-        return BandedInverse(tuple(power_series(self.gamma, 1.0, self.bands).tolist()))
+        return BandedInverse(tuple(power_series(self._known("gamma"), 1.0, self.bands).tolist()))
 
 
 @dataclass(frozen=True)

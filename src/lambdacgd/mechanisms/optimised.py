@@ -11,7 +11,7 @@ column a depend on their parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
 import numpy as np
@@ -29,7 +29,7 @@ from lambdacgd.mechanisms.base import (
     Horizon,
     Mechanism,
     inverse_pullback,
-    not_resolved,
+    parameter,
     series_inverse,
 )
 from lambdacgd.mechanisms.error import participation_sum
@@ -85,18 +85,24 @@ def _descend(objective: Smooth, start: Array, upper: float | None) -> tuple[floa
     return value, np.asarray(x / scale, dtype=np.float64)
 
 
-def cached_parameters(name: str, size: int, horizon: Horizon, compute: Callable[[], Array]) -> tuple[float, ...]:
-    """Optimised parameters from disk, or computed and kept."""
-    question = {"mechanism": name, "size": size, "b": horizon.steps_per_epoch, "k": horizon.epochs}
-    answer = cache.cached("mechanism", question, lambda: [float(value) for value in compute()])
-    return tuple(answer)
+@dataclass(frozen=True)
+class _Optimised(Mechanism):
+    def _optimised_for(self, horizon: Horizon) -> Self:
+        question = {"mechanism": self.to_dict(), "b": horizon.steps_per_epoch, "k": horizon.epochs}
+        numbers = cache.cached("mechanism", question, lambda: self._optimize(horizon))
+        return replace(self, **{name: tuple(values) for name, values in numbers.items()})
+
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
+        """The fields of ``optimised``, by name."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class _OptimizedBands(Banded):
+class _OptimizedBands(_Optimised, Banded):
     """``coefficients`` are the optimised entries, the first of them 1; ``resolve(horizon)`` fills them in."""
 
     coefficients: tuple[float, ...] | None = None
+    optimised: ClassVar[tuple[str, ...]] = ("coefficients",)
     bands_are_of_the_inverse: ClassVar[bool]
 
     def __post_init__(self) -> None:
@@ -107,22 +113,6 @@ class _OptimizedBands(Banded):
         if len(given) != self.bands or not np.all(np.isfinite(given)) or given[0] != 1.0:
             raise InvalidInput("coefficients", given, f"it must be {self.bands} finite numbers, the first of them 1")
         object.__setattr__(self, "coefficients", tuple(float(value) for value in given))
-
-    @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.coefficients is not None
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise the coefficients for the RMSE over ``horizon``, if they are not given; see ``Mechanism.resolve``."""
-        super().resolve(horizon)
-        if self.coefficients is not None:
-            return self
-        optimum = cached_parameters(self.name, self.bands, horizon, lambda: self._optimize(horizon))
-        return replace(self, coefficients=optimum)
-
-    def _optimize(self, horizon: Horizon) -> Array:
-        raise NotImplementedError
 
     def _minimise(self, horizon: Horizon, start: Array, *, upper: float | None = None) -> Array:
         """The coefficients with the smallest RMSE, the first of them 1, searched from ``start`` for the others."""
@@ -139,11 +129,6 @@ class _OptimizedBands(Banded):
             return value, gradient[1:]
 
         return np.concatenate([[1.0], minimize_smooth(objective, [start], upper=upper)])
-
-    def _known(self) -> tuple[float, ...]:
-        if self.coefficients is None:
-            raise not_resolved(self)
-        return self.coefficients
 
 
 @dataclass(frozen=True)
@@ -163,10 +148,8 @@ class BandInvMF(_OptimizedBands):
         InvalidInput: a value cannot be used, or ``amplified`` is given where nothing is to be optimised.
     """
 
-    amplified: bool = field(
-        default=False,
-        kw_only=True,
-        metadata={"request": True, "help": "Optimise BandInvMF for the amplified RMSE, the accountant in the loop."},
+    amplified: bool = parameter(
+        False, "Optimise BandInvMF for the amplified RMSE, the accountant in the loop.", request=True, kw_only=True
     )
     bands_are_of_the_inverse: ClassVar[bool] = True
     name: ClassVar[str] = "bandinvmf"
@@ -180,16 +163,16 @@ class BandInvMF(_OptimizedBands):
             raise InvalidInput("amplified", "amplified says how coefficients are optimised: leave it or them out.")
 
     def recurrence(self, n: int) -> BandedInverse:
-        return BandedInverse(self._known())
+        return BandedInverse(self._known("coefficients"))
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         n = horizon.steps
         start = BISR(self.bands).noising(n)[1:]
-        free = self._minimise(horizon, start)
-        if _inverse_is_non_negative(free, n):
-            return free
-        # C = 1/a(x) has no negative entry if a_0 is the only positive coefficient.
-        return _first_non_negative(free, self._minimise(horizon, start, upper=0.0), n)
+        best = self._minimise(horizon, start)
+        if not _inverse_is_non_negative(best, n):
+            # C = 1/a(x) has no negative entry if a_0 is the only positive coefficient.
+            best = _first_non_negative(best, self._minimise(horizon, start, upper=0.0), n)
+        return {"coefficients": best.tolist()}
 
 
 def _inverse_is_non_negative(noising: Array, n: int) -> bool:
@@ -232,9 +215,8 @@ class BandMF(_OptimizedBands):
         InvalidInput: a value cannot be used.
     """
 
-    bands: int | Auto = field(  # type: ignore[assignment]  # only here it can be "auto"
-        default=4,
-        metadata={"symbol": "p", "help": "Bands p of a banded mechanism (default 4); auto for bandmf with poisson."},
+    bands: int | Auto = parameter(  # type: ignore[assignment]  # only here it can be "auto"
+        4, "Bands p of a banded mechanism (default 4); auto for bandmf with poisson.", symbol="p"
     )
     bands_are_of_the_inverse: ClassVar[bool] = False
     name: ClassVar[str] = "bandmf"
@@ -251,15 +233,16 @@ class BandMF(_OptimizedBands):
             super().validate(horizon)
 
     def recurrence(self, n: int) -> BandedStrategy:
-        return BandedStrategy(self._known())
+        return BandedStrategy(self._known("coefficients"))
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         assert self.bands != "auto"
-        return self._minimise(horizon, BSR(self.bands).strategy(horizon.steps)[1 : self.bands])
+        best = self._minimise(horizon, BSR(self.bands).strategy(horizon.steps)[1 : self.bands])
+        return {"coefficients": best.tolist()}
 
 
 @dataclass(frozen=True)
-class BLT(Mechanism):
+class BLT(_Optimised):
     """c_0 = 1, c_i = Σ_j ω_j θ_j^{i−1}, optimised for RMSE over a horizon.
 
     Every output depends on the first step, so the noise cannot be regenerated: one vector is stored per buffer. With
@@ -278,22 +261,19 @@ class BLT(Mechanism):
             nothing is to be optimised or there is more than one buffer.
     """
 
-    buffers: int = field(default=3, metadata={"symbol": "m", "help": "Buffers of BLT (default 3)."})
+    buffers: int = parameter(3, "Buffers of BLT (default 3).", symbol="m")
     decays: tuple[float, ...] | None = None
     weights: tuple[float, ...] | None = None
-    normalized: bool = field(
-        default=False,
-        kw_only=True,
-        metadata={"symbol": "normalised", "request": True, "help": "Column-normalised λCGD or BLT."},
+    normalized: bool = parameter(
+        False, "Column-normalised λCGD or BLT.", symbol="normalised", request=True, kw_only=True
     )
-    amplified: bool = field(
-        default=False,
+    amplified: bool = parameter(
+        False,
+        "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
+        request=True,
         kw_only=True,
-        metadata={
-            "request": True,
-            "help": "Optimise BandInvMF, or BLT with one buffer, for the amplified RMSE, the accountant in the loop.",
-        },
     )
+    optimised: ClassVar[tuple[str, ...]] = ("decays", "weights")
     name: ClassVar[str] = "blt"
     title: ClassVar[str] = "BLT"
 
@@ -307,36 +287,22 @@ class BLT(Mechanism):
                 raise InvalidInput(name, getattr(self, name), "it must be True or False")
         if self.amplified and (self.decays is not None or buffers > 1):
             raise InvalidInput("amplified", "amplified optimises BLT with one buffer whose numbers are not given.")
-        if self.decays is None or self.weights is None:
+        if self.decays is None:
             return
-        for name, given, top in (("decays", self.decays, 1.0), ("weights", self.weights, np.inf)):
+        for name, top in (("decays", 1.0), ("weights", np.inf)):
+            given = getattr(self, name)
             values = np.asarray(given, dtype=np.float64)
             if values.shape != (self.buffers,) or not np.all((values > 0) & (values < top)):
                 raise InvalidInput(name, given, f"it must be {self.buffers} numbers above 0 and below {top:g}")
             object.__setattr__(self, name, tuple(values.tolist()))
 
-    @property
-    def resolved(self) -> bool:
-        """Whether all numbers are known."""
-        return self.decays is not None
-
-    def resolve(self, horizon: Horizon) -> Self:
-        """Optimise decays and weights for the RMSE over ``horizon``, if not given; see ``Mechanism.resolve``."""
-        super().resolve(horizon)
-        if self.decays is not None:
-            return self
-        optimum = cached_parameters(self.name, self.buffers, horizon, lambda: self._optimize(horizon))
-        return replace(self, decays=optimum[: self.buffers], weights=optimum[self.buffers :])
-
     def recurrence(self, n: int) -> BufferedToeplitz:
-        if self.decays is None or self.weights is None:
-            raise not_resolved(self)
-        return BufferedToeplitz(self.decays, self.weights)
+        return BufferedToeplitz(self._known("decays"), self._known("weights"))
 
     def column_scales(self, n: int) -> Array | None:
         return np.sqrt(np.cumsum(self.strategy(n) ** 2))[::-1].copy() if self.normalized else None
 
-    def _optimize(self, horizon: Horizon) -> Array:
+    def _optimize(self, horizon: Horizon) -> dict[str, list[float]]:
         m, n = self.buffers, horizon.steps
         exponents = np.arange(n - 1, dtype=np.float64)[:, None]
 
@@ -363,4 +329,4 @@ class BLT(Mechanism):
             starts.append(np.concatenate([np.log(decays / (1 - decays)), np.log(np.full(m, 0.5 / m))]))
         decays, weights = split(minimize_smooth(objective, starts))
         order = np.argsort(-decays)
-        return np.concatenate([decays[order], weights[order]])
+        return {"decays": decays[order].tolist(), "weights": weights[order].tolist()}

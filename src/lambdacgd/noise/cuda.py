@@ -54,9 +54,7 @@ class CudaBackend:
         self.device = device
         # Data, never a compile-time constant: Triton keeps compiled constants in a cache on disk. And no variable: a
         # traceback may show those, and a device that is full raises here.
-        self.key = torch.from_numpy(np.append(np.frombuffer(subkey, dtype="<i4").astype(np.int32), np.int32(1))).to(
-            device
-        )
+        self.key = torch.tensor([*struct.unpack("<8i", subkey), 1], dtype=torch.int32).to(device)
         self.flags = torch.zeros(1, dtype=torch.int32, device=device)
         self._no_step = torch.zeros(1, dtype=torch.int64, device=device)
         self._tables: dict[int, list[_Table]] = {}  # by size, the longest unused first; a graph's are kept for good
@@ -85,31 +83,21 @@ class CudaBackend:
         scales, scale = combination.column_scales, combination.scale
         if scales is not None and base:
             scale, scales = scale * scales[combination.since(base) - 1], None
+        coefficients = self._constant(combination.coefficients)
+        column_scales = self._no_step.view(torch.float64) if scales is None else self._constant(scales)
+        scale_bits = struct.unpack("<q", struct.pack("<d", scale))[0]
+        lattice = math.ldexp(1.5, 53 - combination.fineness) if read else 0.0
         capturing = self._capturing()
         for launch in launches:
             launch.table.captured |= capturing
+            meta, first_programs = launch.table.device, launch.table.device[launch.rows * META_COLUMNS :]
             with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
                 noise_kernel[(launch.programs,)](
-                    launch.table.device[launch.rows * META_COLUMNS :],
-                    launch.table.device,
-                    self.key,
-                    self._constant(combination.coefficients),
-                    self._constant(scales) if scales is not None else self._no_step.view(torch.float64),
-                    counter,
-                    self.flags,
-                    base,
-                    combination.horizon,
-                    combination.period,
-                    len(combination.coefficients),
-                    launch.rows,
-                    launch.turns,
-                    struct.unpack("<q", struct.pack("<d", scale))[0],
-                    math.ldexp(1.5, 53 - combination.fineness) if read else 0.0,
-                    READ=read,
-                    WIDE=launch.dtype == torch.float64,
-                    SCALED=scales is not None,
-                    num_warps=1,
-                )
+                    first_programs, meta, self.key, coefficients, column_scales, counter, self.flags,
+                    base, combination.horizon, combination.period, len(combination.coefficients),
+                    launch.rows, launch.turns, scale_bits, lattice,
+                    READ=read, WIDE=launch.dtype == torch.float64, SCALED=scales is not None, num_warps=1,
+                )  # fmt: skip
 
     def read_flags(self) -> int:
         """Wait for the device and return the flags, cleared for the next step."""

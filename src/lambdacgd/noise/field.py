@@ -19,7 +19,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 import torch
 
-from lambdacgd.errors import NonFiniteSum
+from lambdacgd.errors import NonFiniteSum, integer
 from lambdacgd.keys import SecretKey, keystream_into
 from lambdacgd.mechanisms.base import BandedInverse, Mechanism, Recurrence
 from lambdacgd.noise.cuda import CudaBackend, Launch
@@ -66,9 +66,7 @@ class NoiseField:
         if not isinstance(layout, Layout):
             raise TypeError(f"layout is a {type(layout).__name__}; build one with Layout.of or Layout.of_parameters")
         if not isinstance(run_id, str) or not run_id:
-            raise ValueError(
-                f"run_id is {run_id!r}; it must be a non-empty string, new for every run (ledger.new_run())"
-            )
+            raise ValueError(f"run_id is {run_id!r}; it must be a string, new for every run (ledger.new_run())")
         self.layout = layout
         self.run_id = run_id
         self._subkey = key.derive("run", run_id, "noise")
@@ -91,8 +89,7 @@ class NoiseField:
             ValueError: ``step`` is not an integer from 1, or a tensor does not fit the layout.
             TypeError: A tensor is of another type.
         """
-        if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step < 1 << 62:
-            raise ValueError(f"step is {step!r}; steps count from 1")
+        step = integer("step", step, maximum=UNIT.horizon)
         self.apply(match(self.layout, tensors, offsets=offsets), UNIT, step, read=False)
 
     def agree(self, recurrence: Recurrence, combination: Combination) -> None:
@@ -102,38 +99,40 @@ class NoiseField:
         """
         if os.getpid() != self._process:
             raise NoiseError(
-                "this process was forked from the one that trains, so both would put the same noise on their sums, "
-                "and none would be left in the difference. Add noise in one process only; one that holds shards builds "
-                "its own field"
+                "this process was forked from the one that trains, and both would put the same noise on their sums: "
+                "add noise in one process only, or build a field in each that holds shards"
             )
         if self._terms is None:
             self._terms = recurrence, combination
         elif self._terms != (recurrence, combination):
             raise NoiseError(
-                "this field's noise is already in use with another σ, ζ, mechanism, horizon or lattice: asking for it "
-                "again would release two sums under one noise vector. Start a new run (a new run id) for other settings"
+                "this field's noise is already in use with another σ, ζ, mechanism, horizon or lattice, and would "
+                "cover two sums: start a new run (a new run id) for other settings"
             )
 
     def apply(
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
     ) -> None:
         """Add the combination at this step to every job's tensor (write the noise alone if not ``read``)."""
+        direct = [job for job in jobs if is_direct(job)]
         for job in jobs:
             if not is_direct(job):  # by a copy, one tensor after the other
                 near = job.tensor.device if job.tensor.device.type == "cuda" else "cpu"
                 copied = job.tensor.to(near, memory_format=torch.contiguous_format, copy=True)
                 self.apply([Job(job.entry, copied, job.offset)], combination, step, read=read)
                 job.tensor.copy_(copied)
-        for device in {job.tensor.device for job in jobs if is_direct(job)}:
-            mine = [job for job in jobs if job.tensor.device == device and is_direct(job)]
-            if device.type == "cuda":
-                backend = self.backend(device)
-                backend.launch(backend.prepare(mine), combination, step, read=read)
-                continue
+        for backend, launches in self._prepared([job for job in direct if job.tensor.device.type == "cuda"]):
+            backend.launch(launches, combination, step, read=read)
+        if on_cpu := [job for job in direct if job.tensor.device.type == "cpu"]:
             if isinstance(step, torch.Tensor):
                 raise TypeError("a step in device memory is for CUDA tensors; give the step as an int")
             numbers = combination.bands(step), combination.scale_at(step), combination.lattice_at(step)
-            self._bad |= not add_on_cpu(mine, self._subkey, *numbers, read=read)
+            self._bad |= not add_on_cpu(on_cpu, self._subkey, *numbers, read=read)
+
+    def _prepared(self, jobs: Sequence[Job]) -> list[tuple[CudaBackend, list[Launch]]]:
+        """Launches for contiguous CUDA tensors, by device."""
+        shares = [(d, [job for job in jobs if job.tensor.device == d]) for d in {job.tensor.device for job in jobs}]
+        return [(self.backend(device), self.backend(device).prepare(mine)) for device, mine in shares]
 
     def add_(self, sums: Tensors, offsets: Offsets, combination: Combination, step: int | torch.Tensor) -> None:
         """Check the tensors and add the combination at this step. CUDA tensors that have not moved are known again.
@@ -141,15 +140,12 @@ class NoiseField:
         A model has hundreds of tensors, and checking each anew would take the host longer than the noise the device.
         """
         seen = _fingerprint(sums, offsets)
-        known = seen is not None and seen == self._seen
-        if not known or not all(launch.current for _, launches in self._launches for launch in launches):
+        if seen is None:
+            return self.apply(match(self.layout, sums, offsets=offsets), combination, step)
+        if seen != self._seen or not all(launch.current for _, launches in self._launches for launch in launches):
             jobs = match(self.layout, sums, offsets=offsets)
-            if seen is None:
-                return self.apply(jobs, combination, step)
             self._seen = None
-            devices = {job.tensor.device for job in jobs}
-            shares = [(self.backend(d), [job for job in jobs if job.tensor.device == d]) for d in devices]
-            self._launches = [(backend, backend.prepare(mine)) for backend, mine in shares]
+            self._launches = self._prepared(jobs)
             self._seen = seen
         for backend, launches in self._launches:
             backend.launch(launches, combination, step)
@@ -172,13 +168,12 @@ class NoiseField:
 
     def check(self) -> None:
         """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
-        bits = 0
+        bits, self._bad = int(self._bad), False
         for backend in self._devices.values():
             bits |= backend.read_flags()
-        bad, self._bad = self._bad, False
         if bits & 2:
             raise NoiseError("the step counter in device memory left the run (1 … horizon); the results are NaN")
-        if bad or bits & 1:
+        if bits & 1:
             raise NonFiniteSum(
                 "a clipped sum holds a NaN or an infinity, so this step is refused: do not apply it to the weights. "
                 "Look for overflow in the loss or the model (a lower learning rate, a wider dtype)"
@@ -240,9 +235,8 @@ class CorrelatedNoise:
     ) -> None:
         if not isinstance(recurrence, self.serves):
             raise TypeError(
-                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}. A BandedInverse is "
-                f"for RegeneratedNoise; one that needs its past outputs, which cannot be computed again, for "
-                f"BufferedNoise"
+                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}: RegeneratedNoise "
+                f"serves a BandedInverse, and BufferedNoise the others"
             )
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
@@ -277,14 +271,7 @@ class CorrelatedNoise:
         return cls(field, recurrence, horizon=horizon, column_scales=scales, restart_every=restart_every, **terms)
 
     @torch.no_grad()
-    def add_(
-        self,
-        sums: Tensors,
-        step: int | torch.Tensor,
-        *,
-        offsets: Offsets = None,
-        check: bool = True,
-    ) -> None:
+    def add_(self, sums: Tensors, step: int | torch.Tensor, *, offsets: Offsets = None, check: bool = True) -> None:
         """Add step t's noise to the sums in place.
 
         Args:
@@ -301,10 +288,15 @@ class CorrelatedNoise:
             NoiseError: The step is outside the run, or the field is in use under other terms. Nothing was written.
             NonFiniteSum: A sum held a NaN or an infinity. The results must not reach the weights.
         """
-        if not isinstance(step, torch.Tensor):
-            step = self._checked(step)
-        elif step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
-            raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
+        if isinstance(step, torch.Tensor):
+            if step.dtype != torch.int64 or step.numel() != 1 or step.device.type != "cuda":
+                raise TypeError(f"a step in device memory is one int64 on CUDA, not {step.dtype} {tuple(step.shape)}")
+        elif isinstance(step, bool) or not isinstance(step, (int, np.integer)):
+            raise TypeError(f"step is {step!r}; it must be an integer")
+        elif not 1 <= step <= self.horizon:
+            raise NoiseError(f"step {step} is outside the run's 1 … {self.horizon}: more steps need a new plan")
+        else:
+            step = int(step)
         self.field.agree(self.recurrence, self._combination)
         self._add(step, sums, offsets)
         if check:
@@ -316,16 +308,6 @@ class CorrelatedNoise:
     def check(self) -> None:
         """Raise ``NonFiniteSum`` if a sum noised since the last check was not finite."""
         self.field.check()
-
-    def _checked(self, step: int) -> int:
-        if isinstance(step, bool) or not isinstance(step, (int, np.integer)):
-            raise TypeError(f"step is {step!r}; it must be an integer")
-        if not 1 <= step <= self.horizon:
-            raise NoiseError(
-                f"step {step} is outside the run's 1 … {self.horizon}. The horizon is fixed by the plan: "
-                f"more steps need a new plan"
-            )
-        return int(step)
 
 
 class RegeneratedNoise(CorrelatedNoise):

@@ -260,17 +260,7 @@ def noise_kernel(
                 sums = sums + (tl.load(memory + place + k * 32, mask=inside, other=0.0),)  # type: ignore  # noqa: RUF005
 
         z0 = tl.zeros([32], tl.float64)
-        z1 = z0
-        z2 = z0
-        z3 = z0
-        z4 = z0
-        z5 = z0
-        z6 = z0
-        z7 = z0
-        z8 = z0
-        z9 = z0
-        z10 = z0
-        z11 = z0
+        z1, z2, z3, z4, z5, z6, z7, z8, z9, z10, z11 = z0, z0, z0, z0, z0, z0, z0, z0, z0, z0, z0
         for j in range(0, last_band):
             coefficient = tl.load(coefficients + j)
             past = t - j

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import torch
+
+from lambdacgd.errors import integer, number
 
 #: Names that wrappers (DDP, torch.compile, FSDP, activation checkpointing) insert into parameter names.
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -73,28 +74,21 @@ class Layout:
     @classmethod
     def of(cls, shapes: Mapping[str, Sequence[int]]) -> Layout:
         """The layout of tensors given as name -> shape."""
-        cleaned: dict[str, tuple[int, ...]] = {}
-        origin: dict[str, str] = {}
-        for name, shape in shapes.items():
+        if not shapes:
+            raise LayoutError("there is no tensor to add noise to; are all parameters frozen?")
+        given: dict[str, str] = {}  # names, by what is left of them without wrapper names
+        for name in shapes:
             short = clean_name(name)
             if not short:
-                raise LayoutError(
-                    f"the name {name!r} holds nothing but wrapper names; give the tensor a name of its own"
-                )
-            if short in cleaned:
-                raise LayoutError(
-                    f"{name!r} and {origin[short]!r} are both called {short!r} once wrapper names "
-                    f"({', '.join(sorted(WRAPPERS))}) are taken out; rename one of the modules"
-                )
-            size = tuple(int(s) for s in shape)
-            if any(s < 0 for s in size):
-                raise LayoutError(f"{name!r} has shape {size}; sizes must not be negative")
-            cleaned[short], origin[short] = size, name
-        if not cleaned:
-            raise LayoutError("there is no tensor to add noise to; are all parameters frozen?")
+                raise LayoutError(f"the name {name!r} holds nothing but wrapper names; give the tensor one of its own")
+            if short in given:
+                raise LayoutError(f"{name!r} and {given[short]!r} are both called {short!r}: rename one of the modules")
+            given[short] = name
         entries, block = [], 0
-        for name in sorted(cleaned):
-            entry = Entry(name, cleaned[name], block)
+        for short, name in sorted(given.items()):
+            entry = Entry(short, tuple(int(size) for size in shapes[name]), block)
+            if min(entry.shape, default=0) < 0:
+                raise LayoutError(f"{name!r} has shape {entry.shape}; sizes must not be negative")
             entries.append(entry)
             block += GROUP_BLOCKS * entry.groups
         return cls(tuple(entries))
@@ -143,14 +137,10 @@ def match(layout: Layout, sums: Tensors, *, offsets: Offsets = None) -> list[Job
     starts = {} if offsets is None else {clean_name(name): offset for name, offset in offsets.items()}
     expected = layout.by_name
     if missing := expected.keys() - tensors.keys():
-        raise LayoutError(
-            f"sums lack {sorted(missing)[0]!r} ({len(missing)} missing): every tensor of the layout must come"
-        )
+        raise LayoutError(f"sums lack {min(missing)!r} ({len(missing)} missing): every tensor of the layout must come")
     for given, what in ((tensors, "sums"), (starts, "offsets")):
         if unknown := given.keys() - expected.keys():
-            raise LayoutError(
-                f"{what} hold {sorted(unknown)[0]!r}, which is not in the layout ({len(unknown)} unknown)"
-            )
+            raise LayoutError(f"{what} hold {min(unknown)!r}, which is not in the layout ({len(unknown)} unknown)")
     for entry in layout.entries:
         _check(entry, tensors[entry.name], starts.get(entry.name))
     return [Job(entry, tensors[entry.name], starts.get(entry.name, 0)) for entry in layout.entries]
@@ -161,29 +151,20 @@ def _check(entry: Entry, tensor: torch.Tensor, offset: int | None) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"sum of {name!r} is a {type(tensor).__name__}; it must be a torch.Tensor")
     if hasattr(tensor, "to_local"):
-        raise TypeError(
-            f"sum of {name!r} is a DTensor; pass its to_local() and the shard's place in offsets={{{name!r}: …}}"
-        )
+        raise TypeError(f"sum of {name!r} is a DTensor; pass its to_local() and its place in offsets={{{name!r}: …}}")
     if tensor.dtype not in (torch.float32, torch.float64):
-        raise TypeError(
-            f"sum of {name!r} has dtype {tensor.dtype}; allowed are torch.float32 and torch.float64. Round after the "
-            f"noise, which is added in float64"
-        )
+        raise TypeError(f"sum of {name!r} has dtype {tensor.dtype}; allowed are torch.float32 and torch.float64")
     if tensor.layout != torch.strided:
         raise TypeError(f"sum of {name!r} is sparse ({tensor.layout}); noise is dense: call to_dense() first")
     if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
         raise LayoutError(f"sum of {name!r} is an expanded view whose elements share memory; call contiguous() first")
     if offset is None:
         if tuple(tensor.shape) != entry.shape:
-            raise LayoutError(
-                f"sum of {name!r} has shape {tuple(tensor.shape)}, the layout {entry.shape}; for a shard give its "
-                f"first row-major index in offsets"
-            )
+            shapes = f"{tuple(tensor.shape)}, the layout {entry.shape}"
+            raise LayoutError(f"sum of {name!r} has shape {shapes}; for a shard give its first index in offsets")
     elif isinstance(offset, bool) or not isinstance(offset, int) or not 0 <= offset <= entry.elements - tensor.numel():
-        raise LayoutError(
-            f"a shard of {tensor.numel()} elements at offset {offset!r} does not fit into {name!r}, "
-            f"which has {entry.elements}"
-        )
+        shard = f"a shard of {tensor.numel()} elements at offset {offset!r}"
+        raise LayoutError(f"{shard} does not fit into {name!r}, which has {entry.elements}")
 
 
 # --- What is added at a step ------------------------------------------------------------------------------------------
@@ -208,11 +189,8 @@ class Combination:
     def __post_init__(self) -> None:
         for name, least, most in (("horizon", 1, 1 << 62), ("restart_every", 1, 1 << 62), ("fineness", 0, 40)):
             value = getattr(self, name)
-            if value is None and name == "restart_every":
-                continue
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be an integer from {least} to {most}")
-            object.__setattr__(self, name, int(value))  # NumPy's integers are no kernel arguments
+            if value is not None or name != "restart_every":  # NumPy's integers are no kernel arguments
+                object.__setattr__(self, name, integer(name, value, minimum=least, maximum=most))
         if (scales := self.column_scales) is not None:
             if len(scales) < (needed := min(self.period, self.horizon)):
                 raise ValueError(f"there are {len(scales)} column scales for {needed} steps; give one a step")
@@ -220,10 +198,7 @@ class Combination:
                 raise ValueError("column scales must be positive and finite")
         for size in (self.scale,) if scales is None else (self.scale * min(scales), self.scale * max(scales)):
             if self.scale and not 2.0**-100 < size < 2.0**100:  # below, a step's noise and lattice could vanish
-                raise ValueError(
-                    f"ζσ is {self.scale!r} and a step's noise {size!r}; both must lie between 2^-100 and 2^100: "
-                    f"float32 ends there"
-                )
+                raise ValueError(f"a step's noise is {size!r}; it must lie between 2^-100 and 2^100")
 
     @property
     def period(self) -> int:
@@ -251,8 +226,6 @@ class Combination:
 
 def combined_scale(sigma: float, clip: float) -> float:
     """ζσ, rounded up, so that no product of σ, ζ and a column scale falls below what it should be."""
-    if not (math.isfinite(sigma) and sigma >= 0):
-        raise ValueError(f"sigma is {sigma!r}; it must be finite and not negative (0 means no noise)")
-    if not clip > 0 or (math.isinf(clip) and sigma != 0):
-        raise ValueError(f"clip is {clip!r} with sigma {sigma!r}; it must be positive, and finite unless sigma is 0")
-    return 0.0 if sigma == 0 else float(sigma) * float(clip) * (1 + 2.0**-50)
+    sigma = number("sigma", sigma, above=0, include=(0,))
+    clip = number("clip", clip, above=0, include=() if sigma else (math.inf,))
+    return sigma * clip * (1 + 2.0**-50) if sigma else 0.0

@@ -1,4 +1,4 @@
-"""Who takes part when: Balls-in-Bins, Poisson and cyclic sampling. Batches are a function of a secret key alone."""
+"""Who takes part when: Balls-in-Bins, Poisson and cyclic sampling. Batches are a function of a secret key. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from lambdacgd.errors import InvalidInput, integer
 from lambdacgd.keys import SecretKey, prf64, prf64_range
-from lambdacgd.mechanisms.base import Horizon, Mechanism
+from lambdacgd.mechanisms.base import Horizon, Mechanism, parameter
 
 Indices = NDArray[np.int64]
 Bins = Literal["fresh", "fixed"]
@@ -87,10 +87,8 @@ class Sampling:
         for name, value in numbers.items():
             own = getattr(self, name)
             if own and own != value:
-                raise InvalidInput(
-                    "sampling",
-                    f"The sampling is made for {name} = {own} and the plan has {value}: leave it out of one.",
-                )
+                made = f"The sampling is made for {name} = {own} and the plan has {value}: leave it out of one."
+                raise InvalidInput("sampling", made)
         return replace(self, **numbers)
 
     @property
@@ -145,9 +143,7 @@ class Sampling:
         Raises:
             InvalidInput: the sampling is not bound, or the step is beyond the horizon.
         """
-        integer(
-            "start_step", start_step, maximum=self.steps + 1, why=": the horizon is fixed, and n + 1 yields nothing"
-        )
+        integer("start_step", start_step, maximum=self.steps + 1, why=": the horizon is fixed")
         return self._batches(key, run, start_step)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:
@@ -155,11 +151,8 @@ class Sampling:
 
     def _check_bound(self) -> None:
         if not self.bound:
-            raise InvalidInput(
-                "sampling",
-                f"This {self.name} sampling has no data set and no horizon yet: lc.plan(…, sampling=…) binds it, and "
-                "so does sampling.bind(examples=…, steps_per_epoch=…, epochs=…).",
-            )
+            unbound = f"This {self.name} sampling has no data set and no horizon yet"
+            raise InvalidInput("sampling", f"{unbound}: lc.plan(…, sampling=…) binds it.")
 
     def to_dict(self) -> dict[str, Any]:
         """The name and the fields: public numbers, as plan files hold them."""
@@ -197,12 +190,8 @@ class BallsInBins(Sampling):
         True
     """
 
-    bins: Bins = field(
-        default="fresh",
-        metadata={
-            "help": "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default), or once (fixed, "
-            "the paper's)."
-        },
+    bins: Bins = parameter(
+        "fresh", "Balls-in-Bins drawn anew every epoch, where noise restarts (fresh, the default), or once (fixed)."
     )
     name: ClassVar[str] = "balls-in-bins"
 
@@ -211,12 +200,8 @@ class BallsInBins(Sampling):
         if self.bins not in BINS:
             raise InvalidInput("bins", self.bins, "it must be fresh (redrawn every epoch) or fixed (drawn once)")
         if self.steps_per_epoch > self.examples:
-            raise InvalidInput(
-                "steps_per_epoch",
-                self.steps_per_epoch,
-                f"there are only {self.examples} examples: more bins than examples leave most steps without any. "
-                f"Use at most {self.examples}",
-            )
+            why = f"there are only {self.examples} examples: use at most {self.examples}"
+            raise InvalidInput("steps_per_epoch", self.steps_per_epoch, why)
 
     @property
     def kind(self) -> str:
@@ -258,14 +243,11 @@ class BallsInBins(Sampling):
         elif self.bins == "fresh":
             raise InvalidInput("epoch", f"Fresh bins are drawn every epoch: say which epoch, 1 to {self.epochs}.")
         numbers = np.asarray(ids)
-        if numbers.size and (
-            numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >= self.examples
-        ):
-            raise InvalidInput(
-                "ids", f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {numbers.dtype}."
-            )
         if numbers.size == 0:
             return np.zeros(numbers.shape, dtype=np.int64)
+        if numbers.dtype.kind not in "iu" or int(numbers.min()) < 0 or int(numbers.max()) >= self.examples:
+            allowed = f"Example ids are integers from 0 to {self.examples - 1}; these are others, of {numbers.dtype}."
+            raise InvalidInput("ids", allowed)
         # The encoding of a path holds its length: the paths of fixed and fresh bins never meet.
         path: tuple[str | int, ...] = ("run", run, "bins")
         if self.bins == "fresh" and epoch is not None:
@@ -374,9 +356,8 @@ class Poisson(Sampling):
             raise InvalidInput(
                 "sampling",
                 self.name,
-                f"C of {mechanism.name} has {bands} bands, and Poisson sampling is accounted for where it has at most "
-                f"as many as an epoch has steps, {b}. Use balls-in-bins or cyclic, or a mechanism with a banded C: "
-                "bandmf, bsr or dp-sgd",
+                f"C of {mechanism.name} has {bands} bands, and Poisson sampling takes at most as many as an epoch has "
+                f"steps, {b}: use balls-in-bins or cyclic, or bandmf, bsr or dp-sgd",
             )
         return self if bands == max(1, self.groups) else self._bound_to(groups=bands)
 
@@ -453,14 +434,10 @@ class Cyclic(Sampling):
         super().__post_init__()
         smallest = 1 if self.bound else 0
         object.__setattr__(self, "batch_size", integer("batch_size", self.batch_size, minimum=smallest))
-        if self.steps_per_epoch * self.batch_size > self.examples:
-            raise InvalidInput(
-                "batch_size",
-                self.batch_size,
-                f"{self.steps_per_epoch} steps of {self.batch_size} need {self.steps_per_epoch * self.batch_size} "
-                f"examples and there are {self.examples}; use at most {self.examples // self.steps_per_epoch} or fewer "
-                "steps per epoch",
-            )
+        needed, b = self.steps_per_epoch * self.batch_size, self.steps_per_epoch
+        if needed > self.examples:
+            why = f"{b} steps need {needed} examples and there are {self.examples}; use at most {self.examples // b}"
+            raise InvalidInput("batch_size", self.batch_size, why)
 
     def bind(self, *, examples: int, steps_per_epoch: int, epochs: int, batch_size: int | None = None) -> Self:
         """Bind the sampling; see ``Sampling.bind``. Not given, B is the sampling's own or else ⌊N/b⌋."""
@@ -496,11 +473,8 @@ def sampling_from_dict(data: dict[str, Any]) -> Sampling:
         raise InvalidInput("sampling", name, f"it must be one of {', '.join(SAMPLINGS)}")
     if name == BallsInBins.name:
         given.setdefault("bins", "fixed")
-    known = {f.name for f in fields(SAMPLINGS[name])}
-    if unknown := set(given) - known:
-        raise InvalidInput(
-            "sampling", f"{name} sampling knows {', '.join(sorted(known))}, and {', '.join(sorted(unknown))} was given."
-        )
+    if unknown := set(given) - {f.name for f in fields(SAMPLINGS[name])}:
+        raise InvalidInput("sampling", f"{name} has no such field, and {', '.join(sorted(unknown))} was given.")
     sampling = SAMPLINGS[name](**given)
     sampling._check_bound()
     return sampling

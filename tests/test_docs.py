@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,47 @@ def test_errors_name_no_package_that_is_not_published():
 def test_workflows_are_yaml():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         assert yaml.safe_load(path.read_text())["jobs"], path.name
+
+
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\(((?!#)[^)]+)\)", text)
+
+
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_beside_the_site_lead_somewhere(name):
+    """mkdocs looks at docs/ only."""
+    for target in links((ROOT / name).read_text()):
+        if target.startswith("https://"):
+            continue
+        page, _, anchor = target.partition("#")
+        assert (ROOT / page).exists(), target
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), flags=re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_a_release_has_absolute_links(tmp_path):
+    """PyPI shows README.md without the folder that its links are relative to."""
+    for name in (".github/addresses.py", "README.md", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    home = "https://github.com/owner/repository"
+    subprocess.run([sys.executable, tmp_path / ".github/addresses.py", home, "v1.2.3"], check=True)
+    before, after = (links((where / "README.md").read_text()) for where in (ROOT, tmp_path))
+    assert len(before) == len(after) > 20
+    assert all(target.startswith("https://") for target in after)
+    assert f"{home}/blob/v1.2.3/docs/quickstart.md" in after
+    assert f"{home}/raw/v1.2.3/docs/figures/frontier.svg" in after
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == home
+    assert "Paper" in project["urls"]
+
+
+def test_the_oldest_versions_are_those_of_the_bounds():
+    done = subprocess.run([sys.executable, ROOT / ".github/oldest.py"], capture_output=True, text=True, check=True)
+    project = (ROOT / "pyproject.toml").read_text()
+    pins = [pin.removesuffix(".*").split("==") for pin in done.stdout.split()]
+    assert {"torch", "transformers", "lightning"} <= {name for name, _ in pins}
+    assert all(f'"{name}>={version}' in project for name, version in pins)
 
 
 def test_commands_in_docs_exist(capsys):

@@ -11,6 +11,8 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -166,6 +168,66 @@ def test_first_programs_run(name, tmp_path, monkeypatch):
         (newest,) = tmp_path.rglob("*.ckpt")
         again = blocks(ROOT / "docs" / "lightning.md", "python")[0].replace('"release"', '"again"')
         exec(again.replace("strategy.loader)", f"strategy.loader, ckpt_path={str(newest)!r})"), {"__name__": name})
+
+
+STEP = """        torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def a_small_task() -> dict[str, Any]:
+    """What the pages on training take as given."""
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(400, 20)
+    model = torch.nn.Linear(20, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "torch": torch,
+        "dataset": torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_training_page_runs(monkeypatch):
+    logged: list[tuple[Any, ...]] = []
+    writer = SimpleNamespace(add_scalar=lambda *value: logged.append(value))
+    board = SimpleNamespace(SummaryWriter=lambda _: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    first, epochs, schedule, spent, watch, *_ = blocks(ROOT / "docs" / "training.md", "python")
+    # A λ that is searched for takes seconds.
+    first = first.replace("epochs=10, epsilon=2.0,", "epochs=2, epsilon=2.0, mechanism=lc.LambdaCGD(0.6),")
+    begin, loop, step = first.partition("for batch in")
+    known = a_small_task()
+    for code in (loop + step, epochs.replace("        ...\n", STEP), schedule + spent, watch):
+        exec(begin + code, known)
+        assert known["private"].finished
+        known["private"].detach()
+    assert len(logged) == 2 * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_checkpoints_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, resume, _, release, read, earlier = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    known = a_small_task()
+    known["plan"] = lc.plan(known["dataset"], 20, epochs=2, epsilon=2.0, delta=1e-4, mechanism=lc.LambdaCGD(0.6))
+    known["build_model"] = lambda: a_small_task()["model"]
+    exec(train.replace("        ...\n", STEP), known)
+    assert known["private"].finished
+    known["private"].detach()
+    exec(resume + release, known)
+    trained = known["model"].state_dict()
+    exec(read, known)
+    assert all(value.equal(trained[name]) for name, value in known["model"].state_dict().items())
+    known["optimizer"] = known["torch"].optim.SGD(known["model"].parameters(), lr=0.1)
+    exec(earlier.replace("first-release", "release"), known)
+    assert known["private"].card()["earlier_runs"] == [{"epsilon": 2.0, "delta": 1e-4}]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "mechanisms", "lora"])

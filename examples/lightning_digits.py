@@ -31,9 +31,12 @@ class Digits(lightning.LightningModule):
         out: Tensor = self.net(x)
         return out
 
-    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch
-        loss = F.cross_entropy(self(x), y)
+        return F.cross_entropy(self(x), y)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
+        loss = self.loss(batch)
         self.log("train_loss_not_private", loss)
         return loss
 
@@ -52,12 +55,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--resume", type=Path, help="a checkpoint of this run")
     given = parser.parse_args()
+    if (given.out / "release").exists():
+        parser.error(f"{given.out} holds a release: choose another folder for another run, which costs its own (ε, δ)")
+    # Whoever has the key can subtract the noise: keep it outside of the folder that you copy and publish.
+    key = given.out.with_name(given.out.name + ".private") / "run.key"
     train, test = digits.load()
 
     torch.manual_seed(0)
     plan = lc.plan(train, 64, epochs=given.epochs, epsilon=given.epsilon, delta=1e-4)
     strategy = LambdaCGDStrategy(
-        plan, train, max_grad_norm=0.5, key=given.out / "private" / "run.key", max_physical_batch_size=64
+        plan, train, max_grad_norm=0.5, key=key, max_physical_batch_size=64, loss=Digits.loss, earlier=[]
     )
     trainer = lightning.Trainer(
         strategy=strategy,

@@ -59,6 +59,13 @@ def prepare(out: Path, examples: int) -> lc.SecretKey | None:
     return lc.SecretKey.load(key) if dist.get_rank() == 0 else None
 
 
+def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """The mean over the examples of a batch: an example's gradient must not depend on the others."""
+    device = next(model.parameters()).device
+    inputs, labels = (tensor.to(device) for tensor in batch)
+    return F.cross_entropy(model(inputs), labels)
+
+
 @torch.no_grad()
 def accuracy(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Every rank evaluates the whole test set: with a sharded model they must compute together."""
@@ -84,12 +91,13 @@ def main(argv: list[str] | None = None, after_step: Callable[[lc.Private], None]
     key = prepare(args.out, len(train))
     model = build(args.sharded, device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    private = lc.privatize(model, optimizer, train, lc.Plan.load(args.out / "plan.json"), max_grad_norm=1.0, key=key)
+    plan = lc.Plan.load(args.out / "plan.json")
+    private = lc.privatize(model, optimizer, train, plan, max_grad_norm=1.0, key=key, loss=loss_of, earlier=[])
     private.resume(args.out / "checkpoint")
 
     for epoch in private.epochs():
-        for x, y in epoch:
-            F.cross_entropy(model(x.to(device)), y.to(device)).backward()
+        for batch in epoch:
+            loss_of(model, batch).backward()
             optimizer.step()
             optimizer.zero_grad()
             if after_step is not None:
@@ -101,6 +109,7 @@ def main(argv: list[str] | None = None, after_step: Callable[[lc.Private], None]
             print(f"epoch {epoch.number}: {correct:.1%} of the test digits; {private.spent()}", flush=True)
 
     if not (args.out / "release").exists():
+        private.save(args.out / "checkpoint")  # no run resumes from before an export, and this script may start again
         lc.export(private, args.out / "release")
     private.detach()
     dist.barrier()

@@ -9,7 +9,10 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -75,6 +78,47 @@ def test_workflows_are_yaml():
         assert yaml.safe_load(path.read_text())["jobs"], path.name
 
 
+def links(text: str) -> list[str]:
+    return re.findall(r"\]\(((?!#)[^)]+)\)", text)
+
+
+@pytest.mark.parametrize("name", ["README.md", "SECURITY.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_links_beside_the_site_lead_somewhere(name):
+    """mkdocs looks at docs/ only."""
+    for target in links((ROOT / name).read_text()):
+        if target.startswith("https://"):
+            continue
+        page, _, anchor = target.partition("#")
+        assert (ROOT / page).exists(), target
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(), flags=re.M) if anchor else []
+        assert not anchor or anchor in {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}, target
+
+
+def test_a_release_has_absolute_links(tmp_path):
+    """PyPI shows README.md without the folder that its links are relative to."""
+    for name in (".github/addresses.py", "README.md", "pyproject.toml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    home = "https://github.com/owner/repository"
+    subprocess.run([sys.executable, tmp_path / ".github/addresses.py", home, "v1.2.3"], check=True)
+    before, after = (links((where / "README.md").read_text()) for where in (ROOT, tmp_path))
+    assert len(before) == len(after) > 20
+    assert all(target.startswith("https://") for target in after)
+    assert f"{home}/blob/v1.2.3/docs/quickstart.md" in after
+    assert f"{home}/raw/v1.2.3/docs/figures/frontier.svg" in after
+    project = tomllib.loads((tmp_path / "pyproject.toml").read_text())["project"]
+    assert project["urls"]["Repository"] == home
+    assert "Paper" in project["urls"]
+
+
+def test_the_oldest_versions_are_those_of_the_bounds():
+    done = subprocess.run([sys.executable, ROOT / ".github/oldest.py"], capture_output=True, text=True, check=True)
+    project = (ROOT / "pyproject.toml").read_text()
+    pins = [pin.removesuffix(".*").split("==") for pin in done.stdout.split()]
+    assert {"torch", "transformers", "lightning"} <= {name for name, _ in pins}
+    assert all(f'"{name}>={version}' in project for name, version in pins)
+
+
 def test_commands_in_docs_exist(capsys):
     """Every flag of ``lambdacgd …`` in a block is one that the command has."""
     for page in PAGES:
@@ -124,6 +168,66 @@ def test_first_programs_run(name, tmp_path, monkeypatch):
         (newest,) = tmp_path.rglob("*.ckpt")
         again = blocks(ROOT / "docs" / "lightning.md", "python")[0].replace('"release"', '"again"')
         exec(again.replace("strategy.loader)", f"strategy.loader, ckpt_path={str(newest)!r})"), {"__name__": name})
+
+
+STEP = """        torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def a_small_task() -> dict[str, Any]:
+    """What the pages on training take as given."""
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(400, 20)
+    model = torch.nn.Linear(20, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "torch": torch,
+        "dataset": torch.utils.data.TensorDataset(x, (x.sum(1) > 0).long()),
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.LinearLR(optimizer),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_training_page_runs(monkeypatch):
+    logged: list[tuple[Any, ...]] = []
+    writer = SimpleNamespace(add_scalar=lambda *value: logged.append(value))
+    board = SimpleNamespace(SummaryWriter=lambda _: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    first, epochs, schedule, spent, watch, *_ = blocks(ROOT / "docs" / "training.md", "python")
+    # A λ that is searched for takes seconds.
+    first = first.replace("epochs=10, epsilon=2.0,", "epochs=2, epsilon=2.0, mechanism=lc.LambdaCGD(0.6),")
+    begin, loop, step = first.partition("for batch in")
+    known = a_small_task()
+    for code in (loop + step, epochs.replace("        ...\n", STEP), schedule + spent, watch):
+        exec(begin + code, known)
+        assert known["private"].finished
+        known["private"].detach()
+    assert len(logged) == 2 * 3
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_checkpoints_page_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train, resume, _, release, read, earlier = blocks(ROOT / "docs" / "checkpoints.md", "python")
+    known = a_small_task()
+    known["plan"] = lc.plan(known["dataset"], 20, epochs=2, epsilon=2.0, delta=1e-4, mechanism=lc.LambdaCGD(0.6))
+    known["build_model"] = lambda: a_small_task()["model"]
+    exec(train.replace("        ...\n", STEP), known)
+    assert known["private"].finished
+    known["private"].detach()
+    exec(resume + release, known)
+    trained = known["model"].state_dict()
+    exec(read, known)
+    assert all(value.equal(trained[name]) for name, value in known["model"].state_dict().items())
+    known["optimizer"] = known["torch"].optim.SGD(known["model"].parameters(), lr=0.1)
+    exec(earlier.replace("first-release", "release"), known)
+    assert known["private"].card()["earlier_runs"] == [{"epsilon": 2.0, "delta": 1e-4}]
 
 
 @pytest.mark.parametrize("name", ["quickstart", "mechanisms", "lora"])

@@ -52,3 +52,5 @@ def test_lightning(monkeypatch, tmp_path, capsys):
     assert float(out.split("accuracy ")[1].split(",")[0]) > 0.3
     assert (tmp_path / "out" / "release" / "model.safetensors").exists()
     assert (tmp_path / "out" / "checkpoints" / "last.ckpt").exists()
+    assert not list((tmp_path / "out").rglob("*.key"))
+    assert "checked on a few examples" in (tmp_path / "out" / "release" / "PRIVACY.md").read_text()

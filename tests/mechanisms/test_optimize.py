@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import minimize
 
 from lambdacgd import cache
-from lambdacgd.mechanisms import BISR, BLT, BandInvMF, BandMF, Horizon, rmse, sensitivity
+from lambdacgd.mechanisms import BISR, BLT, BandInvMF, BandMF, Horizon, optimised, rmse, sensitivity
 from lambdacgd.mechanisms.base import inverse_pullback, multiply, series_inverse
 from lambdacgd.mechanisms.error import participation_sum
 from lambdacgd.mechanisms.optimised import log_squared_rmse
@@ -119,6 +119,14 @@ def test_smallest_horizons(mechanism):
     with cache.disabled():
         resolved = mechanism.resolve(horizon)
     assert np.isfinite(rmse(resolved, horizon))
+
+
+def test_one_band_needs_no_search(monkeypatch):
+    """SciPy before 1.17 refuses to minimise over no numbers."""
+    monkeypatch.setattr(optimised, "minimize", None)
+    with cache.disabled():
+        for mechanism in (BandMF(1), BandInvMF(1)):
+            assert mechanism.resolve(Horizon(20, 2)).coefficients == (1.0,)
 
 
 def test_optimised_parameters_are_cached_by_content(tmp_path, monkeypatch):

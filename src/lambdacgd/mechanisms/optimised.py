@@ -116,6 +116,8 @@ class _OptimizedBands(_Optimised, Banded):
 
     def _minimise(self, horizon: Horizon, start: Array, *, upper: float | None = None) -> Array:
         """The coefficients with the smallest RMSE, the first of them 1, searched from ``start`` for the others."""
+        if not len(start):  # SciPy before 1.17 refuses to minimise over no numbers
+            return np.ones(1)
         n = horizon.steps
 
         def objective(tail: Array) -> tuple[float, Array]:

@@ -114,3 +114,6 @@ def test_torchrun_restarts_to_the_same_weights(tmp_path, options):
     found, wanted = (load_file(folder / "release" / "model.safetensors") for folder in (rough, calm))
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    launch.run(2, run_example, str(calm), *options)  # a job that is started again after its release has nothing to do
+    again = load_file(calm / "release" / "model.safetensors")
+    assert all(torch.equal(again[name], wanted[name]) for name in wanted)

@@ -62,7 +62,7 @@ def _write(target: Path, private: Private, weights: dict[str, Tensor]) -> None:
     facts = private.card()
     if target.exists():
         raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
-    if private.plan.certificate.kind == "bound" and math.isfinite(private.plan.epsilon):
+    if math.isfinite(private.plan.epsilon):
         verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.draft")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.accounting.floating_point import FloatingPointCost, cover
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import InvalidInput, NotPrivateWarning
+from lambdacgd.errors import InvalidInput
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
 from lambdacgd.noise.layout import FINENESS
 from lambdacgd.planning import Plan
@@ -92,8 +92,7 @@ class PrivateStep:
             self.noise.add_(sums, step, offsets=self._offsets, check=check)
         elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
             raise NonFiniteSum(
-                "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the loss or "
-                "the model"
+                "a gradient sum holds a NaN or an infinity, so this step is refused: look for overflow in the model"
             )
 
     def write(self, parameters: Mapping[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
@@ -146,18 +145,19 @@ class PrivateStep:
 
 
 def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
-    """Refuse what is no plan, or a changed one; warn where σ is an estimate, whose card claims nothing, or δ > 1/N."""
+    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
     plan.check()
-    if plan.certificate.kind != "bound":
-        warnings.warn(
-            "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
-            "anew with lc.plan before training on data that needs protection",
-            NotPrivateWarning,
-            stacklevel=stacklevel,
+    aside = plan.certificate.details.get("floating_point")
+    covered = math.isinf(plan.epsilon) or aside == set_aside(plan.epsilon, plan.delta)
+    if plan.certificate.kind != "bound" or not covered:
+        raise InvalidInput(
+            "plan",
+            "This is a plan of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ "
+            "aside for floating point. Make it again with lc.plan.",
         )
-    elif plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+    if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
         warnings.warn(
             f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example "
             "outright. Plan with one well below 1/N",
@@ -166,35 +166,22 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
 
 
 def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
-    """What floating point takes of a plan's ε and δ; None where nothing is claimed.
-
-    Args:
-        plan: The plan.
-        parameters: How many trainable numbers the model has.
-
-    Returns:
-        The cost, with the lattice on which sums plus noise are released.
+    """What floating point takes of a plan's ε and δ, and the lattice on which sums plus noise are released; None where
+    nothing is claimed. ``parameters`` is how many trainable numbers the model has.
 
     Raises:
-        InvalidInput: The plan has set nothing aside for it (an earlier release made it), or too little; or its noise
-            is so small beside a sum of all examples that float64 cannot hold both.
+        InvalidInput: The plan has set too little aside for so many, or its noise is so small beside a sum of all
+            examples that float64 cannot hold both.
     """
-    if plan.certificate.kind != "bound" or not math.isfinite(plan.epsilon):
+    if not math.isfinite(plan.epsilon):
         return None
-    if plan.certificate.details.get("floating_point") != set_aside(plan.epsilon, plan.delta):
-        raise InvalidInput(
-            "plan",
-            "This plan was made before floating point was part of what a plan covers: it sets no ε and δ aside for it. "
-            "Make it again with lc.plan.",
-        )
     scales = plan.mechanism.column_scales(plan.block.steps)
     least = plan.sigma * (1.0 if scales is None else float(np.min(scales)))
     if plan.examples > 2.0**29 * least:
         raise InvalidInput(
             "plan",
             f"A sum of {plan.examples} examples can be more than 2^29 times as large as the noise of a step, "
-            f"{least:.2g} of the clipping norm: floating-point noise cannot be proven to hide anything in it. Plan for "
-            "a smaller ε.",
+            f"{least:.2g} of the clipping norm, too much for float64. Plan for a smaller ε.",
         )
     return cover(
         plan.mechanism,

@@ -455,7 +455,7 @@ class LambdaCGDTrainer(_Trainer):
 
     def _enter_release(self, private: Private) -> None:
         private.cycle.refuse_half_done()
-        private.check_weights()  # before anything is written: no weights without their card
+        private.weights.check()  # before anything is written: no weights without their card
         if self.model is not private.model:
             raise TrainingError(
                 "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "

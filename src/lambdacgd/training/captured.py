@@ -17,8 +17,7 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.data import cut
-from lambdacgd.training.loop import Loop, Phase
+from lambdacgd.training.loop import Loop, Phase, cut
 from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
@@ -92,7 +91,7 @@ class CapturedStep:
 
     def _launch(self) -> None:
         """One logical step: fill the table and capture what is missing, then replay."""
-        cycle = self._loop.cycle
+        loop, cycle = self._loop, self._loop.cycle
         step = cycle.current
         if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
@@ -108,13 +107,13 @@ class CapturedStep:
         try:
             for kind in kinds:
                 self._graphs[kind].replay()
-            self._loop.acted()
+            loop.acted()
             self._at = cycle.current
         except BaseException:
             self._at = 0  # counters in device memory are set anew
             raise
-        self._loop.moved()
-        for act in self._loop.after_step:
+        loop.reading = None  # the loader, which may have read ahead, begins anew
+        for act in loop.after_step:
             act()
 
     def _constants(self) -> list[Any]:

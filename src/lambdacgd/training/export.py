@@ -50,7 +50,7 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
     target, model, world = Path(path), private.model, private.world
     if any(is_sharded(p) for p in model.parameters()):
         with world.together("export"):
-            private.check_weights()
+            private.weights.check()
         weights = whole_state(model, keep=world.first)
         world.from_first("export", lambda: _write(target, private, weights))
     elif world.first:

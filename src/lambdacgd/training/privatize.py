@@ -22,7 +22,7 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import Collate, Epoch, KeepsApart, Loader, Sample, a_few, check_dataset, sample_of
+from lambdacgd.training.data import Collate, KeepsApart, Sample, a_few, check_dataset, sample_of
 from lambdacgd.training.distributed.models import (
     broadcast_,
     follow,
@@ -33,7 +33,7 @@ from lambdacgd.training.distributed.models import (
 )
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loop import EMA, Loop, Phase
+from lambdacgd.training.loop import EMA, Epoch, Loader, Loop, Phase
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
 from lambdacgd.version import __version__
@@ -280,7 +280,17 @@ class Private(Loop):
         Raises:
             TrainingError: No step was taken in an epoch, or the run was detached.
         """
-        return self.loader.epochs()
+        plan, cycle = self.plan, self.cycle
+        self.check_usable()
+        while not self.finished:
+            done = cycle.done
+            number = done // plan.steps_per_epoch + 1
+            yield Epoch(self.loader, number, number * plan.steps_per_epoch)
+            if cycle.done == done:  # it would come again, for ever
+                raise TrainingError(
+                    f"epoch {number} was passed over: no step was taken in it, and epochs cannot be skipped. Write for "
+                    "batch in epoch: …"
+                )
 
     def spent(self, *, after_epochs: bool = False) -> Spent:
         """The plan's (ε, δ) with its certificate, and the share of steps taken.
@@ -305,7 +315,7 @@ class Private(Loop):
         Raises:
             TrainingError: Something other than the run has changed the weights since its last step.
         """
-        self.check_weights()
+        self.weights.check()
         return card(
             self.plan,
             self.history,

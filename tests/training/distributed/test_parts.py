@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lambdacgd.errors import TrainingError
 from lambdacgd.keys import SecretKey
-from lambdacgd.training.data import cut
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.loop import cut
 from lambdacgd.training.run import Run
 
 

@@ -76,25 +76,25 @@ def save(
     with world.together("saving"):
         check_savable(private)
         private.note_changes()
+    private.compare_weights()
+    all_generators = world.gather(generators())
+    with world.together("saving"):
         left_out = set() if frozen else _frozen(private)
         optimizer = None if weights_only else private.optimizer.state_dict()
-        if optimizer is not None:
-            _check_optimizer_state(private, optimizer)
+        _check_optimizer_state(private, {"state": {}} if optimizer is None else optimizer)
         state = {  # tensors are those in use, not copies
             "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
             "optimizer": optimizer,
             "averages": [average.state_dict() for average in private.averages],
             "extra": extra if extra is not None and world.first else {},
+            "generators": all_generators,
         }
-    private.compare_weights()
-    state["generators"] = world.gather(generators())
-    with world.together("saving"):
         who = identity(private) | {"sample": private.sample.seal(private.run.key, run_id)}
-        parts = {"identity": who, "plan": private.plan.to_json(), "groups": _groups(private)}
-        facts, tensors = encode(parts | {"state": state})
-    facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
-    name = f"step-{private.steps_taken:08d}"
-    draft, target = folder / f".{name}.{run_id}.draft", folder / name
+        parts = {"identity": who, "plan": private.plan_json, "groups": _groups(private), "state": state}
+        facts, tensors = encode(parts)
+    step = private.steps_taken
+    facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": step}
+    draft, target = folder / f".step-{step:08d}.{run_id}.draft", folder / f"step-{step:08d}"
     with contextlib.ExitStack() as held:  # a detached run has let go of its lock
         world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
         # What an error left of the last save may be the run's only checkpoint that can be resumed.
@@ -114,7 +114,7 @@ def save(
             ) from error
 
         def release() -> None:
-            private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
+            private.run.release(step, digest=digest, kind="checkpoint")
             _give_name(draft, target)
             for old in folder.iterdir():
                 if old != target and _STEP.fullmatch(old.name):
@@ -142,8 +142,8 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             private.sample.check(who["sample"], private.run.key, facts["run"])
             if facts["state"]["optimizer"] is None:
                 raise CheckpointError(
-                    f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the "
-                    "optimizer's state and the loop's position are missing"
+                    f"{source} holds weights only (save_weights_only=True): no run can go on without the optimizer's "
+                    "state"
                 )
             _check_fits(private, saved)
             digest = _digest(source)
@@ -198,8 +198,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 _MEANING = {
     "plan": "the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
     "layout": "the trainable parameters (names or shapes): noise could not cancel. Build the same model",
-    "noise": "the format of the noise: the run was begun under another one, so its noise could not be cancelled. Such "
-    "a run cannot go on: start a new one",
+    "noise": "the format of the noise: the run was begun under another one and cannot go on. Start a new one",
     "max_grad_norm": "the clipping norm: it is fixed for a run",
     "clipping_mode": "the clipping mode: it is fixed for a run",
     "augmentations": "the number of augmentations: it is fixed for a run",
@@ -227,11 +226,9 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved.get("data_fingerprint") is None and "data_fingerprint" in differs:
         differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
     if differs:
-        lines = [
-            f"- {_MEANING[name]} (saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)})"
-            for name in differs
-        ]
-        raise CheckpointError("this checkpoint does not belong here. What differs:\n" + "\n".join(lines))
+        both = {name: f"saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)}" for name in differs}
+        lines = [f"\n- {_MEANING[name]} ({values})" for name, values in both.items()]
+        raise CheckpointError("this checkpoint does not belong here. What differs:" + "".join(lines))
 
 
 def check_savable(private: Private) -> None:
@@ -239,8 +236,8 @@ def check_savable(private: Private) -> None:
     private.check_whole()
     if not private.between_steps:
         raise CheckpointError(
-            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
-            "after an optimizer.step() that acted (private.between_steps is then True)"
+            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way: save "
+            "where private.between_steps is True"
         )
     private.check_own_weights()
     private.run.check_ledger()
@@ -272,30 +269,28 @@ def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
             shape = value if isinstance(value, torch.Size) else getattr(value, "shape", ())
             if shape != p.shape and math.prod(shape) > 1:
                 raise CheckpointError(
-                    f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers "
-                    "of processes could not take over: use an optimizer whose state has the parameters' shapes"
+                    f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}: use one whose state "
+                    "has the parameters' shapes"
                 )
 
 
 def _check_fits(private: Private, saved: _Saved) -> None:
     """Refuse what could not be loaded, before the run becomes the checkpoint's."""
     if saved.facts["groups"] != _groups(private):
+        raise CheckpointError("the optimizer's parameter groups are not those of the checkpoint: make the same ones")
+    averages = len(saved.facts["state"]["averages"])
+    if averages != len(private.averages):
         raise CheckpointError(
-            "the optimizer's parameter groups are not those of the checkpoint: make the same groups, in the same order"
+            f"the checkpoint has {averages} running averages of the weights and this run {len(private.averages)}; make "
+            "the same ones with private.ema(…) before loading"
         )
-    averages = saved.shapes("averages")
-    if len(averages) != len(private.averages):
-        raise CheckpointError(
-            f"the checkpoint has {len(averages)} running averages of the weights and this run "
-            f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
-        )
-    own, weights = private.model.state_dict(), saved.shapes("model")
-    wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
-    wrong |= {
-        name
-        for name in own.keys() & weights.keys()
-        if isinstance(own[name], Tensor) and own[name].shape != weights[name]
+    weights = saved.shapes("model")
+    own = {
+        name: value.shape if isinstance(value, Tensor) else weights.get(name, value)
+        for name, value in private.model.state_dict().items()
     }
+    wrong = {name for name in own.keys() | weights.keys() if own.get(name) != weights.get(name)}
+    wrong -= _frozen(private) - weights.keys()
     if wrong:
         names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
@@ -347,9 +342,8 @@ def _damage(source: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file fails in whatever way its damage leads to
         raise CheckpointError(
-            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every "
-            "copy, declare it destroyed in the ledger (key.ledger().declare_destroyed(run, step)) and resume from "
-            "the one before; or start a new run"
+            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost with every copy, "
+            "declare that (key.ledger().declare_destroyed(run, step)) and resume from the one before"
         ) from error
 
 
@@ -428,10 +422,7 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[Written]) -> 
     digests = {name: digest for own, _ in written for name, digest in own.items()}
     content = json.dumps(facts | {"sharded": sharded}, allow_nan=False).encode()
     if len(content) > MOST_JSON:
-        raise CheckpointError(
-            f"the numbers and texts of this checkpoint take {len(content)} bytes, and {MOST_JSON} are allowed: give "
-            "long lists in extra= as tensors"
-        )
+        raise CheckpointError(f"numbers and texts take {len(content)} bytes: give long lists in extra= as tensors")
     digests[FACTS] = write_new(draft / FACTS, [content])
     sync_folder(draft)
     return _joined(digests)
@@ -442,8 +433,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
-            "version that wrote it"
+            f"{folder} is of format {str(facts['format'])[:40]!r}, not {FORMAT!r}: use the version that wrote it"
         )
     kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
@@ -461,8 +451,7 @@ def _names(folder: Path) -> list[str]:
     for name in names:
         if not stat.S_ISREG(os.lstat(folder / name).st_mode):
             raise CheckpointError(
-                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore the "
-                "checkpoint from a copy"
+                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore it"
             )
     return names
 
@@ -550,15 +539,10 @@ _DTYPES = {
 
 
 def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Turn nested plain data into a JSON value and the tensors that it names.
+    """Turn nested plain data into a value for ``json.dumps`` and the tensors that it names (those given, not copies).
 
-    Args:
-        value: Dicts, lists, tuples, numbers, strings, None and tensors, nested at will. Subclasses of these count as
-            what they derive from, NumPy's numbers as Python's.
-
-    Returns:
-        A value for ``json.dumps``, and the tensors by name. They are those given, not copies. Two places that hold
-        the same memory share one name.
+    Dicts, lists, tuples, numbers, strings, None and tensors may be nested at will. Subclasses of these count as what
+    they derive from, NumPy's numbers as Python's. Two places that hold the same memory share one name.
 
     Raises:
         CheckpointError: Something else is in it; the sentence says where.
@@ -588,15 +572,14 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
             items = [[plain(k, f"{path}.(key)"), plain(v, f"{path}.{k}")] for k, v in value.items()]
             return {_TAG: "dict", "items": items}
         raise CheckpointError(
-            f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give tensors, "
-            "numbers, strings, lists and dicts (a state_dict, not the object itself)"
+            f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give plain data "
+            "and tensors (a state_dict, not the object itself)"
         )
 
     def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
             raise CheckpointError(
-                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold: "
-                "make it a dense tensor of an ordinary type"
+                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}: make it dense, of an ordinary type"
             )
         memory = _memory(value)
         if memory is not None and memory in names:
@@ -623,15 +606,8 @@ def _memory(value: Tensor) -> Any:
 
 
 def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> Any:
-    """The inverse of `encode`, after JSON.
-
-    Args:
-        value: What `encode` returned.
-        tensor: Says what to put in the place of a tensor, by its name and by the keys and numbers that lead to it.
-        path: The keys and numbers that lead to ``value`` itself.
-
-    Returns:
-        The nested data.
+    """The inverse of `encode`, after JSON. ``tensor`` says what to put in the place of a tensor, by its name and by the
+    keys and numbers that lead to it; ``path`` leads to ``value`` itself.
 
     Raises:
         CheckpointError: ``value`` holds something that `encode` does not write.

@@ -245,9 +245,9 @@ class Sample:
         own = None if saved is None else self.seal(key, run)
         if saved is not None and own is not None and not hmac.compare_digest(saved, own):
             raise CheckpointError(
-                "this checkpoint does not belong here: the dataset is in another order or holds other data than that "
-                "of the run (shuffled or split anew, without a seed?). Build it as it was. If it is the same and only "
-                "reading it differs, say so with data_fingerprint=…"
+                "this checkpoint does not belong here: some examples, read again, are not those of the run. The "
+                "dataset is in another order or holds other data (shuffled or split anew, without a seed?): build it "
+                "as it was. If only reading it differs, say so with data_fingerprint=…"
             )
 
     @cached_property

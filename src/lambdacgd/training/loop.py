@@ -1,8 +1,8 @@
-"""The user's loop around a private step: the batches it gets, and what backward passes and ``optimizer.step()`` set off.
+"""The user's loop around a private step: the batches it gets, what backward passes and ``optimizer.step()`` set off.
 
 The loop stays the user's own. `Loader` hands out the plan's batches. `Loop` stands behind the hooks on the optimizer
 and on the clipper, and calls `step.PrivateStep` once for every whole logical batch. `Cycle` knows where the run stands,
-`Gradients` what is in ``p.grad``, `Weights` whether something else has changed the weights; `EMA` is an average of them.
+`Gradients` what is in ``p.grad``, `Weights` whether something else has changed the weights; `EMA` is their average.
 
 Guarantee
 ---------
@@ -220,9 +220,8 @@ class Loader:
         self._given = given = deque[Chunk]()
 
         def chunks() -> Iterator[Chunk]:
-            for number, batch in enumerate(self._loop.private_step.batches(step), start=step):
-                parts = cut(number, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple)
-                for chunk in parts:
+            for t, batch in enumerate(self._loop.private_step.batches(step), start=step):
+                for chunk in cut(t, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple):
                     given.append(chunk)
                     yield chunk
 

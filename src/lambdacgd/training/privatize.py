@@ -174,6 +174,7 @@ def privatize(
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
             private.sample = Sample(dataset, readable=readable)
+            private.plan_json = plan.to_json()
             private.settings = {
                 "plan": plan.digest,
                 "layout": layout.digest,
@@ -232,6 +233,8 @@ class Private(Loop):
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
+    #: The plan, for checkpoints.
+    plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
+from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.data import generators, set_generators
 from lambdacgd.training.loop import Phase
@@ -73,6 +74,30 @@ def check_internals(package: str, extra: str, known: tuple[Version, Version], us
         )
 
 
+# --- the plan and the run --------------------------------------------------------------------------------------------
+
+
+def check_is_plan(plan: object) -> None:
+    """At the door, before a Trainer or strategy reads it; ``privatize`` looks into it."""
+    if not isinstance(plan, Plan):
+        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+
+
+def refuse_second_run(private: Private | None, how: str) -> None:
+    """Refuse to begin a run where another one has taken steps; ``how`` goes on with that."""
+    if private is not None and private.steps_taken:
+        raise TrainingError(
+            f"this run has taken {private.steps_taken} of {private.plan.steps} steps. Go on with {how}, or make all "
+            "anew for a new run, which costs its own (ε, δ)"
+        )
+
+
+def logged_claim(private: Private) -> dict[str, float]:
+    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed, ε is inf."""
+    epsilon = private.plan.epsilon if private.spent().private else math.inf
+    return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
+
+
 # --- the key ---------------------------------------------------------------------------------------------------------
 # An output folder is copied, archived and uploaded as a whole, and the key must not travel with it. The default place
 # is therefore ``<output_dir>.private/run.key``, and a place inside the output folder is refused.
@@ -95,8 +120,8 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
         raise InvalidInput(
             "key",
             str(path),
-            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
-            f"it at {default_key_path(output_dir)}",
+            f"it must lie outside the output folder, which is copied as a whole; by default it is at "
+            f"{default_key_path(output_dir)}",
         )
     return load_or_make(key)
 
@@ -118,12 +143,6 @@ def load_or_make(key: KeyLike) -> SecretKey:
 def check_key(key: object) -> None:
     if not isinstance(key, (SecretKey, str, os.PathLike)):
         raise InvalidInput.of_type("key", key, "a SecretKey or the path of a key file")
-
-
-def logged_claim(private: Private) -> dict[str, float]:
-    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed (key for tests, estimate), ε is inf."""
-    epsilon = private.plan.epsilon if private.spent().private else math.inf
-    return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -172,9 +191,7 @@ class LogicalBatch:
     def parts(self) -> Iterator[tuple[Any, bool]]:
         """Every physical batch, and whether it is the last: then ``optimizer.step()`` acts."""
         if self._used:
-            raise TrainingError(
-                "the examples of this logical step were already read once; every example takes part once a step"
-            )
+            raise TrainingError("the examples of this logical step were already read once: they take part once")
         self._used, last = True, False
         while not last:
             part = next(self._data)
@@ -191,8 +208,7 @@ class LogicalLoader:
 
     def __len__(self) -> int:
         """Logical steps in an epoch."""
-        steps: int = self._owner.plan.steps_per_epoch
-        return steps
+        return int(self._owner.plan.steps_per_epoch)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         private: Private | None = self._owner.private

@@ -37,8 +37,7 @@ class Run:
         self.key = SecretKey.generate() if key is None else key
         if self.key.is_for_tests:
             warnings.warn(
-                "NOT PRIVATE: the key is one of SecretKey.for_tests, which everybody can compute, so this run claims "
-                "nothing. Train with a key of your own on data that needs protection",
+                "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests, so this run claims nothing",
                 NotPrivateWarning,
                 stacklevel=3,
             )
@@ -67,10 +66,7 @@ class Run:
     def id(self) -> str:
         """The run's id. Asking for it starts the run, so the first time all ranks must ask."""
         if os.getpid() != self._process:
-            raise TrainingError(
-                "this run was forked: two processes would use the same noise for different sums. Call privatize in "
-                "the process that trains"
-            )
+            raise TrainingError("this run was forked, and its noise must not serve twice: privatize where you train")
         if self._id is None:
             self._id = self._world.from_first("starting the run", self._start)
         return self._id
@@ -95,8 +91,8 @@ class Run:
         """Refuse to save what nobody could resume."""
         if not self._has_ledger:
             raise CheckpointError(
-                "this run's key lives in memory only, so nothing could ever resume it. Make a key file before "
-                'training: key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+                "this run's key lives in memory only: nothing could resume it. Make a key file before training: "
+                'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
             )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:
@@ -175,10 +171,9 @@ class Run:
         older = newest is None or (last is not None and newest.step < last.step)
         if newest != last and (detached or not older):
             raise LedgerError(
-                f"another process went on with run {self.id} and released weights: it used the noise of steps that "
-                "these weights went through too, for other sums. Both must not leave: throw these weights away, and "
-                "load the run's newest checkpoint. If this run was not detached, its lock did not hold (a network file "
-                "system, or a cleaner that removes lock files)"
+                f"another process went on with run {self.id} and released weights, so the noise of these weights has "
+                "served other sums: throw them away, and load the run's newest checkpoint. If this run was not "
+                "detached, its lock did not hold (a network file system, or a cleaner that removes lock files)"
             )
 
     def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:

@@ -44,9 +44,8 @@ def check_tag(received: Tensor, step: int, ranks: int) -> None:
     """Refuse a bucket whose parts come from different steps."""
     if received.tolist() != [ranks * t for t in tag(step)]:
         raise TrainingError(
-            f"this rank reduced its sums at step {step}, and another rank at another step. The ranks have drifted "
-            "apart (an error caught on one of them, a loop that breaks at different steps). Nothing was released at "
-            "this step: stop the job and resume all ranks from the newest checkpoint"
+            f"this rank reduced its sums at step {step} and another rank at another: they have drifted apart (an error "
+            "caught on one of them?). Stop the job and resume all ranks from the newest checkpoint"
         )
 
 
@@ -167,9 +166,7 @@ class ShardedTotals(Totals):
         self._whole, self._waiting, self._reduces = {}, {}, False
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
-        raise TrainingError(
-            f"the sums of {name!r} were not reduced: the backward pass of the last physical batch has not run"
-        )
+        raise TrainingError(f"the sums of {name!r} were not reduced: the last physical batch had no backward pass")
 
     # --- the reduction -----------------------------------------------------------------------------------------------
 
@@ -233,8 +230,8 @@ class ShardedTotals(Totals):
             if place.ranks != self._world.size:
                 raise InvalidInput(
                     "model",
-                    f"Parameter {name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train "
-                    "together. Shard over all processes of the job, or pass the mesh's process group as process_group.",
+                    f"{name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train together. Shard "
+                    "over all of them, or pass the mesh's process group as process_group.",
                 )
             mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
             by_owner.setdefault((owner, place.dtype, mesh), []).append(place)

@@ -229,9 +229,8 @@ def test_a_claim_is_not_rounded_down(sigma):
     cyclic = {"mechanism": lc.Identity(), "sampling": lc.Cyclic()}
     p = lc.plan(48, 12, epochs=2, noise_multiplier=sigma, delta=1.234561e-5, **cyclic)
     p = dataclasses.replace(p, epsilon=p.epsilon + 1e-9)
-    claim = card(p, History(), floating_point=None, steps_taken=0, max_grad_norm=1.0, clipping="flat", augmentations=1)[
-        "claim"
-    ]
+    settings = {"max_grad_norm": 1.0, "clipping_mode": "flat", "augmentations": 1}
+    claim = card(p, History(), settings, floating_point=None, steps_taken=0)["claim"]
     epsilon, delta = map(float, claim[1 : claim.index(")")].split(","))
     assert p.epsilon <= epsilon < p.epsilon * (1 + 1e-5)
     assert p.delta <= delta < p.delta * (1 + 1e-5)

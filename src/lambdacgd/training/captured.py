@@ -24,8 +24,8 @@ LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
 _NOT_PUT_BACK = (
-    "preparing a captured step failed, and so did putting the weights back: they may have moved by steps that do not "
-    "count. Call detach(), build the model and the optimizer anew, privatize, and load the newest checkpoint"
+    "preparing a captured step failed, and so did putting the weights back. Call detach(), build the model and the "
+    "optimizer anew, privatize, and load the newest checkpoint"
 )
 
 
@@ -261,11 +261,8 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
     devices = {p.device for p in loop.clipper.parameters.values()} | {tensor.device for tensor in data}
     device = next(iter(devices))
     if len(devices) != 1 or device.type != "cuda":
-        raise InvalidInput(
-            "data",
-            f"A captured step needs the data and the model on one CUDA device, and they are on "
-            f"{', '.join(sorted(map(str, devices)))}.",
-        )
+        places = ", ".join(sorted(map(str, devices)))
+        raise InvalidInput("data", f"Data and model must be on one CUDA device, and they are on {places}.")
     if device.index not in (None, torch.cuda.current_device()):
         raise InvalidInput(
             "data",
@@ -273,23 +270,16 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
             f"cuda:{torch.cuda.current_device()}, only. Call torch.cuda.set_device first.",
         )
     if not data or any(len(tensor) != plan.examples for tensor in data):
-        raise InvalidInput(
-            "data",
-            f"Give tensors of {plan.examples} rows each, in the dataset's order. These have "
-            f"{', '.join(str(len(tensor)) for tensor in data) or 'none'}.",
-        )
+        found = ", ".join(str(len(tensor)) for tensor in data) or "none"
+        raise InvalidInput("data", f"Give tensors of {plan.examples} rows in the dataset's order. These have {found}.")
     if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
-            "plan",
-            f"The noise of {plan.mechanism.name} needs buffers that advance on the host. Use the ordinary loop.",
+            "plan", f"The noise of {plan.mechanism.name} needs buffers on the host: use the ordinary loop."
         )
     kind = type(loop.optimizer)
     for group in loop.optimizer.param_groups:
         plain = kind is torch.optim.SGD and not group["dampening"]
         if not plain and not (kind in (torch.optim.Adam, torch.optim.AdamW) and group["capturable"]):
-            raise InvalidInput(
-                "optimizer",
-                f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this "
-                f"{kind.__name__} is none of them.",
-            )
+            allowed = "SGD without dampening, or Adam or AdamW with capturable=True"
+            raise InvalidInput("optimizer", f"A captured step takes {allowed}; this {kind.__name__} is none of them.")
     return device

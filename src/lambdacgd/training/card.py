@@ -238,11 +238,9 @@ class Card(dict[str, Any]):
 def card(
     plan: Plan,
     history: History,
+    settings: Mapping[str, Any],
     *,
     steps_taken: int,
-    max_grad_norm: float,
-    clipping: str,
-    augmentations: int,
     floating_point: FloatingPointCost | None,
     loss_checked: bool = False,
     key_for_tests: bool = False,
@@ -250,7 +248,7 @@ def card(
     """The privacy card of a run's weights: the facts, in the order in which a person would read them.
 
     The ε and δ of earlier runs in ``history`` are added to the plan's (basic composition), as if all had read the same
-    examples. With ``key_for_tests`` nothing is claimed, and ``floating_point`` is None where nothing is.
+    examples. ``settings`` are those of a `Private`; ``floating_point`` is None where nothing is claimed.
     """
     own = (math.inf if key_for_tests else plan.epsilon, plan.delta)
     runs = [*history.runs, own]
@@ -276,9 +274,9 @@ def card(
         "sampling": plan.sampling.to_dict(),
         "correlation": _correlation(plan),
         "sigma": plan.sigma,
-        "max_grad_norm": _finite(max_grad_norm),
-        "clipping": clipping,
-        "augmentations": augmentations,
+        "max_grad_norm": _finite(settings["max_grad_norm"]),
+        "clipping": settings["clipping_mode"],
+        "augmentations": settings["augmentations"],
         "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,

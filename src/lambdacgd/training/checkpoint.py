@@ -27,6 +27,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 FORMAT = "lambdacgd-checkpoint-3"
 FACTS, WHOLE = "run.json", "whole.safetensors"
-Keys = tuple[Any, ...]  # what leads to a place in nested data
 _STEP = re.compile(r"step-\d{8,}")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
@@ -136,22 +136,22 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         current = identity(private)
         with _damage(source):
             saved = _Saved(source, facts)
-            who = decode(facts["identity"], _no_tensor)
+            who, state = saved.identity, saved.state
             check_identity(who, current)
             history = private.history.resumed(History.from_dict(who["history"]))
             private.sample.check(who["sample"], private.run.key, facts["run"])
-            if facts["state"]["optimizer"] is None:
+            if state["optimizer"] is None:
                 raise CheckpointError(
                     f"{source} holds weights only (save_weights_only=True): no run can go on without the optimizer's "
                     "state"
                 )
-            _check_fits(private, saved)
+            _check_fits(private, facts["groups"], state)
             digest = _digest(source)
     world.agree("loading", {str(source): digest}, {str(source): "All ranks must see one file system"})
     with private.going_on_from(facts["step"], lambda: private.run.resume(facts["run"], facts["step"], digest)):
         with world.together("loading"):
-            _apply(private, saved)
-            extra: dict[str, Any] = saved.value("extra")
+            _apply(private, state)
+            extra: dict[str, Any] = _loaded(state["extra"])
         private.compare_weights()
     private.history = history  # the weights are the checkpoint's now
     return extra
@@ -187,9 +187,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     source, facts = _newest(None, Path(path))
     with _damage(source):
-        saved = _Saved(source, facts)
-        parts = {name: saved.value(name) for name in ("model", "optimizer", "averages", "extra")}
-    return {"step": facts["step"], **parts}
+        state = _loaded(_Saved(source, facts).state)
+    return {"step": facts["step"], **{name: state[name] for name in ("model", "optimizer", "averages", "extra")}}
 
 
 # --- whose checkpoint it is ------------------------------------------------------------------------------------------
@@ -266,7 +265,7 @@ def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
     for index, values in state["state"].items():
         p: Any = parameters[index] if isinstance(index, int) else None
         for key, value in values.items() if is_sharded(p) else ():
-            shape = value if isinstance(value, torch.Size) else getattr(value, "shape", ())
+            shape = _shape(value)
             if shape != p.shape and math.prod(shape) > 1:
                 raise CheckpointError(
                     f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}: use one whose state "
@@ -274,45 +273,41 @@ def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
                 )
 
 
-def _check_fits(private: Private, saved: _Saved) -> None:
+def _check_fits(private: Private, groups: Any, state: dict[str, Any]) -> None:
     """Refuse what could not be loaded, before the run becomes the checkpoint's."""
-    if saved.facts["groups"] != _groups(private):
+    if groups != _groups(private):
         raise CheckpointError("the optimizer's parameter groups are not those of the checkpoint: make the same ones")
-    averages = len(saved.facts["state"]["averages"])
+    averages = len(state["averages"])
     if averages != len(private.averages):
         raise CheckpointError(
             f"the checkpoint has {averages} running averages of the weights and this run {len(private.averages)}; make "
             "the same ones with private.ema(…) before loading"
         )
-    weights = saved.shapes("model")
-    own = {
-        name: value.shape if isinstance(value, Tensor) else weights.get(name, value)
-        for name, value in private.model.state_dict().items()
-    }
-    wrong = {name for name in own.keys() | weights.keys() if own.get(name) != weights.get(name)}
-    wrong -= _frozen(private) - weights.keys()
+    own, weights = private.model.state_dict(), state["model"]
+    wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
+    wrong |= {name for name, value in weights.items() if _shape(own.get(name)) != _shape(value)}
     if wrong:
         names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
-    _check_optimizer_state(private, saved.shapes("optimizer"))
+    _check_optimizer_state(private, state["optimizer"])
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", ())
 
 
 @torch.no_grad()
-def _apply(private: Private, saved: _Saved) -> None:
+def _apply(private: Private, state: dict[str, Any]) -> None:
     own, parameters = private.model.state_dict(), _parameters(private)
-    averages = [average.state_dict()["average"] for average in private.averages]
-
-    def parameter(path: Keys) -> Any:
-        return parameters[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
-
-    private.model.load_state_dict(own | saved.value("model", lambda path: own[path[0]]))
-    private.optimizer.load_state_dict(saved.value("optimizer", parameter))
-    values = saved.value("averages", lambda path: averages[path[0]][path[2]])  # (number, "average", name)
-    for average, state in zip(private.averages, values, strict=True):
-        average.load_state_dict(state)
-    states = saved.value("generators")
-    if len(states) == private.world.size:  # other worlds give ranks other examples, so other dropout
-        set_generators(states[private.world.rank])
+    private.model.load_state_dict(own | {name: _loaded(value, own[name]) for name, value in state["model"].items()})
+    of_parameters = {i: _loaded(values, parameters[i]) for i, values in state["optimizer"]["state"].items()}
+    private.optimizer.load_state_dict(_loaded(state["optimizer"] | {"state": of_parameters}))
+    for average, saved in zip(private.averages, state["averages"], strict=True):
+        held = average.state_dict()["average"]
+        read = {name: _loaded(value, held[name]) for name, value in saved["average"].items()}
+        average.load_state_dict(saved | {"average": read})
+    if len(state["generators"]) == private.world.size:  # other worlds give ranks other examples, so other dropout
+        set_generators(_loaded(state["generators"][private.world.rank]))
 
 
 # --- the folder: drafts, the ledger, names ---------------------------------------------------------------------------
@@ -441,10 +436,6 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def _no_tensor(name: str, path: Keys) -> None:
-    raise ValueError("a tensor in the identity")
-
-
 def _names(folder: Path) -> list[str]:
     """The names of all files. Opening a pipe would wait for ever, and a link may lead to anything."""
     names = sorted(os.listdir(folder))
@@ -471,58 +462,70 @@ def _joined(digests: Mapping[str, str]) -> str:
 
 
 class _Saved:
-    """An open checkpoint: its facts, and its tensors where they are asked for."""
+    """An open checkpoint: its facts, and its state with a `_Held` in the place of every tensor."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         self._folder, self.facts = folder, facts
-        self._sharded: dict[str, Any] = facts["sharded"]
         self._files: dict[str, Any] = {}
+        self.identity, self.state = (decode(facts[name], partial(_Held, self)) for name in ("identity", "state"))
 
-    def shapes(self, part: str) -> Any:
-        """A part of the state with a ``torch.Size`` in the place of every tensor."""
-        return decode(self.facts["state"][part], lambda name, path: self._shape(name))
-
-    def value(self, part: str, like: Callable[[Keys], Any] = lambda path: None) -> Any:
-        """A part of the state. Of tensors that are ``like`` a sharded one, by their place in it, this rank has rows."""
-        return decode(self.facts["state"][part], lambda name, path: self._read(name, like(path)))
-
-    def _shape(self, name: str) -> torch.Size:
-        parts = self._sharded.get(name)
-        return torch.Size(self._file(WHOLE).get_slice(name).get_shape() if parts is None else parts["shape"])
-
-    def _read(self, name: str, like: Any) -> Tensor:
-        if is_sharded(like) and like.shape == self._shape(name):
-            place = place_of(name, like)
-            rows = self._rows(name, place.first, place.local_shape[0])
-            made = torch.empty_like(like, dtype=rows.dtype)
-            local(made).copy_(rows)
-            return made
-        if name in self._sharded:
-            return self._rows(name, 0, self._shape(name)[0])
-        # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
-        whole: Tensor = self._file(WHOLE).get_tensor(name).clone()
-        return whole
-
-    def _rows(self, name: str, first: int, count: int) -> Tensor:
-        """``count`` rows of a tensor, from ``first`` on, whoever wrote them."""
-        parts: list[Any] = self._sharded[name]["parts"] if name in self._sharded else [[WHOLE, 0]]
-        found: list[Tensor] = []
-        for file, begins in parts:
-            held = self._file(file).get_slice(name)
-            low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
-            if low < high or not found:
-                found.append(held[max(0, low - begins) : max(0, high - begins)])
-        joined = torch.cat(found)
-        if joined.shape[0] != count:
-            raise ValueError(f"{name} has rows missing")
-        return joined
-
-    def _file(self, name: str) -> Any:
+    def file(self, name: str) -> Any:
         if name not in self._files:
             if Path(name).name != name:
                 raise ValueError("a file outside of the checkpoint")
             self._files[name] = safe_open(self._folder / name, framework="pt")
         return self._files[name]
+
+
+class _Held:
+    """A tensor in a checkpoint, not read yet. Its rows may be in several files."""
+
+    def __init__(self, saved: _Saved, name: str) -> None:
+        self._name, self._file = name, saved.file
+        self._sharded: Any = saved.facts["sharded"].get(name)
+
+    @property
+    def shape(self) -> torch.Size:
+        sharded = self._sharded
+        return torch.Size(sharded["shape"] if sharded else self._file(WHOLE).get_slice(self._name).get_shape())
+
+    def read(self, like: Any = None) -> Tensor:
+        """The tensor; of one that is ``like`` a sharded one, the rows that this rank has."""
+        if is_sharded(like) and like.shape == self.shape:
+            place = place_of(self._name, like)
+            rows = self._rows(place.first, place.local_shape[0])
+            made = torch.empty_like(like, dtype=rows.dtype)
+            local(made).copy_(rows)
+            return made
+        if self._sharded:
+            return self._rows(0, self.shape[0])
+        # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
+        whole: Tensor = self._file(WHOLE).get_tensor(self._name).clone()
+        return whole
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        """``count`` rows from ``first`` on, whoever wrote them."""
+        found: list[Tensor] = []
+        for file, begins in self._sharded["parts"] if self._sharded else [[WHOLE, 0]]:
+            held = self._file(file).get_slice(self._name)
+            low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
+            if low < high or not found:
+                found.append(held[max(0, low - begins) : max(0, high - begins)])
+        joined = torch.cat(found)
+        if joined.shape[0] != count:
+            raise ValueError(f"{self._name} has rows missing")
+        return joined
+
+
+def _loaded(value: Any, like: Any = None) -> Any:
+    """Nested data of a checkpoint with its tensors read, those ``like`` a sharded one as this rank has them."""
+    if isinstance(value, _Held):
+        return value.read(like)
+    if isinstance(value, dict):
+        return {key: _loaded(item, like) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_loaded(item, like) for item in value)
+    return value
 
 
 # --- plain data as JSON and named tensors, and back: nothing is pickled or unpickled ---------------------------------
@@ -605,28 +608,26 @@ def _memory(value: Tensor) -> Any:
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 
 
-def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> Any:
-    """The inverse of `encode`, after JSON. ``tensor`` says what to put in the place of a tensor, by its name and by the
-    keys and numbers that lead to it; ``path`` leads to ``value`` itself.
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The inverse of `encode`, after JSON. ``tensor`` says what to put in the place of a tensor, by its name.
 
     Raises:
         CheckpointError: ``value`` holds something that `encode` does not write.
     """
     if isinstance(value, list):
-        return [decode(item, tensor, (*path, k)) for k, item in enumerate(value)]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, tensor, (*path, key)) for key, item in value.items()}
+        return {key: decode(item, tensor) for key, item in value.items()}
     try:
         match value[_TAG]:
             case "tensor":
-                return tensor(value["name"], path)
+                return tensor(value["name"])
             case "tuple":
-                return tuple(decode(value["items"], tensor, path))
+                return tuple(decode(value["items"], tensor))
             case "dict":
-                pairs = ((decode(key, tensor, path), item) for key, item in value["items"])
-                return {key: decode(item, tensor, (*path, key)) for key, item in pairs}
+                return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
             case "float":
                 return float(value["value"])
     except (KeyError, TypeError, ValueError) as error:

@@ -36,8 +36,6 @@ from lambdacgd.training.card import History
 from lambdacgd.training.data import random_numbers_of
 from lambdacgd.training.distributed import models
 from lambdacgd.training.distributed.models import is_sharded, local, reshard
-from lambdacgd.training.distributed.reduction import ShardedTotals
-from lambdacgd.training.distributed.world import World
 from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
@@ -125,21 +123,16 @@ class Examples(Dataset[Any]):
         return items
 
 
-class Rows(Dataset[Any]):
+class Rows(Examples):
     """A ``TensorDataset``, a chunk by one indexing of each tensor: the batch that collating its items would give.
 
     Nothing about it is random. Item by item, a batch on a GPU costs as many launches as it has numbers.
     """
 
-    def __init__(self, dataset: TensorDataset, views: int) -> None:
-        self._tensors, self._views = dataset.tensors, views
-
-    def __len__(self) -> int:
-        return len(self._tensors[0])
-
     def __getitems__(self, chunk: Chunk) -> list[Tensor]:
-        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=self._tensors[0].device)
-        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+        tensors = self._dataset.tensors
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=tensors[0].device)
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
 
     @staticmethod
     def collate(batch: list[Tensor]) -> list[Tensor]:
@@ -225,10 +218,10 @@ class Loader:
                     given.append(chunk)
                     yield chunk
 
-        options, run = self._options, self._loop.private_step.run.id
-        examples: Dataset[Any] = Examples(dataset, run, self._views)
+        options, kind = self._options, Examples
         if options["collate_fn"] is None and Rows.can_read(dataset):
-            options, examples = {**options, "collate_fn": Rows.collate}, Rows(dataset, self._views)
+            options, kind = {**options, "collate_fn": Rows.collate}, Rows
+        examples = kind(dataset, self._loop.private_step.run.id, self._views)
         # Chunks, which the examples understand; and a generator of its own: starting to read must not move dropout's.
         generator = torch.Generator().manual_seed(step)
         return iter(DataLoader(examples, batch_sampler=chunks(), generator=generator, **options))  # type: ignore[arg-type]
@@ -346,22 +339,15 @@ class Cycle:
 class Loop:
     """A run under way: its position, its gradients and weights, and what is called around its steps."""
 
+    history: History
+
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        clipper: Clipper,
-        private_step: PrivateStep,
-        *,
-        world: World,
-        shards: ShardedTotals | None,
-        history: History,
-        undo: contextlib.ExitStack,
+        self, model: nn.Module, optimizer: Optimizer, clipper: Clipper, step: PrivateStep, undo: contextlib.ExitStack
     ) -> None:
         """``undo`` takes what gives the optimizer back and ends the run."""
-        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
-        self.world, self.shards, self.history = world, shards, history
-        self.cycle = Cycle(private_step.plan.steps)
+        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, step
+        self.world, self.shards = step.run.world, step.shards
+        self.cycle = Cycle(step.plan.steps)
         self.gradients = Gradients(clipper.parameters, optimizer)
         self.weights = Weights(model)
         self.averages: list[EMA] = []
@@ -371,7 +357,7 @@ class Loop:
         self.resting = False  # whether hooks do nothing: a step is being captured that does all of it by itself
         self.attached = True
         self.broken: str | None = None  # why this run must not go on in this process
-        self._steps_per_epoch = private_step.plan.steps_per_epoch
+        self._steps_per_epoch = step.plan.steps_per_epoch
         self._sharded_modules = len(models.fsdp_modules(model))
         self._loading = False
         if SCALES_BY_ITSELF in vars(optimizer):

@@ -41,7 +41,7 @@ class Run:
                 NotPrivateWarning,
                 stacklevel=3,
             )
-        self._world = World(None) if world is None else world
+        self.world = World(None) if world is None else world
         #: The fingerprint of the key that this rank was given, if it was given one.
         self.given = None if key is None else key.fingerprint()
         self._plan = plan
@@ -55,10 +55,10 @@ class Run:
 
     def share(self, device: torch.device) -> None:
         """Take rank 0's key. All ranks must call it, after they have agreed."""
-        self._has_ledger = self._world.share(self._has_ledger)
-        for_tests = self._world.share(self.key.is_for_tests)
-        secret = self._world.share_secret(SubKey(self.key._secret), device)
-        if not self._world.first:
+        self._has_ledger = self.world.share(self._has_ledger)
+        for_tests = self.world.share(self.key.is_for_tests)
+        secret = self.world.share_secret(SubKey(self.key._secret), device)
+        if not self.world.first:
             self.key = SecretKey.from_bytes(secret)
             self.key._for_tests = for_tests
 
@@ -68,7 +68,7 @@ class Run:
         if os.getpid() != self._process:
             raise TrainingError("this run was forked, and its noise must not serve twice: privatize where you train")
         if self._id is None:
-            self._id = self._world.from_first("starting the run", self._start)
+            self._id = self.world.from_first("starting the run", self._start)
         return self._id
 
     def _start(self) -> str:
@@ -101,9 +101,9 @@ class Run:
         Raises:
             LedgerError: This run was detached, and another process has it now or went on with it.
         """
-        if not self._world.first:
+        if not self.world.first:
             return
-        if self._world.many and self._id is None:
+        if self.world.many and self._id is None:
             raise CheckpointError("this run has not begun: take a batch on every rank before releasing weights")
         _ = self.id
         if self._ledger is not None:
@@ -118,7 +118,7 @@ class Run:
         Raises:
             CheckpointError: It does not, or this is another run already.
         """
-        self._world.from_first("resuming", lambda: self._resume(run_id, step, digest))
+        self.world.from_first("resuming", lambda: self._resume(run_id, step, digest))
         self._id = run_id
 
     def _resume(self, run_id: str, step: int, digest: str) -> None:

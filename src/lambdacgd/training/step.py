@@ -32,7 +32,6 @@ from lambdacgd.planning import Plan
 from lambdacgd.torch_private import dtensor_like, foreach_div_
 from lambdacgd.training.distributed.models import is_sharded, local
 from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
-from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 
 
@@ -49,20 +48,11 @@ class PrivateStep:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        run: Run,
-        layout: Layout | None,
-        *,
-        max_grad_norm: float,
-        world: World | None = None,
-        shards: ShardedTotals | None = None,
+        self, plan: Plan, run: Run, layout: Layout | None, *, max_grad_norm: float, shards: ShardedTotals | None = None
     ) -> None:
         """``layout`` names the tensors of the sums and their shapes. Set it later where the first sums tell it."""
-        self.plan, self.run, self.layout, self.max_grad_norm = plan, run, layout, max_grad_norm
-        # Sums of sharded models are reduced in the backward pass.
-        self._reduces_over = world if world is not None and world.many and shards is None else None
-        self._sharded = shards is not None
+        self.plan, self.run, self.layout, self.max_grad_norm, self.shards = plan, run, layout, max_grad_norm, shards
+        self._reduces = run.world.many and shards is None  # sums of sharded models are reduced in the backward pass
         self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
         self._divisor = plan.batch_size
         self._noise: RegeneratedNoise | BufferedNoise | None = None
@@ -73,16 +63,14 @@ class PrivateStep:
 
     @torch.no_grad()
     def __call__(self, clipper: Clipper, step: int | Tensor, *, check: bool = True) -> None:
-        """Turn the sums that the clipper has gathered into gradients: noised once, in ``p.grad``.
+        """Turn the sums that the clipper has gathered of the step's whole batch into gradients, noised once.
 
-        Args:
-            clipper: Has gathered the clipped sums of the whole batch of this step.
-            step: The step, from 1; on CUDA, for graphs, an int64 tensor of one element (with ``check=False``).
-            check: Whether to wait for the device and raise ``NonFiniteSum`` before the weights change.
+        With ``check`` it waits for the device and raises ``NonFiniteSum`` before the weights change. Without, ``step``
+        may be an int64 tensor of one element on CUDA, for graphs.
         """
         sums = clipper.take()  # Σ_i clip(g_i, ζ)
-        if self._reduces_over is not None:
-            all_reduce_(sums, int(step), self._reduces_over)  # over all processes
+        if self._reduces:
+            all_reduce_(sums, int(step), self.run.world)  # over all processes
         self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
 
@@ -103,7 +91,7 @@ class PrivateStep:
         """
         foreach_div_(list(sums.values()), self._divisor)
         for name, p in parameters.items():
-            sharded = self._sharded and is_sharded(p)
+            sharded = self.shards is not None and is_sharded(p)
             own = local(p) if sharded else p
             gradient = sums[name].data.to(device=own.device, dtype=own.dtype)
             if gradient.stride() != own.stride():  # channels_last: fused optimizers walk both through memory together

@@ -197,8 +197,7 @@ class Privatising(_Base):
             super().load_model_state_dict(checkpoint, strict)
         if self._fitting and fingerprint(parameters) != before:
             raise TrainingError(
-                "on_load_checkpoint has changed weights of the run's checkpoint. Load other weights before fit, and "
-                "declare what they went through with earlier=…"
+                "on_load_checkpoint has changed weights of the run: load others before fit, with earlier=…"
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -268,11 +267,8 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
         """
         kind = type(self.accelerator).__name__
         if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
-            raise InvalidInput(
-                "device",
-                str(self.root_device),
-                f"the Trainer has a {kind}: give the strategy a device, or the Trainer the accelerator that fits",
-            )
+            wrong = f"the Trainer has a {kind}: give the strategy a device, or the Trainer the accelerator that fits"
+            raise InvalidInput("device", str(self.root_device), wrong)
         super().setup_environment()
 
 
@@ -359,10 +355,7 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
             "automatic_optimization", False, "the strategy steps by itself. Write a loop of your own with lc.privatize"
         )
     if len(optimizers) != 1:
-        raise InvalidInput(
-            "configure_optimizers",
-            f"configure_optimizers returned {len(optimizers)} optimizers. Return one: a gradient has one norm.",
-        )
+        raise InvalidInput("configure_optimizers", f"It returned {len(optimizers)} optimizers: return one.")
     for hook, advice in (
         ("configure_gradient_clipping", _CLIP),
         ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),

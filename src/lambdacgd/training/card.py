@@ -155,8 +155,7 @@ class History:
         both = (self.runs or self.declared) and (saved.runs or saved.declared)
         if both and self.runs != saved.runs:
             raise CheckpointError(
-                f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
-                f"{_counted(self.runs)}: give the same cards, or leave earlier= out"
+                f"{_counted(saved.runs)} declared when the run began, {_counted(self.runs)} now: give the same cards"
             )
         # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
         runs = max(self.runs, saved.runs, key=len)
@@ -186,8 +185,7 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
             raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
         raise InvalidInput(
-            "earlier",
-            f"earlier takes privacy cards ({FORMAT}), their files or folders of exports, and {what} is none of them.",
+            "earlier", f"earlier takes cards ({FORMAT}), their files or folders, and {what} is none of them."
         )
     return facts
 

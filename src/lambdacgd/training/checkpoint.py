@@ -141,10 +141,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             history = private.history.resumed(History.from_dict(who["history"]))
             private.sample.check(who["sample"], private.run.key, facts["run"])
             if state["optimizer"] is None:
-                raise CheckpointError(
-                    f"{source} holds weights only (save_weights_only=True): no run can go on without the optimizer's "
-                    "state"
-                )
+                raise CheckpointError(f"{source} holds weights only (save_weights_only=True): no run can go on from it")
             _check_fits(private, facts["groups"], state)
             digest = _digest(source)
     world.agree("loading", {str(source): digest}, {str(source): "All ranks must see one file system"})
@@ -235,8 +232,7 @@ def check_savable(private: Private) -> None:
     private.check_whole()
     if not private.between_steps:
         raise CheckpointError(
-            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way: save "
-            "where private.between_steps is True"
+            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way"
         )
     private.check_own_weights()
     private.run.check_ledger()
@@ -267,10 +263,8 @@ def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
         for key, value in values.items() if is_sharded(p) else ():
             shape = _shape(value)
             if shape != p.shape and math.prod(shape) > 1:
-                raise CheckpointError(
-                    f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}: use one whose state "
-                    "has the parameters' shapes"
-                )
+                kept = f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}"
+                raise CheckpointError(f"{kept}: use one whose state has the parameters' shapes")
 
 
 def _check_fits(private: Private, groups: Any, state: dict[str, Any]) -> None:
@@ -279,10 +273,8 @@ def _check_fits(private: Private, groups: Any, state: dict[str, Any]) -> None:
         raise CheckpointError("the optimizer's parameter groups are not those of the checkpoint: make the same ones")
     averages = len(state["averages"])
     if averages != len(private.averages):
-        raise CheckpointError(
-            f"the checkpoint has {averages} running averages of the weights and this run {len(private.averages)}; make "
-            "the same ones with private.ema(…) before loading"
-        )
+        both = f"the checkpoint has {averages} running averages of the weights, and this run {len(private.averages)}"
+        raise CheckpointError(f"{both}: make the same ones with private.ema(…) before loading")
     own, weights = private.model.state_dict(), state["model"]
     wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
     wrong |= {name for name, value in weights.items() if _shape(own.get(name)) != _shape(value)}
@@ -574,10 +566,8 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
                 return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
             items = [[plain(k, f"{path}.(key)"), plain(v, f"{path}.{k}")] for k, v in value.items()]
             return {_TAG: "dict", "items": items}
-        raise CheckpointError(
-            f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give plain data "
-            "and tensors (a state_dict, not the object itself)"
-        )
+        what = f"{path[1:] or 'this'} is a {type(value).__name__}"
+        raise CheckpointError(f"{what}, which cannot be part of a checkpoint: give plain data and tensors")
 
     def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:

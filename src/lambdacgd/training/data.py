@@ -78,9 +78,7 @@ def check_dataset(dataset: Any, plan: Plan) -> None:
         )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InvalidInput(
-            "dataset",
-            f"The dataset must be map-style, with __len__ and __getitem__; {type(dataset).__name__} is not. The plan "
-            "decides which examples come when.",
+            "dataset", f"The dataset must be map-style, with __len__ and __getitem__; {type(dataset).__name__} is not."
         )
     if len(dataset) != plan.examples:
         raise InvalidInput(
@@ -163,10 +161,9 @@ class KeepsApart:
             repeated = any(max(rows.values(), default=0) > 1 for rows in of_each)
             if repeated or (lost is not None and lost.total() > 1):
                 raise TrainingError(
-                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch, and "
-                    "an example in two rows counts twice (mixup, cutmix, negatives from the batch, its mean). Leave "
-                    "that out; for several augmentations of one example say augmentations=K. Random numbers whose "
-                    "count depends on an example belong into the dataset's __getitem__"
+                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch, as "
+                    "mixup, cutmix and the batch's mean do. Leave that out; several augmentations of one example are "
+                    "augmentations=K, and random numbers whose count depends on it belong into __getitem__"
                 )
 
     def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes] | None:

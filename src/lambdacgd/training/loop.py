@@ -177,10 +177,8 @@ class Loader:
         self._loop.begin()
         # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
         if self._loop.cycle.done >= self._plan.steps and self._loop.reading is not None:
-            raise TrainingError(
-                f"all {self._plan.steps} steps of the plan are done; the horizon is fixed. The loader iterates the "
-                "whole run: loop over private.epochs() to have it epoch by epoch"
-            )
+            over = f"all {self._plan.steps} steps of the plan are done; the horizon is fixed"
+            raise TrainingError(f"{over}. For one epoch after the other loop over private.epochs()")
         self._turn += 1
         return self._iterate(last_step, self._turn)
 
@@ -229,10 +227,7 @@ class Loader:
     def left_until(self, last_step: int) -> int:
         """Logical steps left; physical batches are more where logical ones are split."""
         if self._size is not None:
-            raise TypeError(
-                "how many physical batches are left depends on the bins; private.plan.steps and plan.steps_per_epoch "
-                "count logical steps"
-            )
+            raise TypeError("how many physical batches are left depends on the bins; plan.steps counts logical ones")
         return max(0, last_step - self._loop.cycle.done)
 
 
@@ -308,8 +303,7 @@ class Cycle:
             raise TrainingError(f"all {self.steps} steps of the plan are done: more steps need a new plan")
         what = f"step {self.done} is done" if self.done else "no batch was taken"
         raise TrainingError(
-            f"optimizer.step() was called without a new batch from private.loader ({what}); the same gradients "
-            "are never used twice. Call it once for every batch"
+            f"optimizer.step() was called without a new batch ({what}); the same gradients are never used twice"
         )
 
     def check_backward(self, seen: int) -> None:
@@ -319,8 +313,7 @@ class Cycle:
             return
         if rows == 0:
             raise TrainingError(
-                f"backward() was not called on the last physical batch ({size} examples): every batch of the loader "
-                "needs one forward pass of the model and one backward()"
+                f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
             )
         if rows > size and rows % size == 0:
             raise TrainingError(
@@ -406,8 +399,7 @@ class Loop:
         """Raise while the model holds an average: what is trained, saved or loaded then is not the run's weights."""
         if any(average.in_use for average in self.averages):
             raise CheckpointError(
-                "the model holds an average of its weights now (ema.applied()). Leave that block before you train on, "
-                "save or load; averages are part of every checkpoint"
+                "the model holds an average now: leave ema.applied() before you train on, save or load"
             )
 
     def compare_weights(self) -> None:
@@ -439,10 +431,10 @@ class Loop:
         cycle.refuse_half_done()
         cycle.check_backward(self.clipper.examples)
         if cycle.phase is Phase.WHOLE:
-            raise TrainingError(
-                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next "
-                "batch. Call it after every backward(); it acts when the logical batch is whole"
+            late = (
+                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next batch"
             )
+            raise TrainingError(f"{late}. Call it after every backward()")
 
     def hand_out(self, chunk: Chunk) -> None:
         """The loader gives the next physical batch to the user."""
@@ -548,10 +540,8 @@ class Loop:
     def stand_at(self, step: int) -> None:
         """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
         if not self._loading and (step < self.cycle.done or self.cycle.phase is not Phase.IDLE):
-            raise TrainingError(
-                f"the run stands after step {self.cycle.done}, and other sums would get the noise of steps it has "
-                "taken or begun; only a checkpoint leads back: private.load(path)"
-            )
+            now = f"the run stands after step {self.cycle.done}, whose noise must serve no other sum"
+            raise TrainingError(f"{now}; only a checkpoint leads back: private.load(path)")
         self.cycle.done, self.cycle.phase, self.reading = step, Phase.IDLE, None
         self.drop_batch()
         self.gradients.clear()
@@ -616,8 +606,7 @@ class Gradients:
                     )
         if held != len(self._clipped):
             raise TrainingError(
-                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with; they "
-                "are fixed for a run"
+                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with"
             )
 
     def check_clear(self, done: int) -> None:

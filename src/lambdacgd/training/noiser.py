@@ -55,8 +55,7 @@ class Noiser:
         check_plan(plan)
         if not World.of(None).first:
             raise TrainingError(
-                "a Noiser on each rank would be as many runs over the same data. Use it on rank 0 and send its results "
-                "to the others; or use privatize"
+                "one Noiser a rank would be as many runs. Use it on rank 0 and send its results to the others"
             )
         zeta = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)

@@ -23,14 +23,8 @@ from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
 from lambdacgd.training.data import Collate, KeepsApart, Sample, a_few, check_dataset, sample_of
-from lambdacgd.training.distributed.models import (
-    broadcast_,
-    follow,
-    fsdp_modules,
-    is_sharded,
-    optimizer_settings,
-    unwrap,
-)
+from lambdacgd.training.distributed import models
+from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
 from lambdacgd.training.loop import EMA, Epoch, Loader, Loop, Phase
@@ -124,7 +118,7 @@ def privatize(
     with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
             check_plan(plan, stacklevel=3)
-            given, model = model, unwrap(model, world)
+            given, model = model, models.unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
             check_dataset(dataset, plan)
@@ -148,7 +142,7 @@ def privatize(
                 batch_of=batch_of,
             )
             undo.callback(clipper.detach)
-            follow(model, given, world, undo)
+            models.follow(model, given, world, undo)
             _check_same_parameters(clipper.parameters, optimizer)
             floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
             clipper.leave_room(plan.batch_size)  # σ is then the plan's own
@@ -284,8 +278,7 @@ class Private(Loop):
             yield Epoch(self.loader, number, number * plan.steps_per_epoch)
             if cycle.done == done:  # it would come again, for ever
                 raise TrainingError(
-                    f"epoch {number} was passed over: no step was taken in it, and epochs cannot be skipped. Write for "
-                    "batch in epoch: …"
+                    f"epoch {number} was passed over: no step was taken in it. Write for batch in epoch: …"
                 )
 
     def spent(self, *, after_epochs: bool = False) -> Spent:
@@ -449,9 +442,9 @@ def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, A
         "max_physical_batch_size": max_physical_batch_size,
         "earlier": private.history.to_dict(),
         "device": private.clipper.anchor.device.type,
-        "sharded modules": [path for path, _ in fsdp_modules(private.model)],
+        "sharded modules": [path for path, _ in models.fsdp_modules(private.model)],
         "version": __version__,
-        **optimizer_settings(private.clipper.parameters, private.optimizer),
+        **models.optimizer_settings(private.clipper.parameters, private.optimizer),
     }
 
 
@@ -477,13 +470,11 @@ def _start_together(private: Private, max_physical_batch_size: int | None) -> No
     given = world.gather(private.run.given)
     for rank, key in enumerate(given):
         if key not in (None, given[0]):
-            raise TrainingError(
-                f"privatize: rank {rank} has a key that is not rank 0's, so they would not be one run's. Give the key "
-                "on rank 0 alone, or the same on all"
-            )
+            other = f"privatize: rank {rank} has a key that is not rank 0's, so they would not be one run's"
+            raise TrainingError(f"{other}. Give the key on rank 0 alone, or the same on all")
     with private.loading():  # all ranks begin with rank 0's weights
         private.run.share(private.clipper.anchor.device)
-        broadcast_(private.model, world)
+        models.broadcast_(private.model, world)
         private.compare_weights()
 
 
@@ -511,20 +502,15 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     outside = [p for p in held if id(p) not in names]
     if outside and any(is_sharded(p) for p in clipped.values()):
-        raise InvalidInput(
-            "optimizer",
-            "The optimizer was made before sharding: call fully_shard, then make the optimizer, then privatize.",
-        )
+        raise InvalidInput("optimizer", "Call fully_shard first, then make the optimizer, then privatize.")
     if outside:
         raise InvalidInput(
             "optimizer",
             f"The optimizer holds {len(outside)} parameter(s) outside the model, the first of shape "
             f"{tuple(outside[0].shape)}: put their modules into the model, or give them another optimizer.",
         )
-    missing = [name for i, name in names.items() if i not in {id(p) for p in held}]
+    trained = {id(p) for p in held}
+    missing = [name for i, name in names.items() if i not in trained]
     if missing:
-        raise InvalidInput(
-            "optimizer",
-            f"The optimizer lacks {missing[0]!r} (of {len(missing)} trainable parameters): add it, or freeze it with "
-            "requires_grad_(False).",
-        )
+        lacks = f"The optimizer lacks {missing[0]!r} ({len(missing)} trainable parameter(s) in all)"
+        raise InvalidInput("optimizer", f"{lacks}: add it, or freeze it with requires_grad_(False).")

@@ -36,11 +36,10 @@ class Run:
             raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
         if self.key.is_for_tests:
-            warnings.warn(
-                "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests, so this run claims nothing",
-                NotPrivateWarning,
-                stacklevel=3,
+            claims_nothing = (
+                "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests, so this run claims nothing"
             )
+            warnings.warn(claims_nothing, NotPrivateWarning, stacklevel=3)
         self.world = World(None) if world is None else world
         #: The fingerprint of the key that this rank was given, if it was given one.
         self.given = None if key is None else key.fingerprint()

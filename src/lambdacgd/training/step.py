@@ -146,10 +146,9 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
             "aside for floating point. Make it again with lc.plan.",
         )
     if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+        high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
         warnings.warn(
-            f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example "
-            "outright. Plan with one well below 1/N",
-            stacklevel=stacklevel,
+            f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=stacklevel
         )
 
 

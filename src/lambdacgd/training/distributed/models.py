@@ -130,10 +130,8 @@ def place_of(name: str, p: Any) -> Place:
         )
     place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(), p.device_mesh.size())
     if tuple(local(p).shape) != place.local_shape:
-        raise InvalidInput(
-            "model",
-            f"The local part of {name!r} has shape {tuple(local(p).shape)}, not {place.local_shape}: use fully_shard.",
-        )
+        here = f"The local part of {name!r} has shape {tuple(local(p).shape)}, not {place.local_shape}"
+        raise InvalidInput("model", f"{here}: shard it with fully_shard.")
     return place
 
 
@@ -162,25 +160,18 @@ def unwrap(model: Any, world: World) -> Any:
 def _check_ddp(model: DistributedDataParallel, world: World) -> None:
     ranks = dist.get_world_size(model.process_group)
     if ranks != world.size:
-        raise InvalidInput(
-            "process_group",
-            f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}: "
-            "pass the group that it was given.",
-        )
+        both = f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}"
+        raise InvalidInput("process_group", f"{both}: pass the group that it was given.")
     if model.static_graph or model.mixed_precision:
         raise InvalidInput(
             "model",
-            "static_graph and mixed_precision of DistributedDataParallel need gradients that private training never "
-            "makes. Leave them out (autocast works).",
+            "static_graph and mixed_precision of DistributedDataParallel need ordinary gradients. Leave them out.",
         )
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
-        raise InvalidInput(
-            "model",
-            f"DistributedDataParallel does not know {new[0]!r}: change the model first, then wrap it, make the "
-            "optimizer, and privatize.",
-        )
+        late = f"DistributedDataParallel does not know {new[0]!r}: change the model first"
+        raise InvalidInput("model", f"{late}, then wrap it, make the optimizer, and privatize.")
 
 
 def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStack) -> None:
@@ -215,10 +206,7 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
 def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World) -> None:
     """Refuse a model that was sharded, or a job that was begun, since the run was bound."""
     if len(fsdp_modules(model)) != sharded_modules:
-        raise TrainingError(
-            "fully_shard was called after privatize. The order is: fully_shard(model), then the optimizer, then "
-            "privatize"
-        )
+        raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
     if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TrainingError(
             f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "

@@ -228,11 +228,8 @@ class ShardedTotals(Totals):
         for name, place in self.places.items():
             owner = next((path for path in paths if path == "" or name.startswith(path + ".")), "")
             if place.ranks != self._world.size:
-                raise InvalidInput(
-                    "model",
-                    f"{name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train together. Shard "
-                    "over all of them, or pass the mesh's process group as process_group.",
-                )
+                both = f"{name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train together"
+                raise InvalidInput("model", f"{both}: shard over all of them, or pass process_group.")
             mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
             by_owner.setdefault((owner, place.dtype, mesh), []).append(place)
         groups = []

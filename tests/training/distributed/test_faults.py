@@ -81,11 +81,11 @@ def fail_once(out: str, *options: str) -> None:
 
 
 def prepared(folder: Path) -> Path:
-    """A folder with a plan (made up, for speed) of 22 steps, and one with a key beside it."""
+    """A folder with a plan of 22 steps (without amplification, for speed), and one with a key beside it."""
     private = folder.with_name(folder.name + ".private")
     folder.mkdir()
     private.mkdir()
-    oracle.binned_plan(1437, 65, 1).save(folder / "plan.json")
+    oracle.plan(1437, 65, 1).save(folder / "plan.json")
     lc.SecretKey.from_bytes(oracle.KEY).save(private / "run.key")
     return folder
 

@@ -30,6 +30,7 @@ from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.data import a_few
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.step import check_is_plan
 
 shared.need("hf", "transformers", "accelerate")
 
@@ -119,7 +120,7 @@ class LambdaCGDTrainer(_Trainer):
         earlier: Iterable[GivenCard] | None = None,
         **options: Any,
     ) -> None:
-        shared.check_is_plan(plan)
+        check_is_plan(plan)
         if model is None or options.get("model_init") is not None:
             raise InvalidInput("model", "Give a model: model_init would train several, each at its own (ε, δ).")
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
@@ -589,14 +590,11 @@ def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
 Kind = Literal["next-token", "tokens", "whole"]
 IGNORED = -100
 
-_MAPPINGS: tuple[tuple[Kind, str], ...] = (
-    ("next-token", "CAUSAL_LM"),
-    ("tokens", "MASKED_LM"),
-    ("tokens", "TOKEN_CLASSIFICATION"),
-    ("whole", "SEQUENCE_CLASSIFICATION"),
-    ("whole", "IMAGE_CLASSIFICATION"),
-    ("whole", "AUDIO_CLASSIFICATION"),
-)
+_TASKS: dict[Kind, str] = {
+    "next-token": "CAUSAL_LM",
+    "tokens": "MASKED_LM TOKEN_CLASSIFICATION",
+    "whole": "SEQUENCE_CLASSIFICATION IMAGE_CLASSIFICATION AUDIO_CLASSIFICATION",
+}
 
 
 def kind_of(model: nn.Module) -> Kind:
@@ -605,9 +603,9 @@ def kind_of(model: nn.Module) -> Kind:
     if hasattr(bare, "get_base_model"):  # a wrapper of peft, which gives adapters no class of their own
         bare = bare.get_base_model()
     if not getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
-        for name in (own.__name__ for own in type(bare).__mro__):
-            for kind, task in _MAPPINGS:
-                if name in getattr(auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values():
+        for own in type(bare).__mro__:
+            for kind, tasks in _TASKS.items():
+                if any(own.__name__ in getattr(auto, f"MODEL_FOR_{t}_MAPPING_NAMES").values() for t in tasks.split()):
                     return kind
     raise InvalidInput(
         "model",

@@ -19,6 +19,7 @@ from lambdacgd.training import CheckpointError, Private, TrainingError, privatiz
 from lambdacgd.training.checkpoint import read, save
 from lambdacgd.training.distributed.models import fingerprint
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.step import check_is_plan
 
 shared.need("lightning", "lightning")
 
@@ -84,7 +85,7 @@ class Privatising(_Base):
 
     def _take(self, plan: Plan, dataset: Any, *, key: shared.KeyLike, submodule: str = "", **options: Any) -> None:
         """``options`` go to `privatize`."""
-        shared.check_is_plan(plan)
+        check_is_plan(plan)
         shared.check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None

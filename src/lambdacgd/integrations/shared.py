@@ -15,7 +15,6 @@ from typing import Any
 
 from lambdacgd.errors import InvalidInput
 from lambdacgd.keys import SecretKey
-from lambdacgd.planning import Plan
 from lambdacgd.training import Private, TrainingError
 from lambdacgd.training.data import generators, set_generators
 from lambdacgd.training.loop import Phase
@@ -75,12 +74,6 @@ def check_internals(package: str, extra: str, known: tuple[Version, Version], us
 
 
 # --- the plan and the run --------------------------------------------------------------------------------------------
-
-
-def check_is_plan(plan: object) -> None:
-    """At the door, before a Trainer or strategy reads it; ``privatize`` looks into it."""
-    if not isinstance(plan, Plan):
-        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
 
 
 def refuse_second_run(private: Private | None, how: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, Subset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset
 
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
 from lambdacgd.keys import SecretKey
@@ -72,13 +72,10 @@ def random_numbers_of(name: str) -> Iterator[None]:
 
 def check_dataset(dataset: Any, plan: Plan) -> None:
     """Refuse what is no map-style dataset of the plan's length, or holds an example twice."""
-    if isinstance(dataset, DataLoader):
-        raise InvalidInput(
-            "dataset", "The plan decides which examples form a batch: in place of this DataLoader, pass its dataset."
-        )
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise InvalidInput(
-            "dataset", f"The dataset must be map-style, with __len__ and __getitem__; {type(dataset).__name__} is not."
+            "dataset",
+            f"{type(dataset).__name__} is not map-style (__len__, __getitem__). Of a DataLoader pass its dataset.",
         )
     if len(dataset) != plan.examples:
         raise InvalidInput(

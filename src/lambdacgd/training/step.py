@@ -132,10 +132,15 @@ class PrivateStep:
         self._noise = None
 
 
-def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
-    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
+def check_is_plan(plan: Any) -> None:
+    """Before anything reads it."""
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+
+
+def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
+    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
+    check_is_plan(plan)
     plan.check()
     aside = plan.certificate.details.get("floating_point")
     covered = math.isinf(plan.epsilon) or aside == set_aside(plan.epsilon, plan.delta)

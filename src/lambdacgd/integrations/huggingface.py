@@ -137,20 +137,15 @@ class LambdaCGDTrainer(_Trainer):
         self._randomness = shared.TrainingRandomness()
         super().__init__(model, args, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            why = "this Trainer keeps a whole model in every process (DDP)"
             raise InvalidInput(
-                "args",
-                "This Trainer keeps a whole model in every process (DDP): leave FSDP and DeepSpeed out and train "
-                "adapters, or shard the model with fully_shard and write the loop with lc.privatize.",
+                "args", f"Without FSDP and DeepSpeed: {why}. To shard it use fully_shard and lc.privatize."
             )
         if self.compute_loss_func is None and type(self).compute_loss is LambdaCGDTrainer.compute_loss:
             kind_of(self.model)  # refused now, not at the first step
         if looks_at_evaluation(args):
-            warnings.warn(
-                "weights or learning rates are chosen by looking at eval_dataset (load_best_model_at_end, "
-                "save_strategy='best', reduce_lr_on_plateau). If that is private data, the result is not covered by "
-                "the plan's (ε, δ)",
-                stacklevel=2,
-            )
+            chosen = "weights or learning rates are chosen by looking at eval_dataset"
+            warnings.warn(f"{chosen}: if that is private, the result is not covered by the plan's (ε, δ)", stacklevel=2)
         self.callback_handler.callbacks.insert(0, _Position(self))
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -196,19 +191,14 @@ class LambdaCGDTrainer(_Trainer):
         if self.train_dataset is None:
             raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
         if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
-            raise InvalidInput(
-                "eval_dataset",
-                "eval_dataset is the training data, and weights would follow its losses, which no noise protects. "
-                "Evaluate on public data, or leave load_best_model_at_end and its like out.",
-            )
+            why = "eval_dataset is the training data: weights would follow losses that no noise protects"
+            raise InvalidInput("eval_dataset", f"{why}. Evaluate on public data, or do not choose by it.")
         if resume_from:
             return
         shared.refuse_second_run(self.private, "train(resume_from_checkpoint=True)")
         if found := with_runs(self.args.output_dir):  # which a new run would mix up with its own
-            raise CheckpointError(
-                f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with "
-                "it, train(resume_from_checkpoint=True), or choose another output_dir"
-            )
+            there = f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name})"
+            raise CheckpointError(f"{there}. Go on, train(resume_from_checkpoint=True), or choose another output_dir")
 
     def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
@@ -250,10 +240,7 @@ class LambdaCGDTrainer(_Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward passes of one logical batch. Returns its mean loss, which is not private."""
         if not isinstance(inputs, LogicalBatch):
-            raise TrainingError(
-                f"a training step takes a logical batch of the plan, not a {type(inputs).__name__}: leave "
-                "get_train_dataloader and get_batch_samples as they are"
-            )
+            raise TrainingError(f"a training step takes a logical batch of the plan, not a {type(inputs).__name__}")
         model.train()
         switch: Any = getattr(self.optimizer, "train", None)
         if callable(switch):
@@ -277,8 +264,7 @@ class LambdaCGDTrainer(_Trainer):
         if not isinstance(losses, Tensor) or losses.shape != (rows,):
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise TrainingError(
-                f"compute_loss must return one loss per example, a tensor of shape ({rows},), and returned {found}. "
-                "Average over each example's own tokens, not over those of the batch"
+                f"compute_loss must return one loss per example, of shape ({rows},), and returned {found}"
             )
         return losses
 
@@ -377,8 +363,7 @@ class LambdaCGDTrainer(_Trainer):
                 (folder / TRAINER_STATE).write_text(extra["trainer"], encoding="utf-8")
             return str(folder)
         raise CheckpointError(
-            f"{place} holds no checkpoint to go on from: none was saved, the process died while it wrote the first, or "
-            "save_only_model=True saved weights alone. Start with train()"
+            f"{place} holds no checkpoint to go on from (save_only_model=True saves weights alone). Start with train()"
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -427,8 +412,7 @@ class LambdaCGDTrainer(_Trainer):
         private.weights.check()  # before anything is written: no weights without their card
         if self.model is not private.model:
             raise TrainingError(
-                "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "
-                "trained model first; what you make of it save yourself"
+                "trainer.model is not the model that this run has trained, so its card is not the run's"
             )
         if self.is_world_process_zero():  # which keeps the ledger
             trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -467,10 +451,8 @@ class _Position(TrainerCallback):
         if private is None:
             return
         if private.steps_taken != state.global_step:
-            raise TrainingError(
-                f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}: a training "
-                "step left out part of its logical batch, or another optimizer was put in place"
-            )
+            both = f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}"
+            raise TrainingError(f"{both}: part of a logical batch was left out, or the optimizer exchanged")
         state.epoch = private.steps_taken / private.plan.steps_per_epoch
 
 
@@ -533,14 +515,10 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     _check_horizon(args, plan)
     name = str(getattr(args.optim, "value", args.optim))
     if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
-        raise InvalidInput(
-            "optim", name, "it changes weights during the backward pass, before the noise. Use adamw_torch"
-        )
+        raise InvalidInput("optim", name, "it changes weights in the backward pass, before the noise. Use adamw_torch")
     if args.n_gpu > 1:
         raise InvalidInput(
-            "args",
-            f"DataParallel would split batches over this process's {args.n_gpu} GPUs: start a process for each with "
-            "torchrun, or set CUDA_VISIBLE_DEVICES to one.",
+            "args", f"Set CUDA_VISIBLE_DEVICES to one of {args.n_gpu} GPUs, or start processes with torchrun."
         )
     where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
     if "trackio" in (args.report_to or []) and any(where):
@@ -551,9 +529,7 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     if args.gradient_checkpointing:
         how: Any = args.gradient_checkpointing_kwargs or {}
         if how.get("use_reentrant"):
-            raise InvalidInput(
-                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
-            )
+            raise InvalidInput("gradient_checkpointing_kwargs", how, "it hides layers: say use_reentrant=False")
         adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
 
@@ -574,9 +550,9 @@ def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
     if args.num_train_epochs not in (default, plan.epochs):
         raise InvalidInput("num_train_epochs", args.num_train_epochs, f"the plan has {plan.epochs} epochs, {fixed}")
     if args.num_train_epochs != plan.epochs:  # nobody can tell a default from a wish
+        used = f"the plan has {plan.epochs} epochs, and so many are trained"
         warnings.warn(
-            f"the plan has {plan.epochs} epochs, and so many are trained: num_train_epochs = {default:g}, which is "
-            f"transformers' default, is not used. Say num_train_epochs={plan.epochs}, or plan for {default:g}",
+            f"{used}: num_train_epochs = {default:g}, transformers' default, is not used. Say {plan.epochs}",
             stacklevel=4,
         )
 
@@ -607,10 +583,9 @@ def kind_of(model: nn.Module) -> Kind:
             for kind, tasks in _TASKS.items():
                 if any(own.__name__ in getattr(auto, f"MODEL_FOR_{t}_MAPPING_NAMES").values() for t in tasks.split()):
                     return kind
+    unknown = f"The per-example loss of {type(bare).__name__} is not known here"
     raise InvalidInput(
-        "model",
-        f"The per-example loss of {type(bare).__name__} is not known here. Pass compute_loss_func=function(outputs, "
-        "labels, **kwargs) that returns one loss per example, or override compute_loss to return that vector.",
+        "model", f"{unknown}: give compute_loss_func, or a compute_loss, that returns one loss per example."
     )
 
 

@@ -497,8 +497,9 @@ class _Held:
 
     def _rows(self, first: int, count: int) -> Tensor:
         """``count`` rows from ``first`` on, whoever wrote them."""
+        parts: list[Any] = self._sharded["parts"] if self._sharded else [[WHOLE, 0]]
         found: list[Tensor] = []
-        for file, begins in self._sharded["parts"] if self._sharded else [[WHOLE, 0]]:
+        for file, begins in parts:
             held = self._file(file).get_slice(self._name)
             low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
             if low < high or not found:

@@ -615,8 +615,7 @@ class Gradients:
             if p.grad is not None and bool(local(p.grad).any()):
                 raise TrainingError(
                     f"{name}.grad holds a gradient. If it is that of step {done}, call optimizer.zero_grad() after "
-                    "every step. If it was written by something other than this library, it is not private: leave "
-                    "p.grad alone"
+                    "every step. If it was written by something other than this library, it is not private"
                 )
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
 
@@ -743,13 +742,9 @@ class EMA:
         self._loop.note_changes()
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        averages = [self._average[name] for name in self._parameters]
-        new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
-        if all(type(tensor) is Tensor for tensor in new):
-            foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
-        else:  # sharded tensors know fewer operations
-            for average, tensor in zip(averages, new, strict=True):
-                average.lerp_(tensor, 1 - decay)
+        averages = [local(average) for average in self._average.values()]
+        new = [local(p).detach().to(a.dtype) for a, p in zip(averages, self._parameters.values(), strict=True)]
+        foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:

@@ -452,7 +452,7 @@ class _Position(TrainerCallback):
             return
         if private.steps_taken != state.global_step:
             both = f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}"
-            raise TrainingError(f"{both}: part of a logical batch was left out, or the optimizer exchanged")
+            raise TrainingError(f"{both}: it left out part of its logical batch, or the optimizer was exchanged")
         state.epoch = private.steps_taken / private.plan.steps_per_epoch
 
 

@@ -83,14 +83,23 @@ def _lightnings(extra: dict[str, Any], weights: dict[str, Any], optimizer: dict[
 class Privatising(_Base):
     """What both strategies do: one batch for Lightning is one logical batch, and every step is `privatize`'s."""
 
-    def _take(self, plan: Plan, dataset: Any, *, key: shared.KeyLike, submodule: str = "", **options: Any) -> None:
+    def _take(
+        self,
+        plan: Plan,
+        dataset: Any,
+        *,
+        max_grad_norm: float,
+        key: shared.KeyLike,
+        submodule: str = "",
+        **options: Any,
+    ) -> None:
         """``options`` go to `privatize`."""
         check_is_plan(plan)
         shared.check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
         self.loader = shared.LogicalLoader(self, dataset)
-        self._key, self._submodule, self._options = key, submodule, options
+        self._key, self._submodule, self._options = key, submodule, options | {"max_grad_norm": max_grad_norm}
         self._randomness = shared.TrainingRandomness()
 
     # --- the run -----------------------------------------------------------------------------------------------------

@@ -151,19 +151,16 @@ class KeepsApart:
     def _look_at(self, items: list[Any]) -> None:
         for trial in range(_TRIALS):
             # If the last example decides how far all are padded, its turn comes elsewhere than last.
-            lost = self._lost(items, trial)
-            if lost is None:
-                lost = self._lost([items[-1], *items[:-1]], trial)
-            of_each = (self._lost(items, trial, place) or Counter() for place in range(len(items)))
-            repeated = any(max(rows.values(), default=0) > 1 for rows in of_each)
-            if repeated or (lost is not None and lost.total() > 1):
+            lost = self._lost(items, trial) or self._lost([items[-1], *items[:-1]], trial)
+            of_each = (self._lost(items, trial, place) for place in range(len(items)))
+            if lost.total() > 1 or any(max(rows.values(), default=0) > 1 for rows in of_each):
                 raise TrainingError(
                     f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch, as "
                     "mixup, cutmix and the batch's mean do. Leave that out; several augmentations of one example are "
                     "augmentations=K, and random numbers whose count depends on it belong into __getitem__"
                 )
 
-    def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes] | None:
+    def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes]:
         """Rows that are gone with another item in this one's place, if there is one that leaves all shapes alone."""
         place %= len(items)
         before, others = self._rows(items, trial), [*items[:place], *items[place + 1 :]]
@@ -171,7 +168,7 @@ class KeepsApart:
             after = self._rows([*others[:place], other, *others[place:]], trial)
             if before is not None and after is not None and before[0] == after[0]:
                 return before[1] - after[1]
-        return None
+        return Counter()
 
     def _rows(self, items: list[Any], trial: int) -> tuple[list[str], Counter[bytes]] | None:
         """Paths and shapes of all tensors that have a row per example, and how often each row of all of them occurs."""

@@ -195,10 +195,10 @@ class Loader:
             if loop.reading is None:
                 loop.drop_batch()
                 loop.reading = self._start(cycle.current)
-            reading, loop.reading = loop.reading, None  # after a read that failed, nobody goes on from there
+            reading, loop.reading = loop.reading, None  # after a failure or Ctrl-C here, nobody goes on from there
             data = next(reading)
-            loop.reading = reading
             loop.hand_out(self._given.popleft())
+            loop.reading = reading
             yield data
 
     def _start(self, step: int) -> Iterator[Any]:

@@ -37,8 +37,8 @@ MOST_FILES = {
     "plan, uncached": 16,
     "plan, cached": 11,
     "privatize": 25,
-    "a training step": 15,
-    "save": 16,
+    "a training step": 14,
+    "save": 11,
     "resume": 13,
 }
 

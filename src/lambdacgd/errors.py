@@ -64,7 +64,7 @@ class CheckpointError(TrainingError):
 
 
 class NotPrivateWarning(UserWarning):
-    """The run claims nothing: ε = inf (no noise, no clipping), or a σ that is only an estimate."""
+    """The run claims nothing: ε = inf (no noise, no clipping), or a key for tests."""
 
 
 class NonFiniteSum(ArithmeticError):

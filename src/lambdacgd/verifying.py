@@ -37,14 +37,11 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
     Guarantee
     ---------
     If this returns, the accountants of this very installation certify (ε, δ) for the stated mechanism, sampling and σ.
-    It says nothing about whether the weights were trained that way. A σ that an earlier release certified by sampling
-    may be a few percent smaller than what is certified now.
+    It says nothing about whether the weights were trained that way.
     """
     if isinstance(source, Plan):
         source.check()
-        claim = (source.epsilon, source.delta) if source.certificate.kind == "bound" else None
-        covered = "floating_point" in source.certificate.details
-        return _certify("plan", source.mechanism, source.sampling, claim, source.sigma, floating_point=covered)
+        return _certify("plan", source.mechanism, source.sampling, (source.epsilon, source.delta), source.sigma)
     path = Path(source) / CARD if Path(source).is_dir() else Path(source)
     try:
         data = read_json(path)
@@ -60,7 +57,6 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         stated, sigma = (float(data["epsilon"]), float(data["delta"])), float(data["sigma"])
         sentence = re.match(r"\(([\d.e+-]+), ([\d.e+-]+)\)-differentially private", data["claim"])
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
-        bound = data["certificate"]["kind"] == "bound"
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, InvalidInput) and error.parameter == "mechanism":
             raise InvalidInput(
@@ -71,8 +67,7 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         raise InvalidInput("source", f"{path} is not a whole privacy card ({brief(error)}).") from None
     if sentence is not None:  # or it says that nothing is claimed
         _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
-    claim = runs[-1] if bound and sentence is not None else None
-    return _certify("card", mechanism, sampling, claim, sigma, floating_point=True)
+    return _certify("card", mechanism, sampling, (math.inf, 1.0) if sentence is None else runs[-1], sigma)
 
 
 def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[float, float]) -> None:
@@ -85,20 +80,14 @@ def _check_sums(path: Path, runs: list[tuple[float, float]], *claims: tuple[floa
 
 
 def _certify(
-    source: str,
-    mechanism: Mechanism,
-    sampling: Sampling,
-    claim: tuple[float, float] | None,
-    sigma: float,
-    *,
-    floating_point: bool,
+    source: str, mechanism: Mechanism, sampling: Sampling, claim: tuple[float, float], sigma: float
 ) -> Certificate:
-    """``floating_point``: whether a share of the claim is for floating point, so that σ must do with the rest of it."""
-    if claim is None or not math.isfinite(claim[0]):
-        raise InvalidInput("source", f"This {source} claims nothing: ε = inf, or σ is a point estimate.")
+    """σ must do with what floating point leaves of the claim."""
+    if not math.isfinite(claim[0]):
+        raise InvalidInput("source", f"This {source} claims nothing.")
     number("delta", claim[1], above=0, below=1)
     number("sigma", sigma, above=0)
-    epsilon, delta = real_budget(*claim) if floating_point else claim
+    epsilon, delta = real_budget(*claim)
     try:
         with cache.disabled():
             accountant = accountant_for(mechanism, sampling)

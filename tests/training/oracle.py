@@ -11,7 +11,9 @@ from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
-from lambdacgd.accounting import Certificate
+from lambdacgd.accounting import Certificate, methods
+from lambdacgd.accounting.certificate import set_aside
+from lambdacgd.mechanisms import error_norms, sensitivity
 from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.planning import Plan
 from lambdacgd.sampling import BallsInBins, Bins
@@ -60,19 +62,22 @@ def binned_plan(
     mechanism: lc.Mechanism | None = None,
     bins: Bins = "fixed",
 ) -> Plan:
-    """A Balls-in-Bins plan with a made-up σ: its certificate claims nothing."""
+    """A Balls-in-Bins plan with a made-up σ, which no accountant was asked about: its certificate is false."""
     sampling = BallsInBins(bins, examples=examples, steps_per_epoch=examples // batch_size, epochs=epochs)
+    resolved = (mechanism or lc.LambdaCGD(0.6)).resolve(sampling.block)
+    mean, largest = error_norms(resolved, sampling.steps, restart_every=sampling.restart_every)
+    details = {"sampling": sampling.kind, "floating_point": set_aside(1.0, 1e-5)}
     return Plan(
-        mechanism=(mechanism or lc.LambdaCGD(0.6)).resolve(sampling.block),
+        mechanism=resolved,
         sampling=sampling,
         epsilon=1.0,
         delta=1e-5,
         requested_batch_size=batch_size,
-        sensitivity=1.0,
+        sensitivity=sensitivity(resolved, sampling.horizon, restart_every=sampling.restart_every).value,
         sigma=sigma,
-        rmse=1.0,
-        maxse=1.0,
-        certificate=Certificate("test", "both", 0.0, 1.0, 1e-5, kind="estimate"),
+        rmse=mean * sigma,
+        maxse=largest * sigma,
+        certificate=Certificate(methods(sampling)[0], "both", 1.0, 1.0, 1e-5, details=details),
     )
 
 

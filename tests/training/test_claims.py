@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import lambdacgd as lc
-from lambdacgd.training import NotPrivateWarning
 from lambdacgd.training.card import History
 from lambdacgd.training.run import Run
 from tests.training import oracle
@@ -19,15 +18,15 @@ from tests.training import oracle
 SMALL = {"examples": 60, "batch_size": 10, "epochs": 1, "epsilon": 8.0, "delta": 1e-3}
 
 
-def test_an_estimated_plan_is_said_to_claim_nothing():
+def test_a_plan_of_an_earlier_release_that_claims_nothing_is_refused():
     plan = lc.plan(**SMALL, mechanism=lc.BISR(3), sampling=lc.Cyclic())
     plan = dataclasses.replace(plan, certificate=dataclasses.replace(plan.certificate, kind="estimate"))
     model = torch.nn.Linear(2, 2)
     data = torch.utils.data.TensorDataset(torch.randn(60, 2), torch.zeros(60, dtype=torch.long))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
-        lc.privatize(model, optimizer, data, plan, max_grad_norm=1.0).detach()
-    with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
+    with pytest.raises(lc.InvalidInput, match="of an earlier release: its σ is an estimate"):
+        lc.privatize(model, optimizer, data, plan, max_grad_norm=1.0)
+    with pytest.raises(lc.InvalidInput, match="of an earlier release: its σ is an estimate"):
         lc.Noiser(plan, lc.SecretKey.generate())
 
 

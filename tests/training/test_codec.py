@@ -32,7 +32,7 @@ STATES = st.recursive(
 
 def again(value):
     plain, tensors = encode(value)
-    return decode(json.loads(json.dumps(plain, allow_nan=False)), lambda name, path: tensors[name])
+    return decode(json.loads(json.dumps(plain, allow_nan=False)), tensors.__getitem__)
 
 
 def same(a, b):
@@ -86,7 +86,7 @@ def test_what_holds_itself_is_refused():
     state.append(state)
     with pytest.raises(CheckpointError, match="holds itself"):
         encode(state)
-    with pytest.raises(CheckpointError, match="dense tensor"):
+    with pytest.raises(CheckpointError, match="make it dense"):
         encode({"t": torch.ones(2, 2).to_sparse()})
 
 
@@ -104,7 +104,7 @@ def test_what_holds_itself_is_refused():
 )
 def test_unknown_things_are_refused(damaged):
     with pytest.raises(CheckpointError, match="a checkpoint holds"):
-        decode({"a": [damaged]}, lambda name, path: {}[name])
+        decode({"a": [damaged]}, {}.__getitem__)
 
 
 def test_tensor_files_are_those_of_safetensors(tmp_path):

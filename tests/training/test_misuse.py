@@ -261,6 +261,15 @@ def test_a_loop_left_in_the_middle_of_a_logical_batch():
     check_same_end(private, module, optimizer, max_physical_batch_size=5)
 
 
+def test_an_interrupt_while_a_batch_is_handed_out():
+    """What was read and not handed out is read again."""
+    private, module, optimizer = start(max_physical_batch_size=5)
+    interrupted = mock.patch.object(private, "hand_out", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        next(iter(private.loader))
+    check_same_end(private, module, optimizer, max_physical_batch_size=5)
+
+
 def test_a_gradient_left_over_is_no_way_to_the_sums():
     private, module, optimizer = start()
     batches = iter(private.loader)

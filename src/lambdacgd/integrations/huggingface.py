@@ -21,17 +21,8 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import Mode
 from lambdacgd.errors import CheckpointError, InvalidInput, TrainingError
-from lambdacgd.integrations.shared import (
-    Internals,
-    KeyLike,
-    LogicalBatch,
-    LogicalLoader,
-    TrainingRandomness,
-    check_internals,
-    find_key,
-    logged_claim,
-    need,
-)
+from lambdacgd.integrations import shared
+from lambdacgd.integrations.shared import LogicalBatch
 from lambdacgd.keys import SecretKey
 from lambdacgd.planning import Plan
 from lambdacgd.training import Private, privatize
@@ -39,52 +30,48 @@ from lambdacgd.training.card import GivenCard, write_card
 from lambdacgd.training.checkpoint import content_digest, has_traces
 from lambdacgd.training.data import a_few
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.step import check_is_plan
 
-need("hf", "transformers", "accelerate")
+shared.need("hf", "transformers", "accelerate")
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments  # noqa: E402
 from transformers.models.auto import modeling_auto as auto  # noqa: E402
 
 __all__ = ["LambdaCGDTrainer"]
 
-# What this Trainer replaces or calls of the Trainer's own, with the parameters that it counts on.
-INTERNALS: Internals = {
+# What this Trainer replaces of the Trainer's own, and in the last lines calls, with the parameters that it counts on.
+INTERNALS: shared.Internals = {
     Trainer: {
-        "train": "resume_from_checkpoint trial",
-        "get_train_dataloader": "",
-        "get_batch_samples": "epoch_iterator num_batches device",
-        "training_step": "model inputs num_items_in_batch",
-        "compute_loss": "model inputs return_outputs num_items_in_batch",
-        "floating_point_ops": "inputs",
-        "log": "logs start_time",
-        "hyperparameter_search": "",
-        "save_model": "output_dir _internal_call",
-        "create_model_card": "language license tags model_name",
-        "push_to_hub": "commit_message blocking token revision",
-        "_clip_grad_norm": "model",
-        "_get_grad_norm": "model grad_norm",
-        "_maybe_log_save_evaluate": "tr_loss grad_norm model trial",
-        "_save_checkpoint": "model trial",
-        "_load_from_checkpoint": "resume_from_checkpoint model",
-        "_load_optimizer_and_scheduler": "checkpoint",
-        "_load_rng_state": "checkpoint",
-        "_load_best_model": "",
-        "_push_from_checkpoint": "checkpoint_folder",
-        # called, not replaced
-        "create_optimizer": "",
-        "compute_loss_context_manager": "",
-        "_prepare_inputs": "inputs",
-        "_get_output_dir": "trial",
-        "_remove_unused_columns": "dataset description",
+        "train": "resume_from_checkpoint trial", "training_step": "model inputs num_items_in_batch",
+        "get_train_dataloader": "", "get_batch_samples": "epoch_iterator num_batches device",
+        "compute_loss": "model inputs return_outputs num_items_in_batch", "floating_point_ops": "inputs",
+        "log": "logs start_time", "hyperparameter_search": "", "save_model": "output_dir _internal_call",
+        "create_model_card": "language license tags model_name", "_clip_grad_norm": "model",
+        "push_to_hub": "commit_message blocking token revision", "_get_grad_norm": "model grad_norm",
+        "_maybe_log_save_evaluate": "tr_loss grad_norm model trial", "_save_checkpoint": "model trial",
+        "_load_from_checkpoint": "resume_from_checkpoint model", "_load_optimizer_and_scheduler": "checkpoint",
+        "_load_rng_state": "checkpoint", "_load_best_model": "", "_push_from_checkpoint": "checkpoint_folder",
+        "create_optimizer": "", "compute_loss_context_manager": "", "_prepare_inputs": "inputs",
+        "_get_output_dir": "trial", "_remove_unused_columns": "dataset description",
         "_get_collator_with_removed_columns": "data_collator description",
     },
     TrainerState: {"save_to_json": "json_path"},
-}
-check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
+}  # fmt: skip
+shared.check_internals("transformers", "hf", ((5, 17), (5, 22)), INTERNALS)
 
 _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
+
+_NO_SEARCH = (
+    "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
+    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
+)
+_NO_UPLOAD = (
+    "The output folder, checkpoints and the Trainer's model card hold training losses and the run's identity, which "
+    "must not be uploaded. After training call save_model(folder) or lc.export, and upload what they write: "
+    "huggingface_hub.upload_folder(repo_id=…, folder_path=folder)"
+)
 
 
 class LambdaCGDTrainer(_Trainer):
@@ -127,47 +114,38 @@ class LambdaCGDTrainer(_Trainer):
         *,
         plan: Plan,
         max_grad_norm: float | None = None,
-        key: KeyLike = None,
+        key: shared.KeyLike = None,
         clipping_mode: Mode = "flat",
         data_fingerprint: str | None = None,
         earlier: Iterable[GivenCard] | None = None,
         **options: Any,
     ) -> None:
-        if not isinstance(plan, Plan):
-            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+        check_is_plan(plan)
         if model is None or options.get("model_init") is not None:
             raise InvalidInput("model", "Give a model: model_init would train several, each at its own (ε, δ).")
         args = adapt(TrainingArguments(output_dir="tmp_trainer") if args is None else args, plan)
-        self.plan = plan
+        self.plan, self._key = plan, key
         self.private: Private | None = None
         zeta = args.max_grad_norm if max_grad_norm is None else max_grad_norm
         if not zeta:  # "no clipping", for a plain Trainer
             raise InvalidInput("max_grad_norm", zeta, "it is the per-example clipping norm ζ and must be above 0")
-        self._key = key
-        self._terms: dict[str, Any] = {
-            "max_grad_norm": zeta,
-            "clipping_mode": clipping_mode,
-            "data_fingerprint": data_fingerprint,
-            "earlier": None if earlier is None else list(earlier),  # every train() reads it
-        }
-        self._resumed: dict[str, Any] | None = None
-        self._randomness = TrainingRandomness()
+        self._terms: dict[str, Any] = {"max_grad_norm": zeta, "clipping_mode": clipping_mode}
+        # Every train() reads the cards.
+        self._terms |= {"data_fingerprint": data_fingerprint, "earlier": None if earlier is None else list(earlier)}
+        self._scheduler_state: Any = None  # of the checkpoint that is gone on from; with it the optimizer's settings
+        self._group_settings: list[dict[str, Any]] = []
+        self._randomness = shared.TrainingRandomness()
         super().__init__(model, args, **options)
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
+            why = "this Trainer keeps a whole model in every process (DDP)"
             raise InvalidInput(
-                "args",
-                "This Trainer keeps a whole model in every process (DDP). Leave FSDP and DeepSpeed out, train adapters "
-                "(LoRA), or shard the model with fully_shard and write the loop with lc.privatize.",
+                "args", f"Without FSDP and DeepSpeed: {why}. To shard it use fully_shard and lc.privatize."
             )
         if self.compute_loss_func is None and type(self).compute_loss is LambdaCGDTrainer.compute_loss:
             kind_of(self.model)  # refused now, not at the first step
         if looks_at_evaluation(args):
-            warnings.warn(
-                "load_best_model_at_end, save_strategy='best' and lr_scheduler_type='reduce_lr_on_plateau' choose "
-                "weights or learning rates by looking at eval_dataset. If that is private data, the result is not "
-                "covered by the plan's (ε, δ)",
-                stacklevel=2,
-            )
+            chosen = "weights or learning rates are chosen by looking at eval_dataset"
+            warnings.warn(f"{chosen}: if that is private, the result is not covered by the plan's (ε, δ)", stacklevel=2)
         self.callback_handler.callbacks.insert(0, _Position(self))
 
     # --- the run -----------------------------------------------------------------------------------------------------
@@ -196,12 +174,14 @@ class LambdaCGDTrainer(_Trainer):
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
             # Rank 0 keeps the key's file and the ledger; the others receive the key from it.
-            key = find_key(self._key, self.args.output_dir) if world.first else None
-        self.private, self._randomness = self._privatize(key), TrainingRandomness()
+            key = shared.find_key(self._key, self.args.output_dir) if world.first else None
+        self.private, self._randomness = self._privatize(key), shared.TrainingRandomness()
         try:
             folder = self._resume(resume_from_checkpoint) if resume_from_checkpoint else None
             with world.together("looking at the first examples"):
-                self._check_examples()
+                dataset, collate = self._data()
+                count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
+                self.private.check_loss(self._losses, a_few(dataset, count), collate)
             return super().train(folder, None, *args, **kwargs)
         finally:
             self.private.detach()
@@ -211,43 +191,30 @@ class LambdaCGDTrainer(_Trainer):
         if self.train_dataset is None:
             raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
         if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
-            raise InvalidInput(
-                "eval_dataset",
-                "eval_dataset is the training data: with load_best_model_at_end, save_strategy='best' or "
-                "reduce_lr_on_plateau, weights would follow losses of private data that no noise protects. Evaluate on "
-                "public data, or leave these out.",
-            )
+            why = "eval_dataset is the training data: weights would follow losses that no noise protects"
+            raise InvalidInput("eval_dataset", f"{why}. Evaluate on public data, or do not choose by it.")
         if resume_from:
             return
-        if self.private is not None and self.private.steps_taken:
-            raise TrainingError(
-                f"this Trainer's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
-                "train(resume_from_checkpoint=True), or make a new model and Trainer for a new run, which costs its "
-                "own (ε, δ)"
-            )
-        found = with_runs(self.args.output_dir)
-        if found:  # which a new run would mix up with its own
-            raise CheckpointError(
-                f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name}). Go on with "
-                "it: train(resume_from_checkpoint=True); or choose another output_dir: a second run has noise of its "
-                "own and costs its own (ε, δ)"
-            )
+        shared.refuse_second_run(self.private, "train(resume_from_checkpoint=True)")
+        if found := with_runs(self.args.output_dir):  # which a new run would mix up with its own
+            there = f"{self.args.output_dir} holds checkpoints of another run (the newest is {found[0].name})"
+            raise CheckpointError(f"{there}. Go on, train(resume_from_checkpoint=True), or choose another output_dir")
 
     def _privatize(self, key: SecretKey | None) -> Private:
         dataset, collate = self._data()
-        optimizer = self.create_optimizer()
+        optimizer, args = self.create_optimizer(), self.args
         return privatize(
             self.model,
             getattr(optimizer, "optimizer", optimizer),
             dataset,
             self.plan,
-            max_physical_batch_size=self.args.train_batch_size,
+            max_physical_batch_size=args.train_batch_size,
             key=key,
             loss_reduction="sum",
             collate_fn=collate,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=self.args.dataloader_pin_memory and self.args.device.type == "cuda",
-            prefetch_factor=self.args.dataloader_prefetch_factor,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
+            prefetch_factor=args.dataloader_prefetch_factor,
             **self._terms,
         )
 
@@ -257,16 +224,9 @@ class LambdaCGDTrainer(_Trainer):
             return self._remove_unused_columns(self.train_dataset, description="training"), self.data_collator
         return self.train_dataset, self._get_collator_with_removed_columns(self.data_collator, description="training")
 
-    def _check_examples(self) -> None:
-        """Before the first step: do a few examples have losses of their own?"""
-        dataset, collate = self._data()
-        assert self.private is not None
-        count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
-        self.private.check_loss(self._losses, a_few(dataset, count), collate)
-
     def get_train_dataloader(self) -> Any:
         """The plan's logical batches."""
-        return LogicalLoader(self, self.train_dataset)
+        return shared.LogicalLoader(self, self.train_dataset)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[LogicalBatch], num_batches: int, device: torch.device
@@ -280,10 +240,7 @@ class LambdaCGDTrainer(_Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward passes of one logical batch. Returns its mean loss, which is not private."""
         if not isinstance(inputs, LogicalBatch):
-            raise TrainingError(
-                f"a training step takes a logical batch of the plan, not a {type(inputs).__name__}: leave "
-                "get_train_dataloader and get_batch_samples as they are"
-            )
+            raise TrainingError(f"a training step takes a logical batch of the plan, not a {type(inputs).__name__}")
         model.train()
         switch: Any = getattr(self.optimizer, "train", None)
         if callable(switch):
@@ -307,9 +264,7 @@ class LambdaCGDTrainer(_Trainer):
         if not isinstance(losses, Tensor) or losses.shape != (rows,):
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
             raise TrainingError(
-                f"compute_loss must return one loss per example, a tensor of shape ({rows},), and returned {found}. A "
-                "loss that is already averaged may mix examples (a mean over all tokens of a batch does). Average over "
-                "each example's own tokens and return the vector"
+                f"compute_loss must return one loss per example, of shape ({rows},), and returned {found}"
             )
         return losses
 
@@ -359,7 +314,7 @@ class LambdaCGDTrainer(_Trainer):
         """Training losses under names that say what they are, with the plan's (ε, δ) beside them."""
         if "loss" in logs or "train_loss" in logs:
             logs = {f"{k}_not_private" if k in ("loss", "train_loss") else k: v for k, v in logs.items()}
-            logs |= {} if self.private is None else logged_claim(self.private)
+            logs |= {} if self.private is None else shared.logged_claim(self.private)
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -370,10 +325,6 @@ class LambdaCGDTrainer(_Trainer):
             for name, found in zip(_ASKED, asked.tolist(), strict=True):
                 setattr(self.control, name, bool(found))
         super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: every trial is a run with its own cost."""
-        raise InvalidInput("hyperparameter_search", _NO_SEARCH)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -397,32 +348,35 @@ class LambdaCGDTrainer(_Trainer):
     def _resume(self, resume_from: str | bool) -> str:
         """Load the newest whole checkpoint; older ones are refused by the ledger."""
         assert self.private is not None
-        for folder in _candidates(resume_from, self.args.output_dir):
+        place = Path(self.args.output_dir if isinstance(resume_from, bool) else resume_from)
+        for folder in with_runs(place) if isinstance(resume_from, bool) else [place]:
             extra = self.private.resume(folder / RUN_STATE)
             if extra is None:
                 continue  # it was being written when the process died, and never left it
-            groups = copy.deepcopy([{**g, "params": None} for g in self.private.optimizer.param_groups])
-            self._resumed = {"scheduler": extra["scheduler"], "groups": groups}
+            self._scheduler_state = extra["scheduler"]
+            self._group_settings = [
+                copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+                for group in self.private.optimizer.param_groups
+            ]
             self._randomness.keep()
             if self.args.should_save:  # the Trainer's counters are those of this checkpoint, whatever was written there
                 (folder / TRAINER_STATE).write_text(extra["trainer"], encoding="utf-8")
             return str(folder)
         raise CheckpointError(
-            f"{self.args.output_dir} holds no whole checkpoint: the process died while it wrote the first, which never "
-            "left it. Start with train()"
+            f"{place} holds no checkpoint to go on from (save_only_model=True saves weights alone). Start with train()"
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights came with the run's state."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None or self._resumed is None or self.private is None:
+        if checkpoint is None or self.private is None:
             return
         if self.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(self._resumed["scheduler"])
+            self.lr_scheduler.load_state_dict(self._scheduler_state)
         # Making the scheduler anew has set the first step's learning rate.
-        for group, saved in zip(self.private.optimizer.param_groups, self._resumed["groups"], strict=True):
-            group.update({name: value for name, value in saved.items() if name != "params"})
+        for group, saved in zip(self.private.optimizer.param_groups, self._group_settings, strict=True):
+            group.update(saved)
 
     def _load_best_model(self) -> None:
         """Weights of an earlier checkpoint of this run: nothing from outside has changed them."""
@@ -455,15 +409,24 @@ class LambdaCGDTrainer(_Trainer):
 
     def _enter_release(self, private: Private) -> None:
         private.cycle.refuse_half_done()
-        private.check_weights()  # before anything is written: no weights without their card
+        private.weights.check()  # before anything is written: no weights without their card
         if self.model is not private.model:
             raise TrainingError(
-                "trainer.model is not the model that this run has trained, so the run's card is not its card. Save the "
-                "trained model first; what you make of it (merged adapters, say) save yourself, with that card"
+                "trainer.model is not the model that this run has trained, so its card is not the run's"
             )
         if self.is_world_process_zero():  # which keeps the ledger
             trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
             private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
+
+    # --- what is refused whatever is given ---------------------------------------------------------------------------
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: every trial is a run with its own cost.
+
+        Raises:
+            InvalidInput: Always.
+        """
+        raise InvalidInput("hyperparameter_search", _NO_SEARCH)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: write a folder with ``save_model`` or ``lc.export`` and upload that yourself.
@@ -473,28 +436,8 @@ class LambdaCGDTrainer(_Trainer):
         """
         raise InvalidInput("push_to_hub", _NO_UPLOAD)
 
-    def create_model_card(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused, for the Trainer's model card shows training losses. ``save_model`` writes the privacy card.
-
-        Raises:
-            InvalidInput: Always.
-        """
-        raise InvalidInput("create_model_card", _NO_UPLOAD)
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> NoReturn:
-        """The Trainer would upload its output folder during training."""
-        raise InvalidInput("push_to_hub", _NO_UPLOAD)
-
-
-_NO_SEARCH = (
-    "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
-    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
-)
-_NO_UPLOAD = (
-    "The output folder, checkpoints and the Trainer's model card hold training losses and the run's identity, which "
-    "must not be uploaded. After training write weights and the privacy card to a folder of their own, by "
-    "save_model(folder) or lc.export, and upload that: huggingface_hub.upload_folder(repo_id=…, folder_path=folder)"
-)
+    create_model_card = push_to_hub  # the Trainer's shows training losses
+    _push_from_checkpoint = push_to_hub  # the output folder, during training
 
 
 class _Position(TrainerCallback):
@@ -508,11 +451,8 @@ class _Position(TrainerCallback):
         if private is None:
             return
         if private.steps_taken != state.global_step:
-            raise TrainingError(
-                f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}: a training "
-                "step left out part of its logical batch, another optimizer was put in place, or trainer_state.json is "
-                "not this checkpoint's"
-            )
+            both = f"the Trainer counts {state.global_step} steps and the run has taken {private.steps_taken}"
+            raise TrainingError(f"{both}: it left out part of its logical batch, or the optimizer was exchanged")
         state.epoch = private.steps_taken / private.plan.steps_per_epoch
 
 
@@ -522,37 +462,16 @@ class _Position(TrainerCallback):
 # ``from_pretrained``, ``trainer_state.json``) are written after that.
 
 RUN_STATE, TRAINER_STATE = "run_state", "trainer_state.json"
-_FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def with_runs(output_dir: str | Path) -> list[Path]:
     """Checkpoint folders that hold a run, or one that was being written, the newest first."""
-    folder = Path(output_dir)
-    found = []
-    for child in folder.iterdir() if folder.is_dir() else ():
-        match = _FOLDER.fullmatch(child.name)
-        if match and has_traces(child / RUN_STATE):
-            found.append((int(match[1]), child))
-    return [child for _, child in sorted(found, reverse=True)]
-
-
-def _candidates(resume_from: str | bool, output_dir: str | Path) -> list[Path]:
-    """Folders to try to resume from, in order: the one named, or all of the output folder."""
-    if isinstance(resume_from, bool):
-        found = with_runs(output_dir)
-        if not found:
-            raise CheckpointError(
-                f"{output_dir} holds no checkpoint of a private run. Start with train(), and set save_strategy and "
-                "save_steps so that there will be one"
-            )
-        return found
-    folder = Path(resume_from)
-    if not has_traces(folder / RUN_STATE):
-        raise CheckpointError(
-            f"{folder} holds no {RUN_STATE}, so it is not a checkpoint that private training can resume from. With "
-            "save_only_model=True the Trainer saves weights only"
-        )
-    return [folder]
+    found = {}
+    for folder in Path(output_dir).glob("checkpoint-*"):
+        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
+        if match and has_traces(folder / RUN_STATE):
+            found[int(match[1])] = folder
+    return [found[step] for step in sorted(found, reverse=True)]
 
 
 def _plain(value: Any) -> Any:
@@ -566,14 +485,12 @@ def _plain(value: Any) -> Any:
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
-# Arguments that keep their defaults under a plan, and what to do instead of changing them.
+# Arguments that keep their defaults under a plan, and why, or what to do instead of changing them.
 _DEFAULTS = {
-    "gradient_accumulation_steps": "leave it at 1: logical batches come from the plan and are split into physical ones "
-    "of per_device_train_batch_size by themselves",
+    "gradient_accumulation_steps": "logical batches are split into those of per_device_train_batch_size by themselves",
     "fp16": "GradScaler looks at gradients before they are noised. Use bf16=True",
-    "auto_find_batch_size": "it starts training over after running out of memory. Set per_device_train_batch_size "
-    "lower: the result does not depend on it",
-    "dataloader_drop_last": "bins are never cut off: dropping examples is not what the plan accounts for. Leave it out",
+    "auto_find_batch_size": "it starts training over after running out of memory. Lower per_device_train_batch_size",
+    "dataloader_drop_last": "dropping examples is not what the plan accounts for. Leave it out",
     "train_sampling_strategy": "which examples meet in a batch is fixed by the plan. Leave it out",
     "torch_compile": "every layer whose gradient is clipped is a graph break, so nothing is gained. Leave it out",
     "use_liger_kernel": "its fused kernels hide the layers that clipping must see. Leave it out",
@@ -582,8 +499,7 @@ _DEFAULTS = {
     "ddp_static_graph": "it counts on gradients that private training never makes. Leave it out",
     "parallelism_config": "tensor, context and sequence parallelism split examples. Use DDP by torchrun",
     "enable_jit_checkpoint": "it saves in the middle of a logical step, where nothing may be written. Use save_steps",
-    "include_num_input_tokens_seen": "the number of tokens seen depends on the drawn batches and is not private. Leave "
-    "it out",
+    "include_num_input_tokens_seen": "the number of tokens seen depends on the drawn batches and is not private",
     "push_to_hub": _NO_UPLOAD,
 }
 _OF_THE_TRAINER = {field.name: field.default for field in dataclasses.fields(TrainingArguments)}
@@ -597,21 +513,23 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         if given not in (None, False) and given != _OF_THE_TRAINER[name]:
             raise InvalidInput(name, given, advice)
     _check_horizon(args, plan)
-    _check_optimizer_and_devices(args)
+    name = str(getattr(args.optim, "value", args.optim))
+    if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
+        raise InvalidInput("optim", name, "it changes weights in the backward pass, before the noise. Use adamw_torch")
+    if args.n_gpu > 1:
+        raise InvalidInput(
+            "args", f"Set CUDA_VISIBLE_DEVICES to one of {args.n_gpu} GPUs, or start processes with torchrun."
+        )
     where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
     if "trackio" in (args.report_to or []) and any(where):
-        raise InvalidInput(
-            "report_to", "Training losses are not private and must not go to a Space of trackio. Log locally."
-        )
+        raise InvalidInput("report_to", "Training losses are not private and must not go to a Space of trackio.")
     adapted = copy.copy(args)
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
     if args.gradient_checkpointing:
         how: Any = args.gradient_checkpointing_kwargs or {}
         if how.get("use_reentrant"):
-            raise InvalidInput(
-                "gradient_checkpointing_kwargs", how, "reentrant checkpointing hides layers. Say use_reentrant=False"
-            )
+            raise InvalidInput("gradient_checkpointing_kwargs", how, "it hides layers: say use_reentrant=False")
         adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
 
@@ -623,39 +541,19 @@ def looks_at_evaluation(args: TrainingArguments) -> bool:
 
 
 def _check_horizon(args: TrainingArguments, plan: Plan) -> None:
-    if args.max_steps > 0 and args.max_steps != plan.steps:
-        raise InvalidInput(
-            "max_steps",
-            args.max_steps,
-            f"the plan has {plan.steps} steps, and its noise is for all of them. Leave max_steps out, or plan anew; to "
-            "stop early use a callback: the claim stays the plan's",
-        )
-    untouched = _OF_THE_TRAINER["num_train_epochs"]
-    if args.max_steps <= 0 and args.num_train_epochs not in (untouched, plan.epochs):
-        raise InvalidInput(
-            "num_train_epochs",
-            args.num_train_epochs,
-            f"the plan has {plan.epochs} epochs. Leave num_train_epochs out, or plan anew",
-        )
-    if args.max_steps <= 0 and args.num_train_epochs != plan.epochs:  # nobody can tell a default from a wish
+    fixed = "and its noise is for all of them. Leave this out, or plan anew; to stop early use a callback"
+    if args.max_steps > 0:
+        if args.max_steps != plan.steps:
+            raise InvalidInput("max_steps", args.max_steps, f"the plan has {plan.steps} steps, {fixed}")
+        return
+    default = _OF_THE_TRAINER["num_train_epochs"]
+    if args.num_train_epochs not in (default, plan.epochs):
+        raise InvalidInput("num_train_epochs", args.num_train_epochs, f"the plan has {plan.epochs} epochs, {fixed}")
+    if args.num_train_epochs != plan.epochs:  # nobody can tell a default from a wish
+        used = f"the plan has {plan.epochs} epochs, and so many are trained"
         warnings.warn(
-            f"the plan has {plan.epochs} epochs, and so many are trained: num_train_epochs = {untouched:g}, which is "
-            f"transformers' default, is not used. Say num_train_epochs={plan.epochs}, or plan for {untouched:g}",
+            f"{used}: num_train_epochs = {default:g}, transformers' default, is not used. Say {plan.epochs}",
             stacklevel=4,
-        )
-
-
-def _check_optimizer_and_devices(args: TrainingArguments) -> None:
-    name = str(getattr(args.optim, "value", args.optim))
-    if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
-        raise InvalidInput(
-            "optim", name, "it changes weights during the backward pass, before there is noise. Use adamw_torch or sgd"
-        )
-    if args.n_gpu > 1:
-        raise InvalidInput(
-            "args",
-            f"This process sees {args.n_gpu} GPUs, and DataParallel would split batches behind our back. Set "
-            "CUDA_VISIBLE_DEVICES to one, or start one process per GPU with torchrun.",
         )
 
 
@@ -668,14 +566,11 @@ def _check_optimizer_and_devices(args: TrainingArguments) -> None:
 Kind = Literal["next-token", "tokens", "whole"]
 IGNORED = -100
 
-_MAPPINGS: tuple[tuple[Kind, str], ...] = (
-    ("next-token", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"),
-    ("tokens", "MODEL_FOR_MASKED_LM_MAPPING_NAMES"),
-    ("tokens", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
-    ("whole", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
-    ("whole", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
-    ("whole", "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES"),
-)
+_TASKS: dict[Kind, str] = {
+    "next-token": "CAUSAL_LM",
+    "tokens": "MASKED_LM TOKEN_CLASSIFICATION",
+    "whole": "SEQUENCE_CLASSIFICATION IMAGE_CLASSIFICATION AUDIO_CLASSIFICATION",
+}
 
 
 def kind_of(model: nn.Module) -> Kind:
@@ -684,14 +579,13 @@ def kind_of(model: nn.Module) -> Kind:
     if hasattr(bare, "get_base_model"):  # a wrapper of peft, which gives adapters no class of their own
         bare = bare.get_base_model()
     if not getattr(getattr(bare, "config", None), "is_encoder_decoder", False):
-        for name in (own.__name__ for own in type(bare).__mro__):
-            for kind, mapping in _MAPPINGS:
-                if name in getattr(auto, mapping).values():
+        for own in type(bare).__mro__:
+            for kind, tasks in _TASKS.items():
+                if any(own.__name__ in getattr(auto, f"MODEL_FOR_{t}_MAPPING_NAMES").values() for t in tasks.split()):
                     return kind
+    unknown = f"The per-example loss of {type(bare).__name__} is not known here"
     raise InvalidInput(
-        "model",
-        f"The per-example loss of {type(bare).__name__} is not known here. Pass compute_loss_func=function(outputs, "
-        "labels, **kwargs) that returns one loss per example, or override compute_loss to return that vector.",
+        "model", f"{unknown}: give compute_loss_func, or a compute_loss, that returns one loss per example."
     )
 
 

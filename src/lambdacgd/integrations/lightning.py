@@ -12,31 +12,18 @@ import torch
 from torch import Tensor
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.integrations.shared import (
-    Internals,
-    KeyLike,
-    LogicalBatch,
-    LogicalLoader,
-    TrainingRandomness,
-    check_internals,
-    check_key,
-    load_or_make,
-    logged_claim,
-    need,
-)
+from lambdacgd.integrations import shared
+from lambdacgd.integrations.shared import LogicalBatch
 from lambdacgd.planning import Plan
 from lambdacgd.training import CheckpointError, Private, TrainingError, privatize
 from lambdacgd.training.checkpoint import read, save
 from lambdacgd.training.distributed.models import fingerprint
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.step import check_is_plan
 
-need("lightning", "lightning")
+shared.need("lightning", "lightning")
 
-from lightning.pytorch.callbacks import (  # noqa: E402
-    BatchSizeFinder,
-    GradientAccumulationScheduler,
-    LearningRateFinder,
-)
+from lightning.pytorch import callbacks  # noqa: E402
 from lightning.pytorch.plugins.io import TorchCheckpointIO  # noqa: E402
 from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
@@ -47,28 +34,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E40
 __all__ = ["LambdaCGDDDPStrategy", "LambdaCGDStrategy", "read_checkpoint"]
 
 # What the strategies replace or call of Lightning's own, with the parameters that they count on.
-INTERNALS: Internals = {
+INTERNALS: shared.Internals = {
     Strategy: {
-        "setup": "trainer",
-        "teardown": "",
-        "on_exception": "exception",
-        "batch_to_device": "batch device dataloader_idx",
-        "training_step": "args kwargs",
-        "on_train_end": "",
-        "optimizer_step": "optimizer closure model",
-        "backward": "closure_loss optimizer",
-        "restore_checkpoint_after_setup": None,
-        "save_checkpoint": "checkpoint filepath storage_options",
-        "load_checkpoint": "checkpoint_path weights_only",
-        "load_model_state_dict": "checkpoint strict",
-        "load_optimizer_state_dict": "checkpoint",
+        "setup": "trainer", "teardown": "", "on_exception": "exception", "training_step": "args kwargs",
+        "batch_to_device": "batch device dataloader_idx", "on_train_end": "", "backward": "closure_loss optimizer",
+        "optimizer_step": "optimizer closure model", "restore_checkpoint_after_setup": None,
+        "save_checkpoint": "checkpoint filepath storage_options", "load_checkpoint": "checkpoint_path weights_only",
+        "load_model_state_dict": "checkpoint strict", "load_optimizer_state_dict": "checkpoint",
     },
     SingleDeviceStrategy: {"setup_environment": ""},
     DDPStrategy: {"configure_ddp": ""},
     Precision: {"_after_closure": "model optimizer"},
     Trainer: {"_results": None},
-}
-check_internals("lightning", "lightning", ((2, 6), (2, 6)), INTERNALS)
+}  # fmt: skip
+shared.check_internals("lightning", "lightning", ((2, 6), (2, 6)), INTERNALS)
 
 _Base: Any = object  # stands before a strategy of Lightning in the method resolution order
 _SingleDevice: Any = SingleDeviceStrategy  # their hooks are annotated more loosely than they are called
@@ -110,20 +89,18 @@ class Privatising(_Base):
         dataset: Any,
         *,
         max_grad_norm: float,
-        key: KeyLike,
+        key: shared.KeyLike,
         submodule: str = "",
         **options: Any,
     ) -> None:
         """``options`` go to `privatize`."""
-        if not isinstance(plan, Plan):
-            raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
-        check_key(key)
+        check_is_plan(plan)
+        shared.check_key(key)
         self.plan, self.dataset = plan, dataset
         self.private: Private | None = None
-        self.loader = LogicalLoader(self, dataset)
-        self._key, self._submodule = key, submodule
-        self._options = options | {"max_grad_norm": max_grad_norm}
-        self._randomness = TrainingRandomness()
+        self.loader = shared.LogicalLoader(self, dataset)
+        self._key, self._submodule, self._options = key, submodule, options | {"max_grad_norm": max_grad_norm}
+        self._randomness = shared.TrainingRandomness()
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -134,20 +111,14 @@ class Privatising(_Base):
             return
         world = World.of(None)
         with world.together("starting to train"):
-            self._check(trainer)
-            key = load_or_make(self._key) if world.first else None  # other ranks receive it from rank 0
-        self._randomness = TrainingRandomness()
+            check_trainer(trainer, self.plan)
+            check_module(self.lightning_module, self.optimizers)
+            if trainer.ckpt_path is None:
+                shared.refuse_second_run(self.private, "fit(…, ckpt_path=…)")
+            key = shared.load_or_make(self._key) if world.first else None  # other ranks receive it from rank 0
+        self._randomness = shared.TrainingRandomness()
         model = self.lightning_module.get_submodule(self._submodule)
         self.private = privatize(model, self.optimizers[0], self.dataset, self.plan, key=key, **self._options)
-
-    def _check(self, trainer: Any) -> None:
-        check_trainer(trainer, self.plan)
-        check_module(self.lightning_module, self.optimizers)
-        if self.private is not None and self.private.steps_taken and trainer.ckpt_path is None:
-            raise TrainingError(
-                f"this strategy's run has taken {self.private.steps_taken} of {self.plan.steps} steps. Go on with "
-                "fit(…, ckpt_path=…), or make a new module and strategy for a new run, which costs its own (ε, δ)"
-            )
 
     def teardown(self) -> None:
         if self.private is not None:
@@ -168,10 +139,7 @@ class Privatising(_Base):
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """``training_step`` of the module for every physical batch, with its backward pass for all but the last."""
         if not isinstance(batch, LogicalBatch) or self.private is None:
-            raise TrainingError(
-                f"training got a {type(batch).__name__} from a loader that is not the plan's. Pass strategy.loader to "
-                "fit, or return it from train_dataloader()"
-            )
+            raise TrainingError(f"{type(batch).__name__} is no logical batch of the plan: pass strategy.loader to fit")
         output, results = None, self.lightning_module.trainer._results
         with self._randomness.step():
             for part, last in batch.parts():
@@ -181,7 +149,7 @@ class Privatising(_Base):
                 output = super().training_step(moved, *args, **kwargs)
                 if not last:
                     self.backward(_loss(output), None)
-        self.lightning_module.log_dict(logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
+        self.lightning_module.log_dict(shared.logged_claim(self.private), on_step=True, on_epoch=False, batch_size=1)
         check_monitors(self.lightning_module.trainer)  # before this step changes a weight
         return output
 
@@ -239,9 +207,7 @@ class Privatising(_Base):
             super().load_model_state_dict(checkpoint, strict)
         if self._fitting and fingerprint(parameters) != before:
             raise TrainingError(
-                "on_load_checkpoint, of the module or of a callback, has changed weights of the run's checkpoint: the "
-                "run's (ε, δ) would not be theirs. Load other weights before fit, and declare what they went through "
-                "with earlier=…"
+                "on_load_checkpoint has changed weights of the run: load others before fit, with earlier=…"
             )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -311,11 +277,8 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
         """
         kind = type(self.accelerator).__name__
         if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
-            raise InvalidInput(
-                "device",
-                str(self.root_device),
-                f"the Trainer has a {kind}: give the strategy device=…, or the Trainer the accelerator that fits",
-            )
+            wrong = f"the Trainer has a {kind}: give the strategy a device, or the Trainer the accelerator that fits"
+            raise InvalidInput("device", str(self.root_device), wrong)
         super().setup_environment()
 
 
@@ -352,10 +315,7 @@ def _loss(output: Any) -> Tensor:
         found = output if isinstance(output, Tensor) else output["loss"]
         if isinstance(found, Tensor):
             return found
-    raise TrainingError(
-        f"training_step returned {type(output).__name__}; it must return the loss or a dict with 'loss' for every "
-        "physical batch: each example takes part in its logical step"
-    )
+    raise TrainingError(f"training_step must return the loss or a dict with 'loss', not {type(output).__name__}")
 
 
 # --- settings that cannot hold under a plan --------------------------------------------------------------------------
@@ -371,11 +331,10 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
             raise InvalidInput(name, given, advice)
     for kind, advice in _CALLBACKS:  # ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
-            raise InvalidInput("callbacks", f"{kind.__name__} cannot be used here: {advice}.")
+            raise InvalidInput("callbacks", f"Leave {kind.__name__} out: {advice}.")
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
-        name = type(trainer.strategy.checkpoint_io).__name__
         raise InvalidInput(
-            "plugins", f"The strategy writes each checkpoint whole before the ledger knows it. Leave {name} out."
+            "plugins", "The strategy writes each checkpoint whole before the ledger knows it: leave CheckpointIO out."
         )
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         raise InvalidInput(
@@ -393,27 +352,20 @@ def check_monitors(trainer: Any) -> None:
     """Refuse to steer by what training has logged: no noise protects it, so weights would depend on it unnoised."""
     names = {result.meta.name for result in trainer.fit_loop._results.values()}
     logged = names | {f"{name}_{when}" for name in names for when in ("step", "epoch")}
-    watched = [(getattr(callback, "monitor", None), type(callback).__name__) for callback in trainer.callbacks]
-    watched += [(c.monitor, "ReduceLROnPlateau") for c in trainer.lr_scheduler_configs if c.reduce_on_plateau]
-    for monitor, by in watched:
-        if monitor in logged:
-            raise InvalidInput("monitor", f"{by} monitors {monitor!r}, which {_STEERED}.")
+    watched = {getattr(callback, "monitor", None) for callback in trainer.callbacks}
+    watched |= {config.monitor for config in trainer.lr_scheduler_configs if config.reduce_on_plateau}
+    for monitor in watched & logged:
+        raise InvalidInput("monitor", f"A callback or scheduler monitors {monitor!r}, which {_STEERED}.")
 
 
 def check_module(module: Any, optimizers: list[Any]) -> None:
     """Refuse modules whose hooks would step, clip or move batches by themselves."""
     if not module.automatic_optimization:
         raise InvalidInput(
-            "automatic_optimization",
-            False,
-            "this strategy takes a step after every logical batch by itself. With manual optimization write the loop "
-            "with lc.privatize",
+            "automatic_optimization", False, "the strategy steps by itself. Write a loop of your own with lc.privatize"
         )
     if len(optimizers) != 1:
-        raise InvalidInput(
-            "configure_optimizers",
-            f"configure_optimizers returned {len(optimizers)} optimizers. Return one: a gradient has one norm.",
-        )
+        raise InvalidInput("configure_optimizers", f"It returned {len(optimizers)} optimizers: return one.")
     for hook, advice in (
         ("configure_gradient_clipping", _CLIP),
         ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
@@ -423,17 +375,14 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
 
 
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
-_ACCUMULATE = (
-    "leave it at 1: logical batches come from the plan, and max_physical_batch_size of the strategy splits them"
-)
+_ACCUMULATE = "leave it at 1: the plan's logical batches are split by max_physical_batch_size of the strategy"
 _SEARCH = (
-    "it trains on the private data, looks at the losses and goes back to the weights before, so that the run's noise "
-    "serves twice. Choose on public data, or with a plan and a strategy for each trial, which add up"
+    "it trains on the private data and goes back to the weights before, so that the run's noise serves twice. Choose "
+    "on public data, or with a plan and a strategy for each trial, which add up"
 )
 _STEERED = (
-    "training logged from private data and without noise: a learning rate, a stopping time or a choice of weights that "
-    "follows it is not covered by the plan's (ε, δ). Use a schedule fixed beforehand, or monitor what validation_step "
-    "logs of public data"
+    "training logged without noise: what follows it is not covered by the plan's (ε, δ). Use a schedule fixed "
+    "beforehand, or monitor what validation_step logs of public data"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"
@@ -446,7 +395,7 @@ _SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (  # of the Trainer: w
     ("reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run"),
 )
 _CALLBACKS: tuple[tuple[type, str], ...] = (
-    (LearningRateFinder, _SEARCH),
-    (BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
-    (GradientAccumulationScheduler, _ACCUMULATE),
+    (callbacks.LearningRateFinder, _SEARCH),
+    (callbacks.BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),
+    (callbacks.GradientAccumulationScheduler, _ACCUMULATE),
 )

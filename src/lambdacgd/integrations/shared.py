@@ -73,6 +73,24 @@ def check_internals(package: str, extra: str, known: tuple[Version, Version], us
         )
 
 
+# --- the plan and the run --------------------------------------------------------------------------------------------
+
+
+def refuse_second_run(private: Private | None, how: str) -> None:
+    """Refuse to begin a run where another one has taken steps; ``how`` goes on with that."""
+    if private is not None and private.steps_taken:
+        raise TrainingError(
+            f"this run has taken {private.steps_taken} of {private.plan.steps} steps. Go on with {how}, or make all "
+            "anew for a new run, which costs its own (ε, δ)"
+        )
+
+
+def logged_claim(private: Private) -> dict[str, float]:
+    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed, ε is inf."""
+    epsilon = private.plan.epsilon if private.spent().private else math.inf
+    return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
+
+
 # --- the key ---------------------------------------------------------------------------------------------------------
 # An output folder is copied, archived and uploaded as a whole, and the key must not travel with it. The default place
 # is therefore ``<output_dir>.private/run.key``, and a place inside the output folder is refused.
@@ -92,12 +110,10 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
         key = default_key_path(output_dir)
     path = key.path if isinstance(key, SecretKey) else key
     if isinstance(path, (str, os.PathLike)) and Path(path).resolve().is_relative_to(Path(output_dir).resolve()):
-        raise InvalidInput(
-            "key",
-            str(path),
-            f"it must lie outside the output folder, which is copied and uploaded as a whole. Leave key out to have "
-            f"it at {default_key_path(output_dir)}",
+        wrong = (
+            f"it must lie outside the output folder, which is copied; by default it is {default_key_path(output_dir)}"
         )
+        raise InvalidInput("key", str(path), wrong)
     return load_or_make(key)
 
 
@@ -118,12 +134,6 @@ def load_or_make(key: KeyLike) -> SecretKey:
 def check_key(key: object) -> None:
     if not isinstance(key, (SecretKey, str, os.PathLike)):
         raise InvalidInput.of_type("key", key, "a SecretKey or the path of a key file")
-
-
-def logged_claim(private: Private) -> dict[str, float]:
-    """The plan's (ε, δ), for logs beside the loss. Where nothing is claimed (key for tests, estimate), ε is inf."""
-    epsilon = private.plan.epsilon if private.spent().private else math.inf
-    return {"privacy_epsilon": epsilon, "privacy_delta": private.plan.delta}
 
 
 # --- random numbers --------------------------------------------------------------------------------------------------
@@ -172,9 +182,7 @@ class LogicalBatch:
     def parts(self) -> Iterator[tuple[Any, bool]]:
         """Every physical batch, and whether it is the last: then ``optimizer.step()`` acts."""
         if self._used:
-            raise TrainingError(
-                "the examples of this logical step were already read once; every example takes part once a step"
-            )
+            raise TrainingError("the examples of this logical step were already read once: they take part once")
         self._used, last = True, False
         while not last:
             part = next(self._data)
@@ -191,8 +199,7 @@ class LogicalLoader:
 
     def __len__(self) -> int:
         """Logical steps in an epoch."""
-        steps: int = self._owner.plan.steps_per_epoch
-        return steps
+        return int(self._owner.plan.steps_per_epoch)
 
     def __iter__(self) -> Iterator[LogicalBatch]:
         private: Private | None = self._owner.private

@@ -2,9 +2,8 @@
 
 from lambdacgd.errors import CheckpointError, NotPrivateWarning, TrainingError
 from lambdacgd.training.card import Spent
-from lambdacgd.training.data import Epoch
 from lambdacgd.training.export import export
-from lambdacgd.training.loop import EMA
+from lambdacgd.training.loop import EMA, Epoch
 from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.privatize import Private, privatize
 

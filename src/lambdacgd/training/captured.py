@@ -17,16 +17,15 @@ from torch import Tensor
 
 from lambdacgd.errors import InvalidInput, TrainingError, integer
 from lambdacgd.planning import Plan
-from lambdacgd.training.data import cut
-from lambdacgd.training.loop import Loop, Phase
+from lambdacgd.training.loop import Loop, Phase, cut
 from lambdacgd.training.step import PrivateStep
 
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
 _NOT_PUT_BACK = (
-    "preparing a captured step failed, and so did putting the weights back: they may have moved by steps that do not "
-    "count. Call detach(), build the model and the optimizer anew, privatize, and load the newest checkpoint"
+    "preparing a captured step failed, and so did putting the weights back. Call detach(), build the model and the "
+    "optimizer anew, privatize, and load the newest checkpoint"
 )
 
 
@@ -92,7 +91,7 @@ class CapturedStep:
 
     def _launch(self) -> None:
         """One logical step: fill the table and capture what is missing, then replay."""
-        cycle = self._loop.cycle
+        loop, cycle = self._loop, self._loop.cycle
         step = cycle.current
         if step != self._at or step >= self._first_step + len(self._parts):
             self._fill_table(step)
@@ -108,13 +107,13 @@ class CapturedStep:
         try:
             for kind in kinds:
                 self._graphs[kind].replay()
-            self._loop.acted()
+            loop.acted()
             self._at = cycle.current
         except BaseException:
             self._at = 0  # counters in device memory are set anew
             raise
-        self._loop.moved()
-        for act in self._loop.after_step:
+        loop.reading = None  # the loader, which may have read ahead, begins anew
+        for act in loop.after_step:
             act()
 
     def _constants(self) -> list[Any]:
@@ -262,35 +261,25 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
     devices = {p.device for p in loop.clipper.parameters.values()} | {tensor.device for tensor in data}
     device = next(iter(devices))
     if len(devices) != 1 or device.type != "cuda":
-        raise InvalidInput(
-            "data",
-            f"A captured step needs the data and the model on one CUDA device, and they are on "
-            f"{', '.join(sorted(map(str, devices)))}.",
-        )
+        places = ", ".join(sorted(map(str, devices)))
+        raise InvalidInput("data", f"Data and model must be on one CUDA device, and they are on {places}.")
     if device.index not in (None, torch.cuda.current_device()):
+        current = f"cuda:{torch.cuda.current_device()}"
         raise InvalidInput(
             "data",
-            f"The data is on {device}, and a graph captures work of the current device, "
-            f"cuda:{torch.cuda.current_device()}, only. Call torch.cuda.set_device first.",
+            f"The data is on {device}, and a graph captures work of the current device, {current}: set it first.",
         )
     if not data or any(len(tensor) != plan.examples for tensor in data):
-        raise InvalidInput(
-            "data",
-            f"Give tensors of {plan.examples} rows each, in the dataset's order. These have "
-            f"{', '.join(str(len(tensor)) for tensor in data) or 'none'}.",
-        )
+        found = ", ".join(str(len(tensor)) for tensor in data) or "none"
+        raise InvalidInput("data", f"Give tensors of {plan.examples} rows in the dataset's order. These have {found}.")
     if not plan.mechanism.regenerates(plan.block.steps):
         raise InvalidInput(
-            "plan",
-            f"The noise of {plan.mechanism.name} needs buffers that advance on the host. Use the ordinary loop.",
+            "plan", f"The noise of {plan.mechanism.name} needs buffers on the host: use the ordinary loop."
         )
     kind = type(loop.optimizer)
     for group in loop.optimizer.param_groups:
         plain = kind is torch.optim.SGD and not group["dampening"]
         if not plain and not (kind in (torch.optim.Adam, torch.optim.AdamW) and group["capturable"]):
-            raise InvalidInput(
-                "optimizer",
-                f"A captured step takes SGD without dampening, or Adam or AdamW with capturable=True; this "
-                f"{kind.__name__} is none of them.",
-            )
+            allowed = "SGD without dampening, or Adam or AdamW with capturable=True"
+            raise InvalidInput("optimizer", f"A captured step takes {allowed}; this {kind.__name__} is none of them.")
     return device

@@ -73,8 +73,8 @@ class Spent:
 
     @property
     def private(self) -> bool:
-        """Whether anything is claimed: not for ε = inf, not for an estimate, not with a key for tests."""
-        return math.isfinite(self.epsilon) and self.certificate.kind == "bound" and not self.key_for_tests
+        """Whether anything is claimed: not for ε = inf, not with a key for tests."""
+        return math.isfinite(self.epsilon) and not self.key_for_tests
 
     def __repr__(self) -> str:
         """The sentence, also in a notebook: the certificate's details fill a screen."""
@@ -83,9 +83,7 @@ class Spent:
     def __str__(self) -> str:
         if not math.isfinite(self.epsilon):
             return f"NOT PRIVATE (ε = inf, no noise, no clipping), {self.steps_taken} of {self.steps} steps"
-        what = "" if self.certificate.kind == "bound" else " (a point estimate, not a claim)"
-        if self.key_for_tests:
-            what = " (not a claim: the key is one for tests)"
+        what = " (not a claim: the key is one for tests)" if self.key_for_tests else ""
         claim = f"(ε = {at_least(self.epsilon)}, δ = {at_least(self.delta)})"
         return f"{claim}{what}, {self.steps_taken} of {self.steps} steps taken"
 
@@ -141,7 +139,7 @@ class History:
     def from_dict(cls, saved: Mapping[str, Any]) -> History:
         """The history that ``to_dict`` wrote."""
         runs = tuple((float(epsilon), float(delta)) for epsilon, delta in saved["runs"])
-        return cls(runs, bool(saved["declared"]), bool(saved["changed"]))
+        return cls(runs, saved["declared"], saved["changed"])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain facts for a checkpoint; ε = inf as a string, which JSON can hold."""
@@ -157,8 +155,7 @@ class History:
         both = (self.runs or self.declared) and (saved.runs or saved.declared)
         if both and self.runs != saved.runs:
             raise CheckpointError(
-                f"this run was started with {_counted(saved.runs)} declared in earlier=… and is resumed with "
-                f"{_counted(self.runs)}: give the same cards, or leave earlier= out"
+                f"{_counted(saved.runs)} declared when the run began, {_counted(self.runs)} now: give the same cards"
             )
         # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
         runs = max(self.runs, saved.runs, key=len)
@@ -167,10 +164,9 @@ class History:
     @property
     def text(self) -> str:
         """A sentence for the card."""
-        if not self.declared:
-            known = f"; {_counted(self.runs)} among it, added up in ε and δ" if self.runs else ""
-            return NOT_DECLARED + known
-        return f"{_counted(self.runs)}, added up in ε and δ" if self.runs else "declared: no private data"
+        if self.declared:
+            return f"{_counted(self.runs)}, added up in ε and δ" if self.runs else "declared: no private data"
+        return NOT_DECLARED + (f"; {_counted(self.runs)} among it, added up in ε and δ" if self.runs else "")
 
 
 def _counted(runs: tuple[tuple[float, float], ...]) -> str:
@@ -180,18 +176,16 @@ def _counted(runs: tuple[tuple[float, float], ...]) -> str:
 def _read_card(given: GivenCard) -> Mapping[str, Any]:
     """A card, from wherever it is."""
     facts: Any = given
+    what: Any = f"a {type(given).__name__}"
     if isinstance(given, (str, os.PathLike)):
-        path = Path(given)
+        what = path = Path(given)
         try:
             facts = read_json(path / CARD_JSON if path.is_dir() else path)
         except (OSError, ValueError) as error:
             raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
-        what = given if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise InvalidInput(
-            "earlier",
-            f"earlier takes privacy cards (format {FORMAT}), paths of {CARD_JSON}, or folders of exports, and {what} "
-            "is none of them.",
+            "earlier", f"earlier takes cards ({FORMAT}), their files or folders, and {what} is none of them."
         )
     return facts
 
@@ -219,8 +213,6 @@ def replace_one(plan: Plan) -> tuple[float, float, str]:
     Without amplification it is the Gaussian mechanism at twice the sensitivity. Otherwise replacing is zeroing one
     example out and putting one in, so (2ε, (1 + e^ε)δ) by group privacy.
     """
-    if not math.isfinite(plan.epsilon):
-        return math.inf, 1.0, "no noise"
     if plan.certificate.method == "analytic":
         real = gaussian_epsilon(plan.sigma / (2 * plan.sensitivity), plan.delta * (1 - DELTA_SHARE))
         if real <= min(3 * plan.epsilon, 20.0):  # what is set aside for floating point covers no more
@@ -244,11 +236,9 @@ class Card(dict[str, Any]):
 def card(
     plan: Plan,
     history: History,
+    settings: Mapping[str, Any],
     *,
     steps_taken: int,
-    max_grad_norm: float,
-    clipping: str,
-    augmentations: int,
     floating_point: FloatingPointCost | None,
     loss_checked: bool = False,
     key_for_tests: bool = False,
@@ -256,16 +246,15 @@ def card(
     """The privacy card of a run's weights: the facts, in the order in which a person would read them.
 
     The ε and δ of earlier runs in ``history`` are added to the plan's (basic composition), as if all had read the same
-    examples. With ``key_for_tests`` nothing is claimed, and ``floating_point`` is None where nothing is.
+    examples. ``settings`` are those of a `Private`; ``floating_point`` is None where nothing is claimed.
     """
-    certified = plan.certificate.kind == "bound" and not key_for_tests
-    own = (plan.epsilon if certified else math.inf, plan.delta)
+    own = (math.inf if key_for_tests else plan.epsilon, plan.delta)
     runs = [*history.runs, own]
     epsilon, delta = sum(e for e, _ in runs), min(1.0, sum(d for _, d in runs))
-    if not history.runs and certified:
-        replaced = replace_one(plan)
+    if math.isinf(epsilon):
+        replaced = math.inf, 1.0, "no claim"
     else:
-        replaced = _in_and_out(epsilon, delta) if math.isfinite(epsilon) else (math.inf, 1.0, "no claim")
+        replaced = _in_and_out(epsilon, delta) if history.runs else replace_one(plan)
     facts = {
         "format": FORMAT,
         "library": f"lambdacgd {__version__}",
@@ -283,9 +272,9 @@ def card(
         "sampling": plan.sampling.to_dict(),
         "correlation": _correlation(plan),
         "sigma": plan.sigma,
-        "max_grad_norm": _finite(max_grad_norm),
-        "clipping": clipping,
-        "augmentations": augmentations,
+        "max_grad_norm": _finite(settings["max_grad_norm"]),
+        "clipping": settings["clipping_mode"],
+        "augmentations": settings["augmentations"],
         "objective": LOSS_CHECKED if loss_checked else LOSS_NOT_CHECKED,
         "batch_size": plan.batch_size,
         "requested_batch_size": plan.requested_batch_size,
@@ -309,13 +298,9 @@ def _correlation(plan: Plan) -> str:
 def _claim(plan: Plan, history: History) -> str:
     if not math.isfinite(plan.epsilon):
         return "none: trained without noise and clipping, for debugging"
-    if plan.certificate.kind != "bound":
-        return "none: the noise was a point estimate, not certified"
     if any(not math.isfinite(epsilon) for epsilon, _ in history.runs):
-        return "none: an earlier run on these weights claimed nothing (ε = inf, an estimate, or not private at all)"
+        return "none: an earlier run on these weights claimed nothing (ε = inf, or not private at all)"
     own = f"({at_least(plan.epsilon)}, {at_least(plan.delta)})-differentially private"
-    if plan.certificate.confidence < 1:
-        own += f", with confidence {plan.certificate.confidence} in the certificate"
     if history.changed:
         own += ", provided that what changed the weights between its steps, other than this run, used no private data"
     if not history.runs:
@@ -340,8 +325,7 @@ def write_card(facts: dict[str, Any], folder: Path) -> None:
 
 def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
     """What a person wants to know of the card, by name."""
-    mechanism, sampling = dict(facts["mechanism"]), dict(facts["sampling"])
-    certificate, other, steps = facts["certificate"], facts["replace_one"], facts["steps"]
+    other, steps = facts["replace_one"], facts["steps"]
     drawn, asked = facts["batch_size"], facts["requested_batch_size"]
     batch_size = f"{drawn:.4g}" if drawn == asked else f"{drawn:.4g} ({asked} asked for)"
     return [
@@ -350,15 +334,15 @@ def rows_of(facts: dict[str, Any]) -> list[tuple[str, Any]]:
         ("Before this run", facts["history"]),
         ("Adjacency", facts["adjacency"]),
         ("Replace-one", f"ε ≤ {rounded_up(other['epsilon'])}, δ ≤ {rounded_up(other['delta'])} ({other['reading']})"),
-        ("Mechanism", _described(mechanism)),
-        ("Sampling", _described(sampling)),
+        ("Mechanism", _described(facts["mechanism"])),
+        ("Sampling", _described(facts["sampling"])),
         ("Correlated noise", facts["correlation"]),
         ("Noise", f"σ = {facts['sigma']:.6g} times the clipping norm {facts['max_grad_norm']} ({facts['clipping']})"),
         ("Expected batch size", batch_size),
         ("Objective", facts.get("objective", LOSS_NOT_CHECKED)),
         ("Steps", f"{steps['taken']} of {steps['planned']} ({steps['note']})"),
         ("Floating point", _floating_point(facts["floating_point"])),
-        ("Certificate", f"{certificate['method']}, {certificate['kind']}, confidence {certificate['confidence']}"),
+        ("Certificate", facts["certificate"]["method"]),
         ("Made by", facts["library"]),
     ]
 
@@ -380,5 +364,4 @@ def _floating_point(cost: dict[str, Any] | None) -> str:
 
 
 def _described(parameters: dict[str, Any]) -> str:
-    name = parameters.pop("name")
-    return name + "".join(f", {key} = {value}" for key, value in parameters.items())
+    return ", ".join([parameters["name"], *(f"{key} = {value}" for key, value in parameters.items() if key != "name")])

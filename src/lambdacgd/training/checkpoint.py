@@ -27,6 +27,7 @@ import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
 
 FORMAT = "lambdacgd-checkpoint-3"
 FACTS, WHOLE = "run.json", "whole.safetensors"
-Keys = tuple[Any, ...]  # what leads to a place in nested data
 _STEP = re.compile(r"step-\d{8,}")  # the rest of the folder is not ours to remove
 _DRAFT = re.compile(r"\.(step-\d{8,})\.([0-9a-f]{1,64})\.draft")
 
@@ -76,25 +76,25 @@ def save(
     with world.together("saving"):
         check_savable(private)
         private.note_changes()
+    private.compare_weights()
+    all_generators = world.gather(generators())
+    with world.together("saving"):
         left_out = set() if frozen else _frozen(private)
         optimizer = None if weights_only else private.optimizer.state_dict()
-        if optimizer is not None:
-            _check_optimizer_state(private, optimizer)
+        _check_optimizer_state(private, {"state": {}} if optimizer is None else optimizer)
         state = {  # tensors are those in use, not copies
             "model": {name: value for name, value in private.model.state_dict().items() if name not in left_out},
             "optimizer": optimizer,
             "averages": [average.state_dict() for average in private.averages],
             "extra": extra if extra is not None and world.first else {},
+            "generators": all_generators,
         }
-    private.compare_weights()
-    state["generators"] = world.gather(generators())
-    with world.together("saving"):
         who = identity(private) | {"sample": private.sample.seal(private.run.key, run_id)}
-        parts = {"identity": who, "plan": private.plan.to_json(), "groups": _groups(private)}
-        facts, tensors = encode(parts | {"state": state})
-    facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": private.steps_taken}
-    name = f"step-{private.steps_taken:08d}"
-    draft, target = folder / f".{name}.{run_id}.draft", folder / name
+        parts = {"identity": who, "plan": private.plan_json, "groups": _groups(private), "state": state}
+        facts, tensors = encode(parts)
+    step = private.steps_taken
+    facts |= {"format": FORMAT, "library": __version__, "run": run_id, "step": step}
+    draft, target = folder / f".step-{step:08d}.{run_id}.draft", folder / f"step-{step:08d}"
     with contextlib.ExitStack() as held:  # a detached run has let go of its lock
         world.from_first("saving", lambda: held.enter_context(private.run.holding(run_id)))
         # What an error left of the last save may be the run's only checkpoint that can be resumed.
@@ -114,7 +114,7 @@ def save(
             ) from error
 
         def release() -> None:
-            private.run.release(private.steps_taken, digest=digest, kind="checkpoint")
+            private.run.release(step, digest=digest, kind="checkpoint")
             _give_name(draft, target)
             for old in folder.iterdir():
                 if old != target and _STEP.fullmatch(old.name):
@@ -136,22 +136,19 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
         current = identity(private)
         with _damage(source):
             saved = _Saved(source, facts)
-            who = decode(facts["identity"], _no_tensor)
+            who, state = saved.identity, saved.state
             check_identity(who, current)
             history = private.history.resumed(History.from_dict(who["history"]))
             private.sample.check(who["sample"], private.run.key, facts["run"])
-            if facts["state"]["optimizer"] is None:
-                raise CheckpointError(
-                    f"{source} holds weights only (save_weights_only=True), so no run can go on from it: the "
-                    "optimizer's state and the loop's position are missing"
-                )
-            _check_fits(private, saved)
+            if state["optimizer"] is None:
+                raise CheckpointError(f"{source} holds weights only (save_weights_only=True): no run can go on from it")
+            _check_fits(private, facts["groups"], state)
             digest = _digest(source)
     world.agree("loading", {str(source): digest}, {str(source): "All ranks must see one file system"})
     with private.going_on_from(facts["step"], lambda: private.run.resume(facts["run"], facts["step"], digest)):
         with world.together("loading"):
-            _apply(private, saved)
-            extra: dict[str, Any] = saved.value("extra")
+            _apply(private, state)
+            extra: dict[str, Any] = _loaded(state["extra"])
         private.compare_weights()
     private.history = history  # the weights are the checkpoint's now
     return extra
@@ -187,9 +184,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     source, facts = _newest(None, Path(path))
     with _damage(source):
-        saved = _Saved(source, facts)
-        parts = {name: saved.value(name) for name in ("model", "optimizer", "averages", "extra")}
-    return {"step": facts["step"], **parts}
+        state = _loaded(_Saved(source, facts).state)
+    return {"step": facts["step"], **{name: state[name] for name in ("model", "optimizer", "averages", "extra")}}
 
 
 # --- whose checkpoint it is ------------------------------------------------------------------------------------------
@@ -198,8 +194,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
 _MEANING = {
     "plan": "the plan: noise, horizon or sampling would not be those of the run. Load the run's own plan",
     "layout": "the trainable parameters (names or shapes): noise could not cancel. Build the same model",
-    "noise": "the format of the noise: the run was begun under another one, so its noise could not be cancelled. Such "
-    "a run cannot go on: start a new one",
+    "noise": "the format of the noise: the run was begun under another one and cannot go on. Start a new one",
     "max_grad_norm": "the clipping norm: it is fixed for a run",
     "clipping_mode": "the clipping mode: it is fixed for a run",
     "augmentations": "the number of augmentations: it is fixed for a run",
@@ -227,11 +222,9 @@ def check_identity(saved: dict[str, Any], current: dict[str, Any]) -> None:
     if saved.get("data_fingerprint") is None and "data_fingerprint" in differs:
         differs.remove("data_fingerprint")  # a name where there was none: whoever gives it vouches for the data
     if differs:
-        lines = [
-            f"- {_MEANING[name]} (saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)})"
-            for name in differs
-        ]
-        raise CheckpointError("this checkpoint does not belong here. What differs:\n" + "\n".join(lines))
+        both = {name: f"saved {shown(saved.get(name), 16)}, here {shown(current[name], 16)}" for name in differs}
+        lines = [f"\n- {_MEANING[name]} ({values})" for name, values in both.items()]
+        raise CheckpointError("this checkpoint does not belong here. What differs:" + "".join(lines))
 
 
 def check_savable(private: Private) -> None:
@@ -239,8 +232,7 @@ def check_savable(private: Private) -> None:
     private.check_whole()
     if not private.between_steps:
         raise CheckpointError(
-            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way. Save "
-            "after an optimizer.step() that acted (private.between_steps is then True)"
+            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way"
         )
     private.check_own_weights()
     private.run.check_ledger()
@@ -269,55 +261,45 @@ def _check_optimizer_state(private: Private, state: Mapping[str, Any]) -> None:
     for index, values in state["state"].items():
         p: Any = parameters[index] if isinstance(index, int) else None
         for key, value in values.items() if is_sharded(p) else ():
-            shape = value if isinstance(value, torch.Size) else getattr(value, "shape", ())
+            shape = _shape(value)
             if shape != p.shape and math.prod(shape) > 1:
-                raise CheckpointError(
-                    f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}, which other numbers "
-                    "of processes could not take over: use an optimizer whose state has the parameters' shapes"
-                )
+                kept = f"the optimizer keeps {key!r} of a sharded parameter in shape {tuple(shape)}"
+                raise CheckpointError(f"{kept}: use one whose state has the parameters' shapes")
 
 
-def _check_fits(private: Private, saved: _Saved) -> None:
+def _check_fits(private: Private, groups: Any, state: dict[str, Any]) -> None:
     """Refuse what could not be loaded, before the run becomes the checkpoint's."""
-    if saved.facts["groups"] != _groups(private):
-        raise CheckpointError(
-            "the optimizer's parameter groups are not those of the checkpoint: make the same groups, in the same order"
-        )
-    averages = saved.shapes("averages")
-    if len(averages) != len(private.averages):
-        raise CheckpointError(
-            f"the checkpoint has {len(averages)} running averages of the weights and this run "
-            f"{len(private.averages)}; make the same ones with private.ema(…) before loading"
-        )
-    own, weights = private.model.state_dict(), saved.shapes("model")
+    if groups != _groups(private):
+        raise CheckpointError("the optimizer's parameter groups are not those of the checkpoint: make the same ones")
+    averages = len(state["averages"])
+    if averages != len(private.averages):
+        both = f"the checkpoint has {averages} running averages of the weights, and this run {len(private.averages)}"
+        raise CheckpointError(f"{both}: make the same ones with private.ema(…) before loading")
+    own, weights = private.model.state_dict(), state["model"]
     wrong = (own.keys() - weights.keys() - _frozen(private)) | (weights.keys() - own.keys())
-    wrong |= {
-        name
-        for name in own.keys() & weights.keys()
-        if isinstance(own[name], Tensor) and own[name].shape != weights[name]
-    }
+    wrong |= {name for name, value in weights.items() if _shape(own.get(name)) != _shape(value)}
     if wrong:
         names = brief(", ".join(sorted(wrong)[:4]))
         raise CheckpointError(f"the model is not that of the checkpoint: {names} is missing, new or of another shape")
-    _check_optimizer_state(private, saved.shapes("optimizer"))
+    _check_optimizer_state(private, state["optimizer"])
+
+
+def _shape(value: Any) -> Any:
+    return getattr(value, "shape", ())
 
 
 @torch.no_grad()
-def _apply(private: Private, saved: _Saved) -> None:
+def _apply(private: Private, state: dict[str, Any]) -> None:
     own, parameters = private.model.state_dict(), _parameters(private)
-    averages = [average.state_dict()["average"] for average in private.averages]
-
-    def parameter(path: Keys) -> Any:
-        return parameters[path[1]] if path[0] == "state" and isinstance(path[1], int) else None
-
-    private.model.load_state_dict(own | saved.value("model", lambda path: own[path[0]]))
-    private.optimizer.load_state_dict(saved.value("optimizer", parameter))
-    values = saved.value("averages", lambda path: averages[path[0]][path[2]])  # (number, "average", name)
-    for average, state in zip(private.averages, values, strict=True):
-        average.load_state_dict(state)
-    states = saved.value("generators")
-    if len(states) == private.world.size:  # other worlds give ranks other examples, so other dropout
-        set_generators(states[private.world.rank])
+    private.model.load_state_dict(own | {name: _loaded(value, own[name]) for name, value in state["model"].items()})
+    of_parameters = {i: _loaded(values, parameters[i]) for i, values in state["optimizer"]["state"].items()}
+    private.optimizer.load_state_dict(_loaded(state["optimizer"] | {"state": of_parameters}))
+    for average, saved in zip(private.averages, state["averages"], strict=True):
+        held = average.state_dict()["average"]
+        read = {name: _loaded(value, held[name]) for name, value in saved["average"].items()}
+        average.load_state_dict(saved | {"average": read})
+    if len(state["generators"]) == private.world.size:  # other worlds give ranks other examples, so other dropout
+        set_generators(_loaded(state["generators"][private.world.rank]))
 
 
 # --- the folder: drafts, the ledger, names ---------------------------------------------------------------------------
@@ -347,9 +329,8 @@ def _damage(source: Path) -> Iterator[None]:
         raise
     except Exception as error:  # a damaged file fails in whatever way its damage leads to
         raise CheckpointError(
-            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost for good with every "
-            "copy, declare it destroyed in the ledger (key.ledger().declare_destroyed(run, step)) and resume from "
-            "the one before; or start a new run"
+            f"{source} is damaged or not a checkpoint. Restore it from a copy; or, if it is lost with every copy, "
+            "declare that (key.ledger().declare_destroyed(run, step)) and resume from the one before"
         ) from error
 
 
@@ -428,10 +409,7 @@ def _write_facts(draft: Path, facts: dict[str, Any], written: list[Written]) -> 
     digests = {name: digest for own, _ in written for name, digest in own.items()}
     content = json.dumps(facts | {"sharded": sharded}, allow_nan=False).encode()
     if len(content) > MOST_JSON:
-        raise CheckpointError(
-            f"the numbers and texts of this checkpoint take {len(content)} bytes, and {MOST_JSON} are allowed: give "
-            "long lists in extra= as tensors"
-        )
+        raise CheckpointError(f"numbers and texts take {len(content)} bytes: give long lists in extra= as tensors")
     digests[FACTS] = write_new(draft / FACTS, [content])
     sync_folder(draft)
     return _joined(digests)
@@ -442,17 +420,12 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
         raise CheckpointError(
-            f"{folder} is of format {str(facts['format'])[:40]!r} and this version reads {FORMAT!r}: go on with the "
-            "version that wrote it"
+            f"{folder} is of format {str(facts['format'])[:40]!r}, not {FORMAT!r}: use the version that wrote it"
         )
     kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
         raise ValueError("run.json")
     return facts
-
-
-def _no_tensor(name: str, path: Keys) -> None:
-    raise ValueError("a tensor in the identity")
 
 
 def _names(folder: Path) -> list[str]:
@@ -461,8 +434,7 @@ def _names(folder: Path) -> list[str]:
     for name in names:
         if not stat.S_ISREG(os.lstat(folder / name).st_mode):
             raise CheckpointError(
-                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore the "
-                "checkpoint from a copy"
+                f"{folder} holds {shown(name)}, which is not a plain file, so it is not as it was written. Restore it"
             )
     return names
 
@@ -482,58 +454,71 @@ def _joined(digests: Mapping[str, str]) -> str:
 
 
 class _Saved:
-    """An open checkpoint: its facts, and its tensors where they are asked for."""
+    """An open checkpoint: its facts, and its state with a `_Held` in the place of every tensor."""
 
     def __init__(self, folder: Path, facts: dict[str, Any]) -> None:
         self._folder, self.facts = folder, facts
-        self._sharded: dict[str, Any] = facts["sharded"]
         self._files: dict[str, Any] = {}
+        self.identity, self.state = (decode(facts[name], partial(_Held, self)) for name in ("identity", "state"))
 
-    def shapes(self, part: str) -> Any:
-        """A part of the state with a ``torch.Size`` in the place of every tensor."""
-        return decode(self.facts["state"][part], lambda name, path: self._shape(name))
-
-    def value(self, part: str, like: Callable[[Keys], Any] = lambda path: None) -> Any:
-        """A part of the state. Of tensors that are ``like`` a sharded one, by their place in it, this rank has rows."""
-        return decode(self.facts["state"][part], lambda name, path: self._read(name, like(path)))
-
-    def _shape(self, name: str) -> torch.Size:
-        parts = self._sharded.get(name)
-        return torch.Size(self._file(WHOLE).get_slice(name).get_shape() if parts is None else parts["shape"])
-
-    def _read(self, name: str, like: Any) -> Tensor:
-        if is_sharded(like) and like.shape == self._shape(name):
-            place = place_of(name, like)
-            rows = self._rows(name, place.first, place.local_shape[0])
-            made = torch.empty_like(like, dtype=rows.dtype)
-            local(made).copy_(rows)
-            return made
-        if name in self._sharded:
-            return self._rows(name, 0, self._shape(name)[0])
-        # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
-        whole: Tensor = self._file(WHOLE).get_tensor(name).clone()
-        return whole
-
-    def _rows(self, name: str, first: int, count: int) -> Tensor:
-        """``count`` rows of a tensor, from ``first`` on, whoever wrote them."""
-        parts: list[Any] = self._sharded[name]["parts"] if name in self._sharded else [[WHOLE, 0]]
-        found: list[Tensor] = []
-        for file, begins in parts:
-            held = self._file(file).get_slice(name)
-            low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
-            if low < high or not found:
-                found.append(held[max(0, low - begins) : max(0, high - begins)])
-        joined = torch.cat(found)
-        if joined.shape[0] != count:
-            raise ValueError(f"{name} has rows missing")
-        return joined
-
-    def _file(self, name: str) -> Any:
+    def file(self, name: str) -> Any:
         if name not in self._files:
             if Path(name).name != name:
                 raise ValueError("a file outside of the checkpoint")
             self._files[name] = safe_open(self._folder / name, framework="pt")
         return self._files[name]
+
+
+class _Held:
+    """A tensor in a checkpoint, not read yet. Its rows may be in several files."""
+
+    def __init__(self, saved: _Saved, name: str) -> None:
+        self._name, self._file = name, saved.file
+        self._sharded: Any = saved.facts["sharded"].get(name)
+
+    @property
+    def shape(self) -> torch.Size:
+        sharded = self._sharded
+        return torch.Size(sharded["shape"] if sharded else self._file(WHOLE).get_slice(self._name).get_shape())
+
+    def read(self, like: Any = None) -> Tensor:
+        """The tensor; of one that is ``like`` a sharded one, the rows that this rank has."""
+        if is_sharded(like) and like.shape == self.shape:
+            place = place_of(self._name, like)
+            rows = self._rows(place.first, place.local_shape[0])
+            made = torch.empty_like(like, dtype=rows.dtype)
+            local(made).copy_(rows)
+            return made
+        if self._sharded:
+            return self._rows(0, self.shape[0])
+        # A copy: safetensors maps the file into memory, and the file will be removed by the next checkpoint.
+        whole: Tensor = self._file(WHOLE).get_tensor(self._name).clone()
+        return whole
+
+    def _rows(self, first: int, count: int) -> Tensor:
+        """``count`` rows from ``first`` on, whoever wrote them."""
+        parts: list[Any] = self._sharded["parts"] if self._sharded else [[WHOLE, 0]]
+        found: list[Tensor] = []
+        for file, begins in parts:
+            held = self._file(file).get_slice(self._name)
+            low, high = max(first, begins), min(first + count, begins + held.get_shape()[0])
+            if low < high or not found:
+                found.append(held[max(0, low - begins) : max(0, high - begins)])
+        joined = torch.cat(found)
+        if joined.shape[0] != count:
+            raise ValueError(f"{self._name} has rows missing")
+        return joined
+
+
+def _loaded(value: Any, like: Any = None) -> Any:
+    """Nested data of a checkpoint with its tensors read, those ``like`` a sharded one as this rank has them."""
+    if isinstance(value, _Held):
+        return value.read(like)
+    if isinstance(value, dict):
+        return {key: _loaded(item, like) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_loaded(item, like) for item in value)
+    return value
 
 
 # --- plain data as JSON and named tensors, and back: nothing is pickled or unpickled ---------------------------------
@@ -550,15 +535,10 @@ _DTYPES = {
 
 
 def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Turn nested plain data into a JSON value and the tensors that it names.
+    """Turn nested plain data into a value for ``json.dumps`` and the tensors that it names (those given, not copies).
 
-    Args:
-        value: Dicts, lists, tuples, numbers, strings, None and tensors, nested at will. Subclasses of these count as
-            what they derive from, NumPy's numbers as Python's.
-
-    Returns:
-        A value for ``json.dumps``, and the tensors by name. They are those given, not copies. Two places that hold
-        the same memory share one name.
+    Dicts, lists, tuples, numbers, strings, None and tensors may be nested at will. Subclasses of these count as what
+    they derive from, NumPy's numbers as Python's. Two places that hold the same memory share one name.
 
     Raises:
         CheckpointError: Something else is in it; the sentence says where.
@@ -587,16 +567,13 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
                 return {key: plain(item, f"{path}.{key}") for key, item in value.items()}
             items = [[plain(k, f"{path}.(key)"), plain(v, f"{path}.{k}")] for k, v in value.items()]
             return {_TAG: "dict", "items": items}
-        raise CheckpointError(
-            f"{path[1:] or 'this'} is a {type(value).__name__}, which cannot be part of a checkpoint: give tensors, "
-            "numbers, strings, lists and dicts (a state_dict, not the object itself)"
-        )
+        what = f"{path[1:] or 'this'} is a {type(value).__name__}"
+        raise CheckpointError(f"{what}, which cannot be part of a checkpoint: give plain data and tensors")
 
     def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
             raise CheckpointError(
-                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}, which a checkpoint cannot hold: "
-                "make it a dense tensor of an ordinary type"
+                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}: make it dense, of an ordinary type"
             )
         memory = _memory(value)
         if memory is not None and memory in names:
@@ -622,35 +599,26 @@ def _memory(value: Tensor) -> Any:
     return value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
 
 
-def decode(value: Any, tensor: Callable[[str, Keys], Any], path: Keys = ()) -> Any:
-    """The inverse of `encode`, after JSON.
-
-    Args:
-        value: What `encode` returned.
-        tensor: Says what to put in the place of a tensor, by its name and by the keys and numbers that lead to it.
-        path: The keys and numbers that lead to ``value`` itself.
-
-    Returns:
-        The nested data.
+def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+    """The inverse of `encode`, after JSON. ``tensor`` says what to put in the place of a tensor, by its name.
 
     Raises:
         CheckpointError: ``value`` holds something that `encode` does not write.
     """
     if isinstance(value, list):
-        return [decode(item, tensor, (*path, k)) for k, item in enumerate(value)]
+        return [decode(item, tensor) for item in value]
     if not isinstance(value, dict):
         return value
     if _TAG not in value:
-        return {key: decode(item, tensor, (*path, key)) for key, item in value.items()}
+        return {key: decode(item, tensor) for key, item in value.items()}
     try:
         match value[_TAG]:
             case "tensor":
-                return tensor(value["name"], path)
+                return tensor(value["name"])
             case "tuple":
-                return tuple(decode(value["items"], tensor, path))
+                return tuple(decode(value["items"], tensor))
             case "dict":
-                pairs = ((decode(key, tensor, path), item) for key, item in value["items"])
-                return {key: decode(item, tensor, (*path, key)) for key, item in pairs}
+                return {decode(key, tensor): decode(item, tensor) for key, item in value["items"]}
             case "float":
                 return float(value["value"])
     except (KeyError, TypeError, ValueError) as error:

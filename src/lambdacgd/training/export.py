@@ -50,7 +50,7 @@ def export(private: Private, path: str | os.PathLike[str]) -> Path:
     target, model, world = Path(path), private.model, private.world
     if any(is_sharded(p) for p in model.parameters()):
         with world.together("export"):
-            private.check_weights()
+            private.weights.check()
         weights = whole_state(model, keep=world.first)
         world.from_first("export", lambda: _write(target, private, weights))
     elif world.first:
@@ -62,7 +62,7 @@ def _write(target: Path, private: Private, weights: dict[str, Tensor]) -> None:
     facts = private.card()
     if target.exists():
         raise TrainingError(f"{target} exists; a release is never overwritten. Choose another name")
-    if private.plan.certificate.kind == "bound" and math.isfinite(private.plan.epsilon):
+    if math.isfinite(private.plan.epsilon):
         verify(private.plan)  # the plan's file, its digest and the cache are anybody's to edit
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = target.with_name(f".{target.name}.draft")

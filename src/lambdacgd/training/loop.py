@@ -1,39 +1,41 @@
-"""The user's loop around a private step: what its batches, backward passes and ``optimizer.step()`` set going.
+"""The user's loop around a private step: the batches it gets, what backward passes and ``optimizer.step()`` set off.
 
-The loop stays the user's own. `Loop` stands behind the hooks on the optimizer and on the clipper, and calls
-`step.PrivateStep` once for every whole logical batch. `Cycle` knows where the run stands, `Gradients` what is in
-``p.grad``, `Weights` whether something else has changed the weights; `EMA` is an average of them. Every refusal says
-what to do instead.
+The loop stays the user's own. `Loader` hands out the plan's batches. `Loop` stands behind the hooks on the optimizer
+and on the clipper, and calls `step.PrivateStep` once for every whole logical batch. `Cycle` knows where the run stands,
+`Gradients` what is in ``p.grad``, `Weights` whether something else has changed the weights; `EMA` is their average.
+
+Guarantee
+---------
+The examples of step t are exactly those that the plan's sampling gives for (key, run, t): never shuffled, truncated or
+rebalanced. Several processes split them by their place in the batch: none is left out, none is on two. Where nobody
+takes part, one example of weight exactly zero is handed out, so that the step is pure noise; what fills a batch up
+(``pad_batches``) has weight exactly zero, too. What random augmentation does depends on the run, the step and the place
+in the logical batch only, not on workers, padding or resuming.
 """
 
 from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lambdacgd.clipping import Clipper
 from lambdacgd.errors import CheckpointError, TrainingError, number
 from lambdacgd.torch_private import GIVEN_BY_SCALER, SCALES_BY_ITSELF, foreach_lerp_, version
 from lambdacgd.training.card import History
-from lambdacgd.training.distributed.models import (
-    check_spread_as_before,
-    compare_weights,
-    fingerprint,
-    fsdp_modules,
-    is_sharded,
-    local,
-    reshard,
-)
-from lambdacgd.training.distributed.reduction import ShardedTotals
-from lambdacgd.training.distributed.world import World
+from lambdacgd.training.data import random_numbers_of
+from lambdacgd.training.distributed import models
+from lambdacgd.training.distributed.models import is_sharded, local, reshard
 from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
@@ -42,29 +44,26 @@ _ALONE = (
     "ranks from the newest checkpoint"
 )
 _LOADED_BY_HAND = (
-    "optimizer.load_state_dict() was called on the optimizer of a private run. A run is resumed by private.load(path) "
-    "or private.resume(path), which go on with its noise and batches and ask its ledger. State loaded by hand (or by "
-    "accelerator.load_state) would be a new run, which costs its own (ε, δ). If that is meant, load before privatize"
+    "optimizer.load_state_dict() was called in a private run, which goes on by private.load(path) or "
+    "private.resume(path) alone. To begin a new run with such state, at its own (ε, δ), load it before privatize"
 )
 _HALF_LOADED = (
-    "loading a checkpoint failed half-way, so the weights may be of two moments, and this run is already the "
-    "checkpoint's. Call detach(), build the model and the optimizer anew, privatize, and load again"
+    "loading a checkpoint failed half-way, so the weights may be of two moments. Call detach(), build the model and "
+    "the optimizer anew, privatize, and load again"
 )
-_CLOSURE = (
-    "optimizer.step(closure) runs the model again, which would use the batch twice. Call backward() and then "
-    "optimizer.step() without a closure"
-)
+_CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (
-    "GradScaler does not fit: it looks at gradients before they are noised, and its scale would change what is "
-    "clipped. Use torch.autocast with bfloat16, which needs no scaler, or GradScaler(enabled=False), and call "
-    "loss.backward() and optimizer.step(). The batch was dropped; the loader yields it again"
+    "GradScaler does not fit: its scale would change what is clipped. Use torch.autocast with bfloat16, which needs no "
+    "scaler, or GradScaler(enabled=False). The batch was dropped; the loader yields it again"
+)
+_LOSS_NOT_CHECKED = (
+    "nobody has looked whether the training loss adds examples up, which the claim needs: class weights in a mean or a "
+    "mean over all tokens do not. Give it to privatize(…, loss=loss), where loss(model, batch) returns what your loop "
+    "calls backward() on. The privacy card says that it was not checked"
 )
 
-_LOSS_NOT_CHECKED = (
-    "nobody has looked whether the training loss adds examples up, which the claim needs: class weights in a mean, a "
-    "mean over all tokens or a root of the mean do not. Give it to privatize(…, loss=loss), where loss(model, batch) "
-    "returns what your loop calls backward() on. The privacy card says that it was not checked"
-)
+
+# --- the plan's batches ----------------------------------------------------------------------------------------------
 
 
 class Chunk(NamedTuple):
@@ -76,6 +75,178 @@ class Chunk(NamedTuple):
     last: bool  # whether the logical batch is whole with it
     padding: int  # of its examples, how many at the end have weight zero: all, where nobody takes part
     least: int = 0  # examples that every rank has at least in this physical batch
+
+
+def cut(
+    step: int, batch: np.ndarray, size: int | None, *, rank: int = 0, ranks: int = 1, multiple: int = 1
+) -> Iterator[Chunk]:
+    """A logical batch in parts of at most ``size`` examples; an empty one borrows example 0 at weight zero.
+
+    A part is filled up at weight zero to a multiple of ``multiple``, though not beyond ``size``, by its first example.
+    With several ranks, rank r has every ``ranks``-th example from place r on: each example is on one rank. All ranks
+    have as many parts as the one with the most examples, so that they go through them together.
+    """
+    own, most = batch[rank::ranks], max(1, -(-len(batch) // ranks))
+    step_size = size or most
+    for first in range(0, most, step_size):
+        part = own[first : first + step_size].tolist()
+        least = min(step_size, max(0, len(batch) // ranks - first))
+        width = max(1, -(-len(part) // multiple)) * multiple
+        padding = (width if size is None else min(width, size)) - len(part)
+        indices = part + (part[:1] or [0]) * padding
+        yield Chunk(step, rank + ranks * first, indices, first + step_size >= most, padding, least)
+
+
+class Examples(Dataset[Any]):
+    """The user's dataset, read a chunk at a time with random numbers of the chunk's own (``views`` readings each).
+
+    The readings of an example are neighbours. What fills a chunk up is read last: nobody's random numbers move.
+    """
+
+    def __init__(self, dataset: Any, run: str, views: int) -> None:
+        self._dataset, self._run, self._views = dataset, run, views
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitems__(self, chunk: Chunk) -> list[Any]:
+        together = getattr(self._dataset, "__getitems__", None)
+        own = len(chunk.indices) - chunk.padding
+        items: list[Any] = []
+        with random_numbers_of(f"{self._run}/{chunk.step}/{chunk.first}"):
+            for some in (chunk.indices[:own], chunk.indices[own:]):
+                readings = [
+                    together(some) if callable(together) else [self._dataset[i] for i in some]
+                    for _ in range(self._views if some else 0)
+                ]
+                items += [item for of_example in zip(*readings, strict=True) for item in of_example]
+        return items
+
+
+class Rows(Examples):
+    """A ``TensorDataset``, a chunk by one indexing of each tensor: the batch that collating its items would give.
+
+    Nothing about it is random. Item by item, a batch on a GPU costs as many launches as it has numbers.
+    """
+
+    def __getitems__(self, chunk: Chunk) -> list[Tensor]:
+        tensors = self._dataset.tensors
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=tensors[0].device)
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
+
+    @staticmethod
+    def collate(batch: list[Tensor]) -> list[Tensor]:
+        return batch
+
+    @staticmethod
+    def can_read(dataset: Any) -> bool:
+        """Whether the batch is the same to the bit, strides included: plain tensors, row after row."""
+        return type(dataset) is TensorDataset and all(
+            type(t) is Tensor and t.layout == torch.strided and t.is_contiguous() and not t.requires_grad
+            for t in dataset.tensors
+        )
+
+
+class Loader:
+    """Iterates the remaining steps of the run. ``private.epochs()`` groups them."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        dataset: Any,
+        *,
+        max_physical_batch_size: int | None,
+        pad_batches: int,
+        views: int,
+        **options: Any,
+    ) -> None:
+        """``options`` go to ``torch.utils.data.DataLoader``; every example is read ``views`` times."""
+        self._loop, self._dataset, self._views, self._options = loop, dataset, views, options
+        self._plan, self._size, self._multiple = loop.private_step.plan, max_physical_batch_size, pad_batches
+        self._given: deque[Chunk] = deque()  # what the workers were given and the loop not yet
+        self._turn = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.until(self._plan.steps)
+
+    def __len__(self) -> int:
+        return self.left_until(self._plan.steps)
+
+    def until(self, last_step: int) -> Iterator[Any]:
+        """The physical batches of the steps up to ``last_step``. A logical batch under way starts again."""
+        self._loop.begin()
+        # A run that was finished when it was loaded has no more batches: the same script goes on behind its loop.
+        if self._loop.cycle.done >= self._plan.steps and self._loop.reading is not None:
+            over = f"all {self._plan.steps} steps of the plan are done; the horizon is fixed"
+            raise TrainingError(f"{over}. For one epoch after the other loop over private.epochs()")
+        self._turn += 1
+        return self._iterate(last_step, self._turn)
+
+    def _iterate(self, last_step: int, turn: int) -> Iterator[Any]:
+        loop, cycle = self._loop, self._loop.cycle
+        while True:
+            if turn != self._turn:
+                raise TrainingError("another iteration of the loader has begun; there is one position in a run")
+            loop.before_batch()
+            if cycle.phase is Phase.IDLE and cycle.done >= last_step:
+                if loop.reading is not None and cycle.done >= self._plan.steps:
+                    loop.reading = iter(())  # ends workers. Left to the garbage collector, torch waits 5 s for each
+                return
+            if loop.reading is None:
+                loop.drop_batch()
+                loop.reading = self._start(cycle.current)
+            reading, loop.reading = loop.reading, None  # after a failure or Ctrl-C here, nobody goes on from there
+            data = next(reading)
+            loop.hand_out(self._given.popleft())
+            loop.reading = reading
+            yield data
+
+    def _start(self, step: int) -> Iterator[Any]:
+        """Begin to read at a step, ahead of the loop if there are workers."""
+        plan, world, dataset = self._plan, self._loop.world, self._dataset
+        if len(dataset) != plan.examples:
+            raise TrainingError(
+                f"the dataset now has {len(dataset)} examples and the plan {plan.examples}; it must not change mid-run"
+            )
+        self._given = given = deque[Chunk]()
+
+        def chunks() -> Iterator[Chunk]:
+            for t, batch in enumerate(self._loop.private_step.batches(step), start=step):
+                for chunk in cut(t, batch, self._size, rank=world.rank, ranks=world.size, multiple=self._multiple):
+                    given.append(chunk)
+                    yield chunk
+
+        options, kind = self._options, Examples
+        if options["collate_fn"] is None and Rows.can_read(dataset):
+            options, kind = {**options, "collate_fn": Rows.collate}, Rows
+        examples = kind(dataset, self._loop.private_step.run.id, self._views)
+        # Chunks, which the examples understand; and a generator of its own: starting to read must not move dropout's.
+        generator = torch.Generator().manual_seed(step)
+        return iter(DataLoader(examples, batch_sampler=chunks(), generator=generator, **options))  # type: ignore[arg-type]
+
+    def left_until(self, last_step: int) -> int:
+        """Logical steps left; physical batches are more where logical ones are split."""
+        if self._size is not None:
+            raise TypeError("how many physical batches are left depends on the bins; plan.steps counts logical ones")
+        return max(0, last_step - self._loop.cycle.done)
+
+
+class Epoch:
+    """What is left of one epoch. ``number`` counts from 1."""
+
+    def __init__(self, loader: Loader, number: int, last_step: int) -> None:
+        self.number = number
+        self._loader, self._last_step = loader, last_step
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._loader.until(self._last_step)
+
+    def __len__(self) -> int:
+        """Logical steps left in the epoch."""
+        return self._loader.left_until(self._last_step)
+
+
+# --- where the run stands --------------------------------------------------------------------------------------------
 
 
 class Phase(Enum):
@@ -116,11 +287,6 @@ class Cycle:
         """The optimizer has changed the weights."""
         self.done, self.phase = self.done + 1, Phase.IDLE
 
-    def drop(self) -> None:
-        """Forget the logical batch under way: it will be handed out again."""
-        self.refuse_half_done()
-        self.phase = Phase.IDLE
-
     def refuse_half_done(self) -> None:
         if self.phase is Phase.NOISED:
             raise TrainingError(
@@ -134,68 +300,58 @@ class Cycle:
         if self.phase is not Phase.IDLE:
             return
         if self.done == self.steps:
-            raise TrainingError(
-                f"all {self.steps} steps of the plan are done. The horizon is fixed: more steps need a new plan"
-            )
+            raise TrainingError(f"all {self.steps} steps of the plan are done: more steps need a new plan")
         what = f"step {self.done} is done" if self.done else "no batch was taken"
         raise TrainingError(
-            f"optimizer.step() was called without a new batch from private.loader ({what}); the same gradients "
-            "are never used twice. Call it once for every batch"
+            f"optimizer.step() was called without a new batch ({what}); the same gradients are never used twice"
         )
 
     def check_backward(self, seen: int) -> None:
         """Raise unless the backward passes have covered what was handed out: ``seen`` is the number of examples."""
-        if seen == self.handed_out:
+        size, rows = self.handed_out - self.before_last, seen - self.before_last
+        if rows == size:
             return
-        size = self.handed_out - self.before_last
-        if seen == self.before_last:
+        if rows == 0:
             raise TrainingError(
-                f"backward() was not called on the last physical batch ({size} examples). Every batch of the loader "
-                "needs one forward pass of the model and one backward()"
+                f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
             )
-        if seen > self.handed_out and (seen - self.before_last) % size == 0:
+        if rows > size and rows % size == 0:
             raise TrainingError(
-                f"backward() was called {(seen - self.before_last) // size} times on one physical batch: its "
-                "examples would count as often. Add the losses up and call backward() once. The batch was dropped; "
-                "the loader yields it again"
+                f"backward() was called {rows // size} times on one physical batch: its examples would count as often. "
+                "Add the losses up and call it once. The batch was dropped; the loader yields it again"
             )
         raise TrainingError(
-            f"the backward passes covered {seen - self.before_last} rows for a batch of {size} examples. One item of "
-            "the dataset is one example and must be one row of the model's input: check collate_fn, and leave out "
-            "other data's losses"
+            f"the backward passes covered {rows} rows for a batch of {size} examples. One item of the dataset must be "
+            "one row of the model's input: check collate_fn, and leave out other data's losses"
         )
+
+
+# --- the hooks -------------------------------------------------------------------------------------------------------
 
 
 class Loop:
     """A run under way: its position, its gradients and weights, and what is called around its steps."""
 
+    history: History
+
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        clipper: Clipper,
-        private_step: PrivateStep,
-        *,
-        world: World,
-        shards: ShardedTotals | None,
-        history: History,
-        undo: contextlib.ExitStack,
+        self, model: nn.Module, optimizer: Optimizer, clipper: Clipper, step: PrivateStep, undo: contextlib.ExitStack
     ) -> None:
         """``undo`` takes what gives the optimizer back and ends the run."""
-        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, private_step
-        self.world, self.shards, self.history = world, shards, history
-        self.cycle = Cycle(private_step.plan.steps)
+        self._model, self.optimizer, self.clipper, self.private_step = model, optimizer, clipper, step
+        self.world, self.shards = step.run.world, step.shards
+        self.cycle = Cycle(step.plan.steps)
         self.gradients = Gradients(clipper.parameters, optimizer)
         self.weights = Weights(model)
         self.averages: list[EMA] = []
         self.after_step: list[Callable[[], None]] = []
-        self.when_moved: list[Callable[[], None]] = []  # where the position changes, but for the loader's next batch
+        self.reading: Iterator[Any] | None = None  # what the loader reads, from the next physical batch on
         self.loss_checked = False
         self.resting = False  # whether hooks do nothing: a step is being captured that does all of it by itself
         self.attached = True
         self.broken: str | None = None  # why this run must not go on in this process
-        self._steps_per_epoch = private_step.plan.steps_per_epoch
-        self._sharded_modules = len(fsdp_modules(model))
+        self._steps_per_epoch = step.plan.steps_per_epoch
+        self._sharded_modules = len(models.fsdp_modules(model))
         self._loading = False
         if SCALES_BY_ITSELF in vars(optimizer):
             undo.callback(setattr, optimizer, SCALES_BY_ITSELF, vars(optimizer)[SCALES_BY_ITSELF])
@@ -218,9 +374,8 @@ class Loop:
 
     def _end(self) -> None:
         """The run ends in this process. A logical batch under way is dropped."""
-        self.attached = False
+        self.attached, self.reading = False, None
         self.weights.seal()
-        self.moved()
         self.gradients.clear()
         self.private_step.forget()
 
@@ -244,17 +399,12 @@ class Loop:
         """Raise while the model holds an average: what is trained, saved or loaded then is not the run's weights."""
         if any(average.in_use for average in self.averages):
             raise CheckpointError(
-                "the model holds an average of its weights now (ema.applied()), and its own come back at that block's "
-                "end. Leave the block before you train on, save or load; averages are part of every checkpoint"
+                "the model holds an average now: leave ema.applied() before you train on, save or load"
             )
 
     def compare_weights(self) -> None:
         """An error on every rank unless all have the same weights. All must call it."""
-        compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
-
-    def check_weights(self) -> None:
-        """Raise unless the model holds the weights of the run's last step, or an average of the run's weights."""
-        self.weights.check()
+        models.compare_weights(self.clipper.parameters, self.optimizer, self.cycle.done, self.world)
 
     def note_changes(self) -> None:
         """Before weights are used: the card will say it if something else has changed them since the last step, before
@@ -270,7 +420,7 @@ class Loop:
         """A loop over the loader begins. A logical batch under way starts again."""
         self.check_usable()
         self.drop_batch()
-        check_spread_as_before(self.model, self._sharded_modules, self.world)
+        models.check_spread_as_before(self.model, self._sharded_modules, self.world)
 
     def before_batch(self) -> None:
         """Raise unless the next physical batch may be handed out."""
@@ -281,11 +431,10 @@ class Loop:
         cycle.refuse_half_done()
         cycle.check_backward(self.clipper.examples)
         if cycle.phase is Phase.WHOLE:
-            raise TrainingError(
-                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next "
-                "batch. Call it once after backward(), for every batch that the loader yields; it acts when the "
-                "logical batch is whole"
+            late = (
+                f"the batch of step {cycle.current} is whole, but optimizer.step() was not called before the next batch"
             )
+            raise TrainingError(f"{late}. Call it after every backward()")
 
     def hand_out(self, chunk: Chunk) -> None:
         """The loader gives the next physical batch to the user."""
@@ -300,14 +449,16 @@ class Loop:
         self.clipper.weigh((rows < len(rows) - chunk.padding).float() if chunk.padding else None)
 
     def drop_batch(self) -> None:
-        """Forget the logical batch under way. Nothing of it was released."""
-        self.cycle.drop()
+        """Forget the logical batch under way, which will be handed out again. Nothing of it was released."""
+        self.cycle.refuse_half_done()
+        if self.cycle.phase is not Phase.IDLE:
+            self.cycle.phase, self.reading = Phase.IDLE, None
         for total in self.clipper.sums.values():  # whoever kept a gradient of the step before shares their memory
             total.zero_()
         self.clipper.zero()
         self.clipper.weigh(None)
 
-    # --- the hooks ---------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------------------------
 
     def _before_adding(self) -> None:
         """A backward pass is about to write the buffers that p.grad shares with the clipper: noised gradients that the
@@ -389,20 +540,12 @@ class Loop:
     def stand_at(self, step: int) -> None:
         """Set the position of a resumed run. Only loading leads back: noise that was added serves no other sum."""
         if not self._loading and (step < self.cycle.done or self.cycle.phase is not Phase.IDLE):
-            raise TrainingError(
-                f"the run stands after step {self.cycle.done}, and other sums would get the noise of steps it has "
-                "taken or begun; only a checkpoint leads back: private.load(path)"
-            )
-        self.cycle.done, self.cycle.phase = step, Phase.IDLE
+            now = f"the run stands after step {self.cycle.done}, whose noise must serve no other sum"
+            raise TrainingError(f"{now}; only a checkpoint leads back: private.load(path)")
+        self.cycle.done, self.cycle.phase, self.reading = step, Phase.IDLE, None
         self.drop_batch()
         self.gradients.clear()
         self.private_step.forget()
-        self.moved()
-
-    def moved(self) -> None:
-        """The position has changed: the loader, which may have read ahead, begins anew at the current step."""
-        for act in self.when_moved:
-            act()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
@@ -438,6 +581,9 @@ class Loop:
             raise TrainingError(_LOADED_BY_HAND)
 
 
+# --- gradients, weights and their average ----------------------------------------------------------------------------
+
+
 class Gradients:
     """The gradients of the clipped parameters: None until a step is noised, ours until ``zero_grad()``."""
 
@@ -455,14 +601,12 @@ class Gradients:
                     held += 1
                 elif p.requires_grad or p.grad is not None:
                     raise TrainingError(
-                        f"the optimizer holds a trainable parameter of shape {tuple(p.shape)} that is not clipped: "
-                        "it was added or unfrozen after privatize. The layout is fixed for a run: detach, change the "
-                        "model, privatize anew"
+                        f"the optimizer holds a trainable parameter of shape {tuple(p.shape)} that is not clipped: it "
+                        "was added or unfrozen after privatize. Detach, change the model, privatize anew"
                     )
         if held != len(self._clipped):
             raise TrainingError(
-                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with; they "
-                "are fixed for a run"
+                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with"
             )
 
     def check_clear(self, done: int) -> None:
@@ -471,8 +615,7 @@ class Gradients:
             if p.grad is not None and bool(local(p.grad).any()):
                 raise TrainingError(
                     f"{name}.grad holds a gradient. If it is that of step {done}, call optimizer.zero_grad() after "
-                    "every step. If it was written by something other than this library, it would be lost, and it is "
-                    "not private. Leave p.grad alone: clipped sums are kept elsewhere until optimizer.step()"
+                    "every step. If it was written by something other than this library, it is not private"
                 )
             p.grad = None  # zero_grad(set_to_none=False): a zero gradient would still decay weights and move momentum
 
@@ -529,7 +672,7 @@ class Weights:
 
     def seal(self) -> None:
         """The run ends: from now on anybody may change the weights, by any means."""
-        self._bits = fingerprint(map(local, self._plain))
+        self._bits = models.fingerprint(map(local, self._plain))
 
     @contextlib.contextmanager
     def exchanged(self, parameters: Iterable[nn.Parameter]) -> Iterator[Callable[[], None]]:
@@ -554,7 +697,7 @@ class Weights:
         """Whether something else wrote to a parameter since ``settle``."""
         if self._counters() != self._expected:
             return True
-        return self._bits is not None and self._bits != fingerprint(map(local, self._plain))
+        return self._bits is not None and self._bits != models.fingerprint(map(local, self._plain))
 
     def check(self) -> None:
         """Raise unless the weights are those of the run's last step."""
@@ -562,8 +705,7 @@ class Weights:
         if not {id(p) for p in self._model.parameters()} <= self._expected.keys() or self.changed():
             raise TrainingError(
                 "these weights are not those of the run's last step: something else has changed them since, and the "
-                "run's (ε, δ) may not be theirs. Export before changing them. If the change used no private data, save "
-                "the weights yourself and keep the card of that export with them"
+                "run's (ε, δ) may not be theirs. Export before changing them; what you make of them save yourself"
             )
 
 
@@ -600,13 +742,9 @@ class EMA:
         self._loop.note_changes()
         self._updates += 1
         decay = min(self.decay, (1 + self._updates) / (10 + self._updates))
-        averages = [self._average[name] for name in self._parameters]
-        new = [p.detach().to(average.dtype) for average, p in zip(averages, self._parameters.values(), strict=True)]
-        if all(type(tensor) is Tensor for tensor in new):
-            foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
-        else:  # sharded tensors know fewer operations
-            for average, tensor in zip(averages, new, strict=True):
-                average.lerp_(tensor, 1 - decay)
+        averages = [local(average) for average in self._average.values()]
+        new = [local(p).detach().to(a.dtype) for a, p in zip(averages, self._parameters.values(), strict=True)]
+        foreach_lerp_(averages, new, 1 - decay)  # one launch: small models are bound by launches
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[nn.Module]:
@@ -633,18 +771,11 @@ class EMA:
         reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """What checkpoints hold.
-
-        Returns:
-            ``decay``, ``updates`` (their number) and ``average`` (by parameter name; not copies).
-        """
+        """What checkpoints hold: ``decay``, ``updates`` (their number) and ``average`` (by name; not copies)."""
         return {"decay": self.decay, "updates": self._updates, "average": dict(self._average)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a saved average.
-
-        Args:
-            state: What ``state_dict`` returned.
+        """Go on from what ``state_dict`` returned.
 
         Raises:
             TrainingError: It has another decay.

@@ -55,9 +55,7 @@ class Noiser:
         check_plan(plan)
         if not World.of(None).first:
             raise TrainingError(
-                "a Noiser hands out whole batches and adds all of the noise, so one on each rank would be as many runs "
-                "over the same data. Use it on rank 0 and send its results to the others; or use privatize, which "
-                "splits batches between ranks"
+                "one Noiser a rank would be as many runs. Use it on rank 0 and send its results to the others"
             )
         zeta = number("max_grad_norm", max_grad_norm, above=0)
         self.run = Run(key, plan=plan.digest)
@@ -128,9 +126,7 @@ class Noiser:
         """
         self._check_horizon()
         if not isinstance(sums, dict) or not sums or not all(isinstance(x, torch.Tensor) for x in sums.values()):
-            raise InvalidInput.of_type(
-                "sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch, at least one"
-            )
+            raise InvalidInput.of_type("sums", sums, "a dict of name -> float32 tensor, the clipped sums of this batch")
         if self.layout is None:
             self._step.layout = Layout.of({name: tuple(value.shape) for name, value in sums.items()})
         noised = False
@@ -176,7 +172,7 @@ class Noiser:
             raise CheckpointError(f"this is not a state of format {FORMAT}")
         kinds = {"identity": dict, "run": str, "step": int}
         if any(type(state.get(name)) is not kind for name, kind in kinds.items()) or state["step"] < 0:
-            raise CheckpointError("this state is damaged: its identity, run or step is missing. Restore it from a copy")
+            raise CheckpointError("this state is damaged: restore it from a copy")
         if self.run.started:
             raise CheckpointError("this noiser has already begun; load a state before its first batch")
         current = self._identity()
@@ -207,6 +203,4 @@ class Noiser:
 
     def _check_horizon(self) -> None:
         if self.finished:
-            raise TrainingError(
-                f"all {self.plan.steps} steps of the plan are done. The horizon is fixed: more steps need a new plan"
-            )
+            raise TrainingError(f"all {self.plan.steps} steps are done; the horizon is fixed: more need a new plan")

@@ -22,18 +22,12 @@ from lambdacgd.planning import Plan
 from lambdacgd.training import checkpoint
 from lambdacgd.training.captured import CapturedStep
 from lambdacgd.training.card import Card, GivenCard, History, Spent, card, epsilon_after_epochs
-from lambdacgd.training.data import Collate, Epoch, KeepsApart, Loader, Sample, a_few, check_dataset, sample_of
-from lambdacgd.training.distributed.models import (
-    broadcast_,
-    follow,
-    fsdp_modules,
-    is_sharded,
-    optimizer_settings,
-    unwrap,
-)
+from lambdacgd.training.data import Collate, KeepsApart, Sample, a_few, check_dataset, sample_of
+from lambdacgd.training.distributed import models
+from lambdacgd.training.distributed.models import is_sharded
 from lambdacgd.training.distributed.reduction import ShardedTotals
 from lambdacgd.training.distributed.world import World
-from lambdacgd.training.loop import EMA, Loop, Phase
+from lambdacgd.training.loop import EMA, Epoch, Loader, Loop, Phase
 from lambdacgd.training.run import Run
 from lambdacgd.training.step import PrivateStep, check_plan, floating_point_of
 from lambdacgd.version import __version__
@@ -124,29 +118,22 @@ def privatize(
     with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
             check_plan(plan, stacklevel=3)
-            given, model = model, unwrap(model, world)
+            given, model = model, models.unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)
             check_dataset(dataset, plan)
             number("max_grad_norm", max_grad_norm, above=0, include=(math.inf,) if math.isinf(plan.epsilon) else ())
-            if max_physical_batch_size is not None:
-                integer("max_physical_batch_size", max_physical_batch_size)
+            integer("max_physical_batch_size", 1 if max_physical_batch_size is None else max_physical_batch_size)
             integer("num_workers", num_workers, minimum=0)
             integer("pad_batches", pad_batches)
             views = integer("augmentations", augmentations)
             history = History.of(earlier)
             if math.isinf(plan.epsilon):
                 max_grad_norm = math.inf
-                warnings.warn(
-                    "NOT PRIVATE: the plan has ε = inf, so this run adds no noise and clips nothing. Use it for "
-                    "debugging only and never on data that needs protection",
-                    NotPrivateWarning,
-                    stacklevel=2,
-                )
+                no_noise = "NOT PRIVATE: the plan has ε = inf, so this run adds no noise and clips nothing"
+                warnings.warn(no_noise, NotPrivateWarning, stacklevel=2)
             if views > 1 and batch_of is not None:
-                raise InvalidInput(
-                    "batch_of", "With augmentations the batch must be the first dimension: leave batch_of out."
-                )
+                raise InvalidInput("batch_of", "With augmentations the batch comes first: leave batch_of out.")
             clipper = clipping.attach(
                 model,
                 max_grad_norm,
@@ -155,7 +142,7 @@ def privatize(
                 batch_of=batch_of,
             )
             undo.callback(clipper.detach)
-            follow(model, given, world, undo)
+            models.follow(model, given, world, undo)
             _check_same_parameters(clipper.parameters, optimizer)
             floating_point_of(plan, sum(p.numel() for p in clipper.parameters.values()))
             clipper.leave_room(plan.batch_size)  # σ is then the plan's own
@@ -168,12 +155,13 @@ def privatize(
                 clipper.keep_sums_in(shards)
                 clipper.allow_probe(False)  # until a batch of which every rank has two examples
             layout = Layout.of({name: tuple(p.shape) for name, p in clipper.parameters.items()})
-            step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, world=world, shards=shards)
-            private = Private(model, optimizer, clipper, step, world=world, shards=shards, history=history, undo=undo)
-            private.dataset = dataset
+            step = PrivateStep(plan, run, layout, max_grad_norm=max_grad_norm, shards=shards)
+            private = Private(model, optimizer, clipper, step, undo)
+            private.dataset, private.history = dataset, history
             # With several ranks this process reads a few examples in any case, to compare them.
             readable = data_fingerprint is None and (world.many or not num_workers)
             private.sample = Sample(dataset, readable=readable)
+            private.plan_json = plan.to_json()
             private.settings = {
                 "plan": plan.digest,
                 "layout": layout.digest,
@@ -232,6 +220,8 @@ class Private(Loop):
     sample: Sample
     #: What is fixed for a run: the same on every rank, and for whoever goes on from a checkpoint.
     settings: Mapping[str, Any]
+    #: The plan, for checkpoints.
+    plan_json: str
     #: Gives a plain model and optimizer back.
     undo: contextlib.ExitStack
 
@@ -280,7 +270,16 @@ class Private(Loop):
         Raises:
             TrainingError: No step was taken in an epoch, or the run was detached.
         """
-        return self.loader.epochs()
+        plan, cycle = self.plan, self.cycle
+        self.check_usable()
+        while not self.finished:
+            done = cycle.done
+            number = done // plan.steps_per_epoch + 1
+            yield Epoch(self.loader, number, number * plan.steps_per_epoch)
+            if cycle.done == done:  # it would come again, for ever
+                raise TrainingError(
+                    f"epoch {number} was passed over: no step was taken in it. Write for batch in epoch: …"
+                )
 
     def spent(self, *, after_epochs: bool = False) -> Spent:
         """The plan's (ε, δ) with its certificate, and the share of steps taken.
@@ -305,14 +304,12 @@ class Private(Loop):
         Raises:
             TrainingError: Something other than the run has changed the weights since its last step.
         """
-        self.check_weights()
+        self.weights.check()
         return card(
             self.plan,
             self.history,
+            self.settings,
             steps_taken=self.steps_taken,
-            max_grad_norm=self.max_grad_norm,
-            clipping=self.clipper.mode,
-            augmentations=self.clipper.views,
             loss_checked=self.loss_checked,
             floating_point=self.private_step.floating_point,
             key_for_tests=self.run.key.is_for_tests,
@@ -445,22 +442,19 @@ def _facts(private: Private, max_physical_batch_size: int | None) -> dict[str, A
         "max_physical_batch_size": max_physical_batch_size,
         "earlier": private.history.to_dict(),
         "device": private.clipper.anchor.device.type,
-        "sharded modules": [path for path, _ in fsdp_modules(private.model)],
+        "sharded modules": [path for path, _ in models.fsdp_modules(private.model)],
         "version": __version__,
-        **optimizer_settings(private.clipper.parameters, private.optimizer),
+        **models.optimizer_settings(private.clipper.parameters, private.optimizer),
     }
 
 
 _ADVICE = {
-    "plan": "Make the plan on one rank and load its file on all: noise and batches would not be one run's",
+    "plan": "Make the plan on one rank and load its file on all",
     "layout": "Build the same model on every rank: names and shapes of trainable parameters must match",
     "parameters": "Define layers in the same order and types on every rank: sums are added up by their place",
-    "examples": "Every rank needs the whole dataset: the plan splits each batch between the ranks itself",
-    "sample": "Every rank must read the same example at the same place: give all of them the whole dataset in one "
-    "order (no shuffling, no part for each rank). If reading is random in a way of its own, name the data with "
-    "data_fingerprint on every rank",
+    "sample": "Give every rank the whole dataset in one order (no shuffling, no part for each rank). If reading it is "
+    "random in a way of its own, name the data with data_fingerprint",
     "device": "Noise of different kinds of device agrees only to rounding: use one kind",
-    "max_physical_batch_size": "Ranks go through physical batches together",
     "sharded modules": "Call fully_shard on the same modules on every rank, or on none",
 }
 
@@ -476,13 +470,11 @@ def _start_together(private: Private, max_physical_batch_size: int | None) -> No
     given = world.gather(private.run.given)
     for rank, key in enumerate(given):
         if key not in (None, given[0]):
-            raise TrainingError(
-                f"privatize: rank {rank} has a key that is not rank 0's: their noise and batches would not be one "
-                "run's. Give the key on rank 0 alone (the others receive it), or the same on all"
-            )
+            other = f"privatize: rank {rank} has a key that is not rank 0's, so they would not be one run's"
+            raise TrainingError(f"{other}. Give the key on rank 0 alone, or the same on all")
     with private.loading():  # all ranks begin with rank 0's weights
         private.run.share(private.clipper.anchor.device)
-        broadcast_(private.model, world)
+        models.broadcast_(private.model, world)
         private.compare_weights()
 
 
@@ -494,24 +486,15 @@ def _bare(optimizer: Any) -> Any:
 
 def _check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise InvalidInput.of_type(
-            "model", model, "a torch.nn.Module (one whose forward calls all, if they are several)"
-        )
+        raise InvalidInput.of_type("model", model, "a torch.nn.Module (whose forward calls all, if they are several)")
     if any(isinstance(vars(module).get("forward"), Replaced) for module in model.modules()):
-        raise InvalidInput(
-            "model",
-            "This model is privatized already. Call detach() on what privatize returned for it, then privatize anew.",
-        )
+        raise InvalidInput("model", "This model is privatized already. Call detach() on what privatize returned first.")
     if not isinstance(optimizer, Optimizer):
         raise InvalidInput.of_type("optimizer", optimizer, "a torch.optim optimizer")
     if isinstance(optimizer, LBFGS):
-        raise InvalidInput(
-            "optimizer", "LBFGS calls a closure several times a step. Use a first-order optimizer such as SGD or Adam."
-        )
+        raise InvalidInput("optimizer", "LBFGS calls a closure several times a step. Use SGD or Adam.")
     if any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-        raise InvalidInput(
-            "optimizer", "The parameters hold gradients already. Call optimizer.zero_grad() before privatize."
-        )
+        raise InvalidInput("optimizer", "Parameters hold gradients. Call optimizer.zero_grad() before privatize.")
 
 
 def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
@@ -519,23 +502,15 @@ def _check_same_parameters(clipped: dict[str, nn.Parameter], optimizer: Optimize
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     outside = [p for p in held if id(p) not in names]
     if outside and any(is_sharded(p) for p in clipped.values()):
-        raise InvalidInput(
-            "optimizer",
-            f"The optimizer holds {len(outside)} parameter(s) from before sharding. fully_shard replaces a model's "
-            "parameters: call it first, then make the optimizer, then privatize.",
-        )
+        raise InvalidInput("optimizer", "Call fully_shard first, then make the optimizer, then privatize.")
     if outside:
         raise InvalidInput(
             "optimizer",
             f"The optimizer holds {len(outside)} parameter(s) outside the model, the first of shape "
-            f"{tuple(outside[0].shape)}. All it trains must be clipped: put the other modules into the model, or give "
-            "them another optimizer.",
+            f"{tuple(outside[0].shape)}: put their modules into the model, or give them another optimizer.",
         )
-    missing = set(names) - {id(p) for p in held}
+    trained = {id(p) for p in held}
+    missing = [name for i, name in names.items() if i not in trained]
     if missing:
-        name = min(names[i] for i in missing)
-        raise InvalidInput(
-            "optimizer",
-            f"The optimizer lacks {name!r} ({len(missing)} trainable parameter(s) in all). What it does not train "
-            "would still use up the clipping norm: add it, or freeze it with requires_grad_(False).",
-        )
+        lacks = f"The optimizer lacks {missing[0]!r} ({len(missing)} trainable parameter(s) in all)"
+        raise InvalidInput("optimizer", f"{lacks}: add it, or freeze it with requires_grad_(False).")

@@ -36,13 +36,11 @@ class Run:
             raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
         if self.key.is_for_tests:
-            warnings.warn(
-                "NOT PRIVATE: the key is one of SecretKey.for_tests, which everybody can compute, so this run claims "
-                "nothing. Train with a key of your own on data that needs protection",
-                NotPrivateWarning,
-                stacklevel=3,
+            claims_nothing = (
+                "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests, so this run claims nothing"
             )
-        self._world = World(None) if world is None else world
+            warnings.warn(claims_nothing, NotPrivateWarning, stacklevel=3)
+        self.world = World(None) if world is None else world
         #: The fingerprint of the key that this rank was given, if it was given one.
         self.given = None if key is None else key.fingerprint()
         self._plan = plan
@@ -56,10 +54,10 @@ class Run:
 
     def share(self, device: torch.device) -> None:
         """Take rank 0's key. All ranks must call it, after they have agreed."""
-        self._has_ledger = self._world.share(self._has_ledger)
-        for_tests = self._world.share(self.key.is_for_tests)
-        secret = self._world.share_secret(SubKey(self.key._secret), device)
-        if not self._world.first:
+        self._has_ledger = self.world.share(self._has_ledger)
+        for_tests = self.world.share(self.key.is_for_tests)
+        secret = self.world.share_secret(SubKey(self.key._secret), device)
+        if not self.world.first:
             self.key = SecretKey.from_bytes(secret)
             self.key._for_tests = for_tests
 
@@ -67,12 +65,9 @@ class Run:
     def id(self) -> str:
         """The run's id. Asking for it starts the run, so the first time all ranks must ask."""
         if os.getpid() != self._process:
-            raise TrainingError(
-                "this run was forked: two processes would use the same noise for different sums. Call privatize in "
-                "the process that trains"
-            )
+            raise TrainingError("this run was forked, and its noise must not serve twice: privatize where you train")
         if self._id is None:
-            self._id = self._world.from_first("starting the run", self._start)
+            self._id = self.world.from_first("starting the run", self._start)
         return self._id
 
     def _start(self) -> str:
@@ -95,8 +90,8 @@ class Run:
         """Refuse to save what nobody could resume."""
         if not self._has_ledger:
             raise CheckpointError(
-                "this run's key lives in memory only, so nothing could ever resume it. Make a key file before "
-                'training: key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
+                "this run's key lives in memory only: nothing could resume it. Make a key file before training: "
+                'key = SecretKey.generate(); key.save("run.key"); privatize(…, key=key)'
             )
 
     def release(self, step: int, *, digest: str, kind: str) -> None:
@@ -105,9 +100,9 @@ class Run:
         Raises:
             LedgerError: This run was detached, and another process has it now or went on with it.
         """
-        if not self._world.first:
+        if not self.world.first:
             return
-        if self._world.many and self._id is None:
+        if self.world.many and self._id is None:
             raise CheckpointError("this run has not begun: take a batch on every rank before releasing weights")
         _ = self.id
         if self._ledger is not None:
@@ -122,7 +117,7 @@ class Run:
         Raises:
             CheckpointError: It does not, or this is another run already.
         """
-        self._world.from_first("resuming", lambda: self._resume(run_id, step, digest))
+        self.world.from_first("resuming", lambda: self._resume(run_id, step, digest))
         self._id = run_id
 
     def _resume(self, run_id: str, step: int, digest: str) -> None:
@@ -175,10 +170,9 @@ class Run:
         older = newest is None or (last is not None and newest.step < last.step)
         if newest != last and (detached or not older):
             raise LedgerError(
-                f"another process went on with run {self.id} and released weights: it used the noise of steps that "
-                "these weights went through too, for other sums. Both must not leave: throw these weights away, and "
-                "load the run's newest checkpoint. If this run was not detached, its lock did not hold (a network file "
-                "system, or a cleaner that removes lock files)"
+                f"another process went on with run {self.id} and released weights, so the noise of these weights has "
+                "served other sums: throw them away, and load the run's newest checkpoint. If this run was not "
+                "detached, its lock did not hold (a network file system, or a cleaner that removes lock files)"
             )
 
     def _hold(self, ledger: Ledger, run_id: str, held: contextlib.ExitStack, patience: float | None = None) -> None:

@@ -25,14 +25,13 @@ from torch import Tensor, nn
 from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.accounting.floating_point import FloatingPointCost, cover
 from lambdacgd.clipping import Clipper
-from lambdacgd.errors import InvalidInput, NotPrivateWarning
+from lambdacgd.errors import InvalidInput
 from lambdacgd.noise import BufferedNoise, Layout, NoiseField, NonFiniteSum, RegeneratedNoise
 from lambdacgd.noise.layout import FINENESS
 from lambdacgd.planning import Plan
 from lambdacgd.torch_private import dtensor_like, foreach_div_
 from lambdacgd.training.distributed.models import is_sharded, local
 from lambdacgd.training.distributed.reduction import ShardedTotals, all_reduce_
-from lambdacgd.training.distributed.world import World
 from lambdacgd.training.run import Run
 
 
@@ -49,20 +48,11 @@ class PrivateStep:
     """
 
     def __init__(
-        self,
-        plan: Plan,
-        run: Run,
-        layout: Layout | None,
-        *,
-        max_grad_norm: float,
-        world: World | None = None,
-        shards: ShardedTotals | None = None,
+        self, plan: Plan, run: Run, layout: Layout | None, *, max_grad_norm: float, shards: ShardedTotals | None = None
     ) -> None:
         """``layout`` names the tensors of the sums and their shapes. Set it later where the first sums tell it."""
-        self.plan, self.run, self.layout, self.max_grad_norm = plan, run, layout, max_grad_norm
-        # Sums of sharded models are reduced in the backward pass.
-        self._reduces_over = world if world is not None and world.many and shards is None else None
-        self._sharded = shards is not None
+        self.plan, self.run, self.layout, self.max_grad_norm, self.shards = plan, run, layout, max_grad_norm, shards
+        self._reduces = run.world.many and shards is None  # sums of sharded models are reduced in the backward pass
         self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
         self._divisor = plan.batch_size
         self._noise: RegeneratedNoise | BufferedNoise | None = None
@@ -73,16 +63,14 @@ class PrivateStep:
 
     @torch.no_grad()
     def __call__(self, clipper: Clipper, step: int | Tensor, *, check: bool = True) -> None:
-        """Turn the sums that the clipper has gathered into gradients: noised once, in ``p.grad``.
+        """Turn the sums that the clipper has gathered of the step's whole batch into gradients, noised once.
 
-        Args:
-            clipper: Has gathered the clipped sums of the whole batch of this step.
-            step: The step, from 1; on CUDA, for graphs, an int64 tensor of one element (with ``check=False``).
-            check: Whether to wait for the device and raise ``NonFiniteSum`` before the weights change.
+        With ``check`` it waits for the device and raises ``NonFiniteSum`` before the weights change. Without, ``step``
+        may be an int64 tensor of one element on CUDA, for graphs.
         """
         sums = clipper.take()  # Σ_i clip(g_i, ζ)
-        if self._reduces_over is not None:
-            all_reduce_(sums, int(step), self._reduces_over)  # over all processes
+        if self._reduces:
+            all_reduce_(sums, int(step), self.run.world)  # over all processes
         self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
 
@@ -92,8 +80,7 @@ class PrivateStep:
             self.noise.add_(sums, step, offsets=self._offsets, check=check)
         elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
             raise NonFiniteSum(
-                "a gradient sum holds a NaN or an infinity, so this step is refused. Look for overflow in the loss or "
-                "the model"
+                "a gradient sum holds a NaN or an infinity, so this step is refused: look for overflow in the model"
             )
 
     def write(self, parameters: Mapping[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
@@ -104,7 +91,7 @@ class PrivateStep:
         """
         foreach_div_(list(sums.values()), self._divisor)
         for name, p in parameters.items():
-            sharded = self._sharded and is_sharded(p)
+            sharded = self.shards is not None and is_sharded(p)
             own = local(p) if sharded else p
             gradient = sums[name].data.to(device=own.device, dtype=own.dtype)
             if gradient.stride() != own.stride():  # channels_last: fused optimizers walk both through memory together
@@ -145,56 +132,48 @@ class PrivateStep:
         self._noise = None
 
 
-def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
-    """Refuse what is no plan, or a changed one; warn where σ is an estimate, whose card claims nothing, or δ > 1/N."""
+def check_is_plan(plan: Any) -> None:
+    """Before anything reads it."""
     if not isinstance(plan, Plan):
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+
+
+def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
+    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
+    check_is_plan(plan)
     plan.check()
-    if plan.certificate.kind != "bound":
-        warnings.warn(
-            "NOT CERTIFIED: the plan's σ is a point estimate, so nothing may be claimed about this run. Make the plan "
-            "anew with lc.plan before training on data that needs protection",
-            NotPrivateWarning,
-            stacklevel=stacklevel,
+    aside = plan.certificate.details.get("floating_point")
+    covered = math.isinf(plan.epsilon) or aside == set_aside(plan.epsilon, plan.delta)
+    if plan.certificate.kind != "bound" or not covered:
+        raise InvalidInput(
+            "plan",
+            "This is a plan of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ "
+            "aside for floating point. Make it again with lc.plan.",
         )
-    elif plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+    if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
+        high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
         warnings.warn(
-            f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}: such a δ allows publishing an example "
-            "outright. Plan with one well below 1/N",
-            stacklevel=stacklevel,
+            f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=stacklevel
         )
 
 
 def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
-    """What floating point takes of a plan's ε and δ; None where nothing is claimed.
-
-    Args:
-        plan: The plan.
-        parameters: How many trainable numbers the model has.
-
-    Returns:
-        The cost, with the lattice on which sums plus noise are released.
+    """What floating point takes of a plan's ε and δ, and the lattice on which sums plus noise are released; None where
+    nothing is claimed. ``parameters`` is how many trainable numbers the model has.
 
     Raises:
-        InvalidInput: The plan has set nothing aside for it (an earlier release made it), or too little; or its noise
-            is so small beside a sum of all examples that float64 cannot hold both.
+        InvalidInput: The plan has set too little aside for so many, or its noise is so small beside a sum of all
+            examples that float64 cannot hold both.
     """
-    if plan.certificate.kind != "bound" or not math.isfinite(plan.epsilon):
+    if not math.isfinite(plan.epsilon):
         return None
-    if plan.certificate.details.get("floating_point") != set_aside(plan.epsilon, plan.delta):
-        raise InvalidInput(
-            "plan",
-            "This plan was made before floating point was part of what a plan covers: it sets no ε and δ aside for it. "
-            "Make it again with lc.plan.",
-        )
     scales = plan.mechanism.column_scales(plan.block.steps)
     least = plan.sigma * (1.0 if scales is None else float(np.min(scales)))
     if plan.examples > 2.0**29 * least:
         raise InvalidInput(
             "plan",
             f"A sum of {plan.examples} examples can be more than 2^29 times as large as the noise of a step, "
-            f"{least:.2g} of the clipping norm: floating-point noise cannot be proven to hide anything in it. Plan for "
-            "a smaller ε.",
+            f"{least:.2g} of the clipping norm, too much for float64. Plan for a smaller ε.",
         )
     return cover(
         plan.mechanism,

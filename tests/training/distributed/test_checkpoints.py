@@ -188,7 +188,8 @@ def life_of_a_folder(where: str) -> None:
     # Out of a sharded model, one file with whole weights, entered in the ledger.
     private, model, optimizer = jobs.bound("fsdp", where)
     private.load(path)
-    lc.export(private, folder / "release")
+    with mock.patch("lambdacgd.training.export.verify"):  # the plan's σ is made up
+        lc.export(private, folder / "release")
     released = load_file(folder / "release" / "model.safetensors")
     assert released.keys() == weights.keys()
     assert all(torch.equal(released[name], weights[name]) for name in weights)
@@ -206,7 +207,8 @@ def releases(where: str) -> None:
     """Exports of replicas: rank 0 keeps the books."""
     private, model, optimizer = jobs.bound("ddp", where)
     jobs.loop(private, model, optimizer, 2)
-    lc.export(private, Path(where) / "release")  # only rank 0 writes
+    with mock.patch("lambdacgd.training.export.verify"):  # the plan's σ is made up
+        lc.export(private, Path(where) / "release")  # only rank 0 writes
     private.detach()
     dist.barrier()
 

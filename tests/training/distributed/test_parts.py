@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from lambdacgd.errors import TrainingError
 from lambdacgd.keys import SecretKey
-from lambdacgd.training.data import cut
 from lambdacgd.training.distributed import reduction
 from lambdacgd.training.distributed.models import Place, fingerprint
 from lambdacgd.training.distributed.world import World
+from lambdacgd.training.loop import cut
 from lambdacgd.training.run import Run
 
 
@@ -127,7 +127,7 @@ def test_a_key_that_could_not_be_sent_is_in_no_traceback(monkeypatch):
     """A network that fails is ordinary, and so are tracebacks that show local variables."""
     key = SecretKey.generate()
     run = Run(key, world=World(None))
-    run._world.size = 2
+    run.world.size = 2
 
     def fails(*_, **__):
         raise RuntimeError("connection reset by peer")

@@ -126,16 +126,12 @@ def place_of(name: str, p: Any) -> Place:
         raise InvalidInput(
             "model",
             f"Parameter {name!r} is placed as {', '.join(map(str, p.placements))}. fully_shard must shard dimension 0 "
-            "over a mesh of one dimension. Replicated shards (HSDP), tensor parallelism and shard_placement_fn with "
-            "other dimensions are not supported: leave them out.",
+            "over a mesh of one dimension: leave HSDP, tensor parallelism and shard_placement_fn out.",
         )
     place = Place(name, tuple(p.shape), accumulator(p.dtype), p.device_mesh.get_local_rank(), p.device_mesh.size())
     if tuple(local(p).shape) != place.local_shape:
-        raise InvalidInput(
-            "model",
-            f"The local part of parameter {name!r} has shape {tuple(local(p).shape)}, where {place.local_shape} "
-            "belongs. Shard it with torch.distributed.fsdp.fully_shard.",
-        )
+        here = f"The local part of {name!r} has shape {tuple(local(p).shape)}, not {place.local_shape}"
+        raise InvalidInput("model", f"{here}: shard it with fully_shard.")
     return place
 
 
@@ -151,14 +147,11 @@ def unwrap(model: Any, world: World) -> Any:
         for path, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 raise InvalidInput(
-                    "model",
-                    f"DistributedDataParallel wraps a part of the model, {path!r}. Wrap the whole model, or nothing.",
+                    "model", f"DistributedDataParallel wraps {path!r}. Wrap the whole model, or nothing."
                 )
             if type(module).__name__ == "FullyShardedDataParallel":
                 raise InvalidInput(
-                    "model",
-                    f"FullyShardedDataParallel (FSDP1), at {path!r}, flattens parameters, so that clipping cannot see "
-                    "layers. Use torch.distributed.fsdp.fully_shard.",
+                    "model", f"FSDP1, at {path!r}, hides layers. Use torch.distributed.fsdp.fully_shard."
                 )
         reshard(model)
     return model
@@ -167,25 +160,18 @@ def unwrap(model: Any, world: World) -> Any:
 def _check_ddp(model: DistributedDataParallel, world: World) -> None:
     ranks = dist.get_world_size(model.process_group)
     if ranks != world.size:
-        raise InvalidInput(
-            "process_group",
-            f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}. "
-            "Pass the group that DistributedDataParallel was given.",
-        )
+        both = f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}"
+        raise InvalidInput("process_group", f"{both}: pass the group that it was given.")
     if model.static_graph or model.mixed_precision:
         raise InvalidInput(
             "model",
-            "DistributedDataParallel(static_graph=…, mixed_precision=…) hook into gradients that private training "
-            "never makes. Leave them out (autocast works).",
+            "static_graph and mixed_precision of DistributedDataParallel need ordinary gradients. Leave them out.",
         )
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
     if new:
-        raise InvalidInput(
-            "model",
-            f"DistributedDataParallel does not know {new[0]!r}: it came after wrapping ({len(new)} parameter(s) did). "
-            "Convert and change the model first, then wrap it, make the optimizer, and privatize.",
-        )
+        late = f"DistributedDataParallel does not know {new[0]!r}: change the model first"
+        raise InvalidInput("model", f"{late}, then wrap it, make the optimizer, and privatize.")
 
 
 def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStack) -> None:
@@ -220,15 +206,11 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
 def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World) -> None:
     """Refuse a model that was sharded, or a job that was begun, since the run was bound."""
     if len(fsdp_modules(model)) != sharded_modules:
-        raise TrainingError(
-            "fully_shard was called after privatize, so the optimizer and the clipper hold parameters that the model "
-            "does not use. The order is: fully_shard(model), then the optimizer, then privatize"
-        )
+        raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
     if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         raise TrainingError(
-            f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize, which knew of "
-            "none: each would train by itself. Call torch.distributed.init_process_group() first, then wrap, then "
-            "privatize"
+            f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "
+            "train by itself. Call init_process_group() first, then wrap, then privatize"
         )
 
 
@@ -265,9 +247,8 @@ def compare_weights(parameters: Mapping[str, nn.Parameter], optimizer: Optimizer
     odd = [rank for rank, own in enumerate(gathered) if own != gathered[0]]
     if odd:
         raise TrainingError(
-            f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} differ from those "
-            "of the ranks before. They have drifted apart: different hardware or libraries, or weights changed by hand "
-            "on some. Resume all from the newest checkpoint, on equal machines"
+            f"after step {step} the weights of rank(s) {', '.join(map(str, odd[:4]))} have drifted apart: other "
+            "hardware or libraries, or weights changed by hand. Resume all from the newest checkpoint"
         )
 
 

@@ -44,9 +44,8 @@ def check_tag(received: Tensor, step: int, ranks: int) -> None:
     """Refuse a bucket whose parts come from different steps."""
     if received.tolist() != [ranks * t for t in tag(step)]:
         raise TrainingError(
-            f"this rank reduced its sums at step {step}, and another rank at another step. The ranks have drifted "
-            "apart (an error caught on one of them, a loop that breaks at different steps). Nothing was released at "
-            "this step: stop the job and resume all ranks from the newest checkpoint"
+            f"this rank reduced its sums at step {step} and another rank at another: they have drifted apart (an error "
+            "caught on one of them?). Stop the job and resume all ranks from the newest checkpoint"
         )
 
 
@@ -167,9 +166,7 @@ class ShardedTotals(Totals):
         self._whole, self._waiting, self._reduces = {}, {}, False
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
-        raise TrainingError(
-            f"the sums of {name!r} were not reduced: the backward pass of the last physical batch has not run"
-        )
+        raise TrainingError(f"the sums of {name!r} were not reduced: the last physical batch had no backward pass")
 
     # --- the reduction -----------------------------------------------------------------------------------------------
 
@@ -198,16 +195,12 @@ class ShardedTotals(Totals):
                 place.scatter_into(flat, start, total)
             start += place.chunk
         flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
-        if not self._world.many:
-            group.received.copy_(flat[0])
-            return partial(self._receive, group, None, flat)
         work = _reduce_scatter(group.received, flat.view(-1), group=group.ranks, async_op=True)
         return partial(self._receive, group, work, flat)
 
     def _receive(self, group: Group, work: Any, flat: Tensor) -> Tensor:
         """Wait for a group's sums, whose ``flat`` must live until then, and hand out its shards; returns their tag."""
-        if work is not None:
-            work.wait()
+        work.wait()
         start = 0
         for place in group.places:
             self.filled[place.name] = group.received[start : start + place.count].view(place.local_shape)
@@ -231,11 +224,8 @@ class ShardedTotals(Totals):
         for name, place in self.places.items():
             owner = next((path for path in paths if path == "" or name.startswith(path + ".")), "")
             if place.ranks != self._world.size:
-                raise InvalidInput(
-                    "model",
-                    f"Parameter {name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train "
-                    "together. Shard over all processes of the job, or pass the mesh's process group as process_group.",
-                )
+                both = f"{name!r} is on a mesh of {place.ranks} processes, and {self._world.size} train together"
+                raise InvalidInput("model", f"{both}: shard over all of them, or pass process_group.")
             mesh = self._parameters[name].device_mesh  # type: ignore[attr-defined]
             by_owner.setdefault((owner, place.dtype, mesh), []).append(place)
         groups = []

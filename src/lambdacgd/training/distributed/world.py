@@ -42,9 +42,9 @@ class World:
             if int(os.environ.get("WORLD_SIZE") or "1") > 1:
                 raise InvalidInput(
                     "process_group",
-                    f"This is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), and they do not know each "
-                    "other. Call torch.distributed.init_process_group() before privatize, so that they train one "
-                    "model. For runs that have nothing to do with each other, unset WORLD_SIZE.",
+                    f"This is one of {os.environ['WORLD_SIZE']} processes, which do not know each other. Call "
+                    "torch.distributed.init_process_group() before privatize, so that they train one model; or unset "
+                    "WORLD_SIZE.",
                 )
             return cls(None)
         group = dist.group.WORLD if process_group is None else process_group
@@ -93,31 +93,17 @@ class World:
         except Exception as error:
             self.gather(f"{type(error).__name__}: {error}")
             raise
-        self._check(what, self.gather(None))
+        failed = {rank: said for rank, said in enumerate(self.gather(None)) if said is not None}
+        for rank, said in failed.items():
+            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
+            raise TrainingError(f"{what} failed on rank {rank}{others}, so no rank goes on. There: {said}")
 
     def from_first(self, what: str, act: Callable[[], Result]) -> Result:
         """What ``act`` returns on rank 0, on every rank; if it fails there, an error on every rank."""
-        if not self.many:
-            return act()
-        result: Any = None
-        own: Exception | None = None
-        if self.first:
-            try:
-                result = act()
-            except Exception as error:
-                own = error
-        result, said = self.share((result, None if own is None else f"{type(own).__name__}: {own}"))
-        if own is not None:
-            raise own
-        self._check(what, [said])
-        return result
-
-    def _check(self, what: str, outcomes: list[str | None]) -> None:
-        failed = {rank: said for rank, said in enumerate(outcomes) if said is not None}
-        if failed:
-            rank = min(failed)
-            others = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
-            raise TrainingError(f"{what} failed on rank {rank}{others}, so no rank goes on. There: {failed[rank]}")
+        with self.together(what):
+            result = act() if self.first else None
+        shared: Result = self.share(result)
+        return shared
 
     def agree(self, what: str, facts: dict[str, Any], advice: dict[str, str]) -> None:
         """An error on every rank, naming what differs and where, unless all ranks have the same facts."""

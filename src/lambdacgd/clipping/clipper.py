@@ -29,8 +29,8 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, mark, refuse_gradients
-from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, refuse_gradients
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, mark, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
@@ -148,11 +148,7 @@ class Clipper(BackwardPass):
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
                 the loss; or the model is sharded.
         """
-        allowed = self._may_probe
-        try:
-            check_loss(self.model, self, loss, items, collate, probed=partial(self.allow_probe, False))
-        finally:
-            self._may_probe = allowed
+        check_loss(self.model, self, loss, items, collate)
 
     def detach(self) -> None:
         """Give the model back as it was."""
@@ -206,12 +202,15 @@ class Clipper(BackwardPass):
         self._watch.refuse_changes()
         # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
         due = self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor)
+        if self.looking is not None:  # a loss is looked at: probes of the model inside would take their time again
+            due &= not self._probe.looked
         if due and self._probe.look((args, kwargs), batch, self._watch.mode):
             self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
-        self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
+        if self._probe.read_elsewhere:
+            self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._forward_pass.watch is None:
@@ -225,11 +224,14 @@ class Clipper(BackwardPass):
         if not torch.is_grad_enabled():
             self._watch.end(quiet=True)
             return
-        refuse_stand_ins(output, self._forward_pass.batch)
+        simple = type(output) is Tensor  # as most models' is
+        if not simple:
+            refuse_stand_ins(output, self._forward_pass.batch)
         if backward_task() == -1:
             self._watch.end(quiet=False)
             suspects = self._probe.suspects.get(self._watch.mode, {})
-            self._forward_pass.now.seen = refuse_gradients(self.model, output, suspects)
+            seen = simple and output.requires_grad and not suspects
+            self._forward_pass.now.seen = seen or refuse_gradients(self.model, output, suspects)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 

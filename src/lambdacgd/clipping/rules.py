@@ -218,6 +218,11 @@ class ForwardPass:
         return copy
 
 
+def mark(value: Any) -> tuple[int, int]:
+    """What changes when another tensor takes the place of this one, or somebody writes into it."""
+    return (id(value), version(value)) if isinstance(value, Tensor) and not value.is_inference() else (0, 0)
+
+
 @contextlib.contextmanager
 def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Other tensors in the places of parameters; these come back at the end."""

@@ -365,23 +365,25 @@ class Tap(torch.autograd.Function):
 class FusedTap(torch.autograd.Function):
     """A layer's operation and its tap as one node instead of two, for models that are bound by the host.
 
-    ``operation`` has ``forward(x, weight)``, which gives the output and what else to keep, and ``backward(gradient, x,
-    weight, *kept)``, which gives the gradient of x. The recorder is given x and what was kept.
+    ``forward(x, weight)`` gives the output and what else to keep, ``backward(gradient, x, weight, *kept)`` the gradient
+    of x. The recorder is given x and what was kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, operation: Any, call: Call) -> Tensor:
-        y, *kept = operation.forward(x, weight)
-        ctx.operation, ctx.call = operation, call
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call
+    ) -> Tensor:
+        y, *kept = forward(x, weight)
+        ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, *kept = ctx.saved_tensors
-        below = None if weight is None else ctx.operation.backward(gradient, x, weight, *kept)
+        below = None if weight is None else ctx.operation(gradient, x, weight, *kept)
         ctx.call.deliver(gradient, x, *kept)
-        return None, below, None, None, None
+        return None, below, None, None, None, None
 
 
 def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
@@ -392,6 +394,11 @@ def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Ten
         output = output.clone()
     saved = tuple(s.detach() for s in saved)
     return apply_tap(output, layer.backward_pass.anchor, Call(layer, recorder), *saved)
+
+
+def fused_tap(layer: Layer, x: Tensor, weight: Tensor, forward: Any, backward: Any, recorder: Recorder) -> Tensor:
+    """A layer's operation as one node; see `FusedTap`."""
+    return _apply_fused(layer.backward_pass.anchor, x, weight.detach(), forward, backward, Call(layer, recorder))
 
 
 def computed(m: nn.Module) -> bool:
@@ -409,4 +416,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-apply_tap, apply_fused = quick_apply(Tap), quick_apply(FusedTap)
+def detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+apply_tap, _apply_fused = quick_apply(Tap), quick_apply(FusedTap)

@@ -119,19 +119,21 @@ class Tied(Record):
         The traces stand in for the Gram norms, which they exceed: (tr₁ + tr₂)(tr₁ + tr₂) then bounds both parts' errors
         and, by Cauchy-Schwarz, the cross term's.
         """
-        kappa, tokens = 2 * bounds.folding_unit(self.head.dtype, self.head.device), self.rows.index.shape[1]
+        kappa, tokens = 2 * bounds.folding_unit(self.head.b.dtype, self.head.b.device), self.rows.index.shape[1]
         with bounds.full_float32():
             rows, head = self.rows.norm(), self.head.norm()
-            cross = torch.cat([self._cross(part) for part in in_chunks(self.examples, 2 * tokens**2, self.head.device)])
+            cross = torch.cat(
+                [self._cross(part) for part in in_chunks(self.examples, 2 * tokens**2, self.head.b.device)]
+            )
         trace_a = 2 * (rows.trace_a + head.trace_a)  # type: ignore[operator]
         trace_b = rows.trace_b + head.trace_b  # type: ignore[operator]
         square = rows.square + head.square + 2 * cross
-        gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.dtype))
+        gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.b.dtype))
         return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
-        kept = bounds.accumulator(self.head.dtype)
+        kept = bounds.accumulator(self.head.b.dtype)
         index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
         picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]

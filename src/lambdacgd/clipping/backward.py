@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -139,31 +140,29 @@ class Stored(Record):
         else:
             total.view(-1).addmv_(flat, factor)
 
-    def merge(self, other: Record) -> Record | None:
-        if isinstance(other, Stored):
-            return Stored(self.name, self.gradients + other.gradients)
-        return None
-
     @property
     def examples(self) -> int:
         return self.gradients.shape[0]
 
 
-@dataclass
-class ColumnSum(Record):
-    """Per-example gradients Σ_t b_it of a bias, not formed yet: the norm pass forms those of all layers together."""
+class ColumnSum(Stored):
+    """Per-example gradients Σ_t b_it of a bias [B, T, d], formed late: the norm pass forms those of all layers together
+    (`form_together`).
+    """
 
-    name: str
-    b: Tensor  # [B, T, d]
+    def __init__(self, name: str, b: Tensor) -> None:
+        self.name, self.b, self.square = name, b, None
 
-    def formed(self) -> Stored:
-        return Stored(self.name, self.b.sum(1, dtype=bounds.accumulator(self.b.dtype)))
-
-    def materialise(self, rows: slice) -> Tensor:
-        return self.formed().gradients[rows]
+    @cached_property
+    def gradients(self) -> Tensor:  # type: ignore[override]
+        return self.b.sum(1, dtype=bounds.accumulator(self.b.dtype))
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
+
+    @property
+    def examples(self) -> int:
+        return self.b.shape[0]
 
 
 @dataclass
@@ -549,7 +548,8 @@ class BackwardPass:
     ) -> None:
         per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
-        records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
+        records = [merge(uses) for uses in pending.values()]
+        form_together(records)
         if not (per_layer or self.sharded):
             records = pack_small(records)
         groups: dict[str, list[Tensor]] = {}
@@ -632,25 +632,23 @@ def on_its_way(answer: Tensor) -> Callable[[], bool]:
 
 def merge(uses: list[Record]) -> Record:
     """One record for all uses of a parameter, cross terms included; per-example gradients where nothing shorter is."""
-    if len(uses) == 1:
-        return uses[0]
-    whole, *others = [r.formed() if isinstance(r, ColumnSum) else r for r in uses]
+    whole, *others = uses
     for record in others:
-        joined = whole.merge(record) or record.merge(whole)
-        if joined is None:
-            every = slice(0, whole.examples)
-            joined = Stored(whole.name, whole.materialise(every) + record.materialise(every))
-        whole = joined
+        every = slice(0, whole.examples)
+        whole = (
+            whole.merge(record)
+            or record.merge(whole)
+            or Stored(whole.name, whole.materialise(every) + record.materialise(every))
+        )
     return whole
 
 
-def resolve_sums(merged: dict[str, Record]) -> list[Record]:
+def form_together(records: list[Record]) -> None:
     """Form the biases' gradients, on CUDA those of all layers in one launch."""
-    waiting, sums = [r for r in merged.values() if isinstance(r, ColumnSum)], None
+    waiting = [r for r in records if isinstance(r, ColumnSum)]
     if len(waiting) > 1 and waiting[0].b.device.type == gpu.DEVICE and gpu.may_use_tables():
-        sums = gpu.column_sums([r.b for r in waiting])
-    formed = {r.name: Stored(r.name, sums[k]) if sums is not None else r.formed() for k, r in enumerate(waiting)}
-    return [formed.get(name, record) for name, record in merged.items()]
+        for record, gradients in zip(waiting, gpu.column_sums([r.b for r in waiting]) or (), strict=False):
+            record.gradients = gradients
 
 
 class NormPass:

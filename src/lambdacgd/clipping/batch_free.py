@@ -105,10 +105,10 @@ def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
 def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:
     """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
     return exchanged(
-        (slots, last, parameter_stand_in(layer, name, parameter))
+        (within, local, parameter_stand_in(layer, name, parameter))
         for layer in layers
-        for (local, name), (slots, last, parameter) in zip(layer.names.items(), layer.slots, strict=True)
-        if local in layer.elsewhere
+        for within, local, name, parameter in layer.slots
+        if name in layer.elsewhere
     )
 
 
@@ -116,7 +116,7 @@ def own_parameters_of(layer: Layer) -> contextlib.AbstractContextManager[None]:
     """While a layer itself runs, its parameters are its own again. What else put something there keeps it: FSDP2 lays
     gathered parameters in the place of its shards.
     """
-    return exchanged(slot for slot in layer.slots if isinstance(slot[0][slot[1]], BatchFree))
+    return exchanged((s.within, s.local, s.value) for s in layer.slots if isinstance(s.within[s.local], BatchFree))
 
 
 def lookup(layer: Layer, value: Tensor, index: Tensor, recorder: Recorder) -> Tensor:

@@ -30,7 +30,7 @@ from lambdacgd.clipping.batch_free import (
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, refuse_gradients
-from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, mark, rule_for
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, Slot, exchanged, mark, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
@@ -257,9 +257,10 @@ class Clipper(BackwardPass):
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self)
-        for owner, _, last in (local.rpartition(".") for local in own):  # lists of parameters are modules of their own
-            slots: dict[str, Any] = own_parameters(module.get_submodule(owner))
-            layer.slots.append((slots, last, slots[last]))
+        for local, name in own.items():
+            owner, _, last = local.rpartition(".")  # lists of parameters are modules of their own
+            within: dict[str, Any] = own_parameters(module.get_submodule(owner))
+            layer.slots.append(Slot(within, last, name, within[last]))
         self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
@@ -282,8 +283,8 @@ class Clipper(BackwardPass):
         if layer.forward_pass.sharded:
             self._hook_gathered(layer)
         else:
-            for slots, local, parameter in layer.slots:
-                if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
+            for within, local, _, parameter in layer.slots:
+                if within[local] is not parameter and not isinstance(within[local], BatchFree):
                     raise layer.refuse(
                         f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
                         "or a new parameter). Detach, change the model, attach again."
@@ -295,8 +296,8 @@ class Clipper(BackwardPass):
 
     def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
-        for (slots, last, _), name in zip(layer.slots, layer.names.values(), strict=True):
-            gathered = slots[last]
+        for within, local, name, _ in layer.slots:
+            gathered = within[local]
             known = self._watched.get(id(gathered))
             if gathered is not None and (known is None or known() is not gathered):
                 self._watched[id(gathered)] = weakref.ref(gathered)
@@ -477,15 +478,13 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
         return _followed(layer, *args, **kwargs)
     watch = layer.forward_pass.watch
     if watch is not None and rows:
-        for kind, seen in (("input", x), ("output", output)):
-            watch.add(layer.path, kind, seen.flatten(0, 1) if rows < 0 else seen)
+        watch.add(layer.path, "input", x.flatten(0, 1) if rows < 0 else x)
     return output
 
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    places = zip(layer.slots, layer.names.values(), strict=True)
-    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last, _), name in places):
+    with exchanged((s.within, s.local, parameter_stand_in(layer, s.name, s.within[s.local])) for s in layer.slots):
         return layer.original(*args, **kwargs)
 
 

@@ -2,7 +2,7 @@
 
 A forward pass that is probed is preceded by others over a few examples of its batch: all of them, and then again with
 one of them exchanged for its neighbour, for each in turn. *Values* are compared. What the other examples have in every
-layer's input, output and output gradient, and in the model's outputs, must be the same as before; what the forward pass
+layer's input and output gradient, and in the model's outputs, must be the same as before; what the forward pass
 writes (buffers, plain attributes of modules) must be, too, since it would leave the model without clipping or noise.
 Passes over two numbers of examples come first. They show which dimensions hold the examples (`rules.BatchSizes`), how
 rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
@@ -224,7 +224,7 @@ class Probe:
                     except ClippingError as error:
                         failed, seen = error, self._forward_pass.watch
                     for layer in self.layers if seen.strays else ():
-                        new = {local for local, name in layer.names.items() if name in seen.strays} - layer.elsewhere
+                        new = seen.strays.intersection(layer.names.values()) - layer.elsewhere
                         layer.elsewhere |= new
                         rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
             if failed is None:
@@ -240,7 +240,7 @@ class Probe:
         """One forward pass over some examples, and backward passes from its outputs, together or each ``apart``."""
         args, kwargs = batch.take(rows, scales)
         forward_pass, count = self._forward_pass, len(rows)
-        own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
+        own = {slot.name: slot.value for layer in self.layers for slot in layer.slots}
         seen = forward_pass.watch = Seen(count, {id(p): name for name, p in own.items()})
         forward_pass.look_at(count)
         held = list(_held(self._model).values())  # kept, so that what is new has another id
@@ -294,8 +294,8 @@ class Probe:
     # --- what they show -----------------------------------------------------------------------------------------------
 
     def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[str, str]) -> bool:
-        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input
-        or output. Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
+        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input.
+        Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
         """
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
@@ -306,7 +306,7 @@ class Probe:
                 continue  # a call for every step of the longest example, which was exchanged: others have their turn
             y, floor = other.rows.get((path, kind, number)), floors[kind]
             layouts = set() if y is None else layouts_of(x, y, whole.count, exchanged, whole.tolerance, floor)
-            if not layouts and kind in ("input", "output"):
+            if not layouts and kind == "input":
                 raise layers[path].refuse(_MIXES.format(what=kind))
             if not layouts:
                 mixing.setdefault(kind, str(layers[path].refuse(_MIXES.format(what="output gradient"))))
@@ -410,11 +410,7 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_loss(
-    model: nn.Module,
-    backward_pass: BackwardPass,
-    loss: Loss,
-    items: Sequence[Any],
-    collate: Callable[[list[Any]], Any],
+    model: nn.Module, backward_pass: BackwardPass, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]
 ) -> None:
     """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows."""
     if backward_pass.sharded:
@@ -495,13 +491,13 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
 
 @dataclass
 class Seen:
-    """What one pass of the probe shows: the rows of every layer's input, output and output gradient.
+    """What one pass of the probe shows: the rows of every layer's input and output gradient.
 
     Attributes:
         count: How many examples it had.
         names: Of all parameters, by their id.
         kind: "gradient" in a backward pass from all the model's outputs, "gradient of k" from the k-th.
-        rows: By layer, kind ("input", "output" or that) and how many of that kind came before.
+        rows: By layer, kind ("input" or that) and how many of that kind came before.
         outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
         strays: Parameters that got a gradient past the rules: they are read outside their own module.

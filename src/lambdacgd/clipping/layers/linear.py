@@ -44,8 +44,7 @@ def linear_records(
         keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
         yield kept
     if bias is not None:
-        later = ColumnSum(bias, b)
-        yield later if keeps_b else later.formed()
+        yield ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
 
 
 class LinearTap(torch.autograd.Function):

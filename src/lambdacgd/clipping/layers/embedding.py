@@ -75,8 +75,7 @@ class Rows(Record):
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
         index, b = self.index[rows], self.b[rows].to(bounds.accumulator(self.b.dtype))
-        used = index >= 0
-        return index.clamp_min(0), torch.where(used.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
+        return index.clamp_min(0), b.masked_fill((index < 0).unsqueeze(2), 0)
 
     def materialise(self, rows: slice) -> Tensor:
         index, b = self._scatter(rows)
@@ -154,17 +153,13 @@ def embedding_records(
     b = gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
     if padding is not None:
         unused = index == padding
-        index = torch.where(unused, torch.full((), -1, dtype=index.dtype, device=index.device), index)
-        b = torch.where(unused.unsqueeze(2), torch.zeros((), dtype=b.dtype, device=b.device), b)
+        index, b = index.masked_fill(unused, -1), b.masked_fill(unused.unsqueeze(2), 0)
     yield Rows(name, index, b, shape)
 
 
 def _refuse_options(layer: Layer, module: Any) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq:
-        raise layer.refuse(
-            "max_norm rewrites the table in the forward pass, depending on the batch, and scale_grad_by_freq divides "
-            "by counts over the whole batch. Leave them out."
-        )
+        raise layer.refuse("max_norm and scale_grad_by_freq depend on the whole batch. Leave them out.")
 
 
 @register(nn.Embedding, finds_batch=True, pointwise=True)
@@ -186,15 +181,12 @@ def embedding_bag(
     if m.mode == "max":
         raise layer.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
     if offsets is not None:
-        raise layer.refuse(
-            "offsets say which tokens are whose, which cannot be seen in a first dimension. Give bags as a matrix "
-            "[batch, longest], filled up with padding_idx."
-        )
+        raise layer.refuse("with offsets. Give bags as a matrix [batch, longest], filled up with padding_idx.")
     index, weights = input, per_sample_weights
     if not layer.is_batched(index):
         raise layer.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
-        index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)
+        index = index.masked_fill(index == m.padding_idx, -1)
     used = index >= 0
     weights = used.to(m.weight.dtype) if weights is None else weights * used
     if m.mode == "mean":

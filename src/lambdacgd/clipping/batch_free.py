@@ -43,6 +43,7 @@ class Root(NamedTuple):
     leaf: Tensor
     finish: Recorder
     parameter: bool  #: a parameter itself, not rows looked up in one
+    elsewhere: bool = False  #: outside its own module
 
 
 class BatchFree(torch.Tensor):
@@ -92,24 +93,26 @@ def _leaf(layer: Layer, name: str, value: Tensor) -> Tensor:
     return leaf
 
 
-def parameter_stand_in(layer: Layer, name: str, parameter: Tensor) -> Tensor:
-    """The stand-in for a parameter while its module's forward runs."""
+def parameter_stand_in(layer: Layer, name: str, parameter: Tensor, *, elsewhere: bool = False) -> Tensor:
+    """The stand-in for a parameter while its module's forward runs, or ``elsewhere``."""
     leaf = _leaf(layer, name, parameter)
     dtype = accumulator(parameter.dtype)
 
     def finish(gradients: Tensor) -> Iterator[Record]:
         yield Stored(name, gradients.to(dtype))
 
-    return stand_in(leaf, (Root(layer, name, leaf, finish, True),))
+    return stand_in(leaf, (Root(layer, name, leaf, finish, True, elsewhere),))
 
 
-def standing_in(layers: Iterable[Layer]) -> contextlib.AbstractContextManager[None]:
-    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins."""
+def standing_in(layers: Iterable[Layer], *, every: bool = False) -> contextlib.AbstractContextManager[None]:
+    """While the model runs, parameters that are read outside their own module (`Layer.elsewhere`) are stand-ins; or
+    ``every`` one, to see which are read.
+    """
     return exchanged(
-        (within, local, parameter_stand_in(layer, name, parameter))
+        (within, local, parameter_stand_in(layer, name, parameter, elsewhere=True))
         for layer in layers
         for within, local, name, parameter in layer.slots
-        if name in layer.elsewhere
+        if every or name in layer.elsewhere
     )
 
 
@@ -157,8 +160,11 @@ class Operation:
 
     def run(self) -> Any:
         flat, name = self.flat, self.name
+        lends = name in _CASTING and not isinstance(flat[0], BatchFree)  # its type or device
+        if lends or not torch.is_grad_enabled():
+            return self.on([plain(x) for x in flat])  # nothing comes back to parameters
         others = [x for x in flat if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.dim() > 0]
-        if name in _CASTING:  # the other tensor only lends its type or device
+        if name in _CASTING:  # now the other tensor lends them
             others = []
         elementwise = name in _ELEMENTWISE
         places = (self.place(f"in {name}, tensor {k}") for k in range(len(others)))
@@ -170,9 +176,12 @@ class Operation:
         self._refuse_what_is_lost(batched)
         if not batched or name == "expand_as":
             out = self.on([plain(x) for x in flat])
+            if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
+                self.note()
             spreads = name in _SPREADING and isinstance(out, Tensor) and isinstance(flat[0], BatchFree)
             spread = self._spread(flat[0], out) if spreads and self.batch > 1 else None
             return _wrap(out, self.roots) if spread is None else spread
+        self.note()
         if len(kinds) > 1:
             raise self.refuse(f"in {name} it meets tensors that have different numbers of rows for every example")
         if not elementwise:
@@ -184,6 +193,11 @@ class Operation:
             return self.on([self._split(x, depth - 1).unsqueeze(0) if isinstance(x, BatchFree) else x for x in flat])
         every = self.batch * max(kinds)
         return self.on([self._split(x, depth, every) if isinstance(x, BatchFree) else x for x in flat])
+
+    def note(self) -> None:
+        """Tell a pass of the probe which parameters are read outside their own module."""
+        if self.layer.forward_pass.watch is not None:
+            self.layer.forward_pass.watch.elsewhere |= {root.name for root in self.roots if root.elsewhere}
 
     def _refuse_what_is_lost(self, batched: list[Tensor]) -> None:
         """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient. And
@@ -198,8 +212,6 @@ class Operation:
                 raise self.refuse(f"it is written into another tensor by {name} (torch.where, torch.cat are followed)")
         for x in () if batched or name in _CASTING else self.flat:
             if isinstance(x, Tensor) and not isinstance(x, BatchFree) and x.requires_grad:
-                if self.layer.forward_pass.watch is not None:
-                    self.layer.forward_pass.watch.note(x)
                 raise self.refuse(
                     f"in {name} it meets a tensor of shape {tuple(x.shape)}, which depends on the examples but does "
                     f"not have the batch ({self.batch}) first"

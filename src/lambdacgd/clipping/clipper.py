@@ -289,7 +289,7 @@ class Clipper(BackwardPass):
                         f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
                         "or a new parameter). Detach, change the model, attach again."
                     )
-        if layer.elsewhere:
+        if layer.elsewhere or layer.forward_pass.sizes.learning:
             with own_parameters_of(layer):
                 return _by_rule(layer, rule, *args, **kwargs)
         return _by_rule(layer, rule, *args, **kwargs)

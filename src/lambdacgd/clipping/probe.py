@@ -40,7 +40,6 @@ _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dime
 _SETS = 3  #: numbers of examples that are tried until one tells the batch from other dimensions
 _TURNS = 3  #: random numbers that are tried until every layer has been seen
 _STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
-_WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
 _FEW = 64  #: attributes of modules with more items than this are no place for outputs
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -117,7 +116,7 @@ class Probe:
             try:
                 for rows in (some.before, some.rows) if some.before else (some.rows,):
                     start = numbers.again(turn)
-                    seen = self._run(batch, rows, some.scales, apart=apart)
+                    seen = self._run(batch, rows, some, apart=apart)
                     seen.numbers = start, numbers.now()
             finally:
                 written = state.take_back()
@@ -214,21 +213,20 @@ class Probe:
         """
         once = self.looked or self._forward_pass.sharded
         for chosen in sets[:1] if once else sets:
-            failed, rounds = None, 1 if once else 2
-            while rounds > 0:
-                failed, rounds, written = None, rounds - 1, []
+            failed, read = None, set[str]()
+            for _ in range(1 if once else 2):
+                failed, written = None, []
                 for rows in (chosen, chosen[1:]):
                     try:
-                        seen = run(Some(rows))
+                        seen = run(Some(rows, every=True))
                         written.append(seen.written)
+                        read |= seen.elsewhere
                     except ClippingError as error:
-                        failed, seen = error, self._forward_pass.watch
-                    for layer in self.layers if seen.strays else ():
-                        new = seen.strays.intersection(layer.names.values()) - layer.elsewhere
-                        layer.elsewhere |= new
-                        rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
+                        failed = error
             if failed is None:
                 state.compare(written[0], written[1], None)
+                for layer in self.layers:
+                    layer.elsewhere |= read.intersection(layer.names.values())
                 return chosen
             if not once:
                 self._forward_pass.sizes.forget()
@@ -236,17 +234,16 @@ class Probe:
         assert failed is not None
         raise failed
 
-    def _run(self, batch: Batch, rows: Sequence[int], scales: Sequence[float] | None, *, apart: bool) -> Seen:
+    def _run(self, batch: Batch, rows: Sequence[int], some: Some, *, apart: bool) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each ``apart``."""
-        args, kwargs = batch.take(rows, scales)
+        args, kwargs = batch.take(rows, some.scales)
         forward_pass, count = self._forward_pass, len(rows)
-        own = {slot.name: slot.value for layer in self.layers for slot in layer.slots}
-        seen = forward_pass.watch = Seen(count, {id(p): name for name, p in own.items()})
+        seen = forward_pass.watch = Seen(count)
         forward_pass.look_at(count)
         held = list(_held(self._model).values())  # kept, so that what is new has another id
         try:
             call = self._model.forward if forward_pass.sharded else self._model  # with hooks of others on the model
-            with standing_in(self.layers):
+            with standing_in(self.layers, every=some.every and not forward_pass.sharded):
                 output = call(*args, **kwargs)
         except (ClippingError, InvalidInput, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
@@ -281,14 +278,11 @@ class Probe:
         for seen.kind, given in {} if forward_pass.sharded else together.items():  # gathered in whole passes alone
             roots, vectors = zip(*given, strict=True)
             try:
-                gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
-                )
+                torch.autograd.grad(roots, [self._anchor], vectors, retain_graph=True, allow_unused=True)
             except (ClippingError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
                 continue
-            seen.strays |= {name for name, g in zip(own, gradients[1:], strict=True) if g is not None}
         return seen
 
     # --- what they show -----------------------------------------------------------------------------------------------
@@ -335,13 +329,14 @@ class Probe:
 
 
 class Some(NamedTuple):
-    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; and examples of a pass that
-    runs first.
+    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; examples of a pass that runs
+    first; and whether ``every`` parameter is a stand-in outside its module, to see which are read there.
     """
 
     rows: Sequence[int]
     scales: Sequence[float] | None = None
     before: Sequence[int] = ()
+    every: bool = False
 
 
 class _Failed(Exception):
@@ -495,24 +490,22 @@ class Seen:
 
     Attributes:
         count: How many examples it had.
-        names: Of all parameters, by their id.
         kind: "gradient" in a backward pass from all the model's outputs, "gradient of k" from the k-th.
         rows: By layer, kind ("input" or that) and how many of that kind came before.
         outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
-        strays: Parameters that got a gradient past the rules: they are read outside their own module.
+        elsewhere: Parameters that were read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
         written: What it wrote; see `State`.
         numbers: Where generators of random numbers stood before and behind it.
     """
 
     count: int
-    names: dict[int, str]
     kind: str = "gradient"
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: set[str] = field(default_factory=set)
-    strays: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
     numbers: tuple[Any, Any] = (None, None)
@@ -533,18 +526,6 @@ class Seen:
         if isinstance(x, Tensor) and x.dim() and x.numel():
             self.rows[path, kind, self.number(path, kind) if place is None else place] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
-
-    def note(self, x: Tensor) -> None:
-        """A tensor that stand-ins meet has a gradient and no examples: parameters of others may be behind it."""
-        waiting, done = [x.grad_fn], set[Any]()
-        leaves = {id(x)}
-        while waiting and len(done) < _WALKED:
-            node = waiting.pop()
-            if node is not None and node not in done:
-                done.add(node)
-                leaves.add(id(getattr(node, "variable", None)))
-                waiting += [edge[0] for edge in node.next_functions]
-        self.strays |= {self.names[leaf] for leaf in leaves & self.names.keys()}
 
 
 def sample(x: Tensor) -> Tensor:

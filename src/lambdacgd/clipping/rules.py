@@ -365,15 +365,15 @@ class Tap(torch.autograd.Function):
 class FusedTap(torch.autograd.Function):
     """A layer's operation and its tap as one node instead of two, for models that are bound by the host.
 
-    ``forward(x, weight)`` gives the output and what else to keep, ``backward(gradient, x, weight, *kept)`` the gradient
-    of x. The recorder is given x and what was kept.
+    ``forward(x, weight)`` gives the output and what to keep: x, weight, and what else ``backward(gradient, x, weight,
+    *kept)`` needs for the gradient of x. The recorder is given x and what else was kept.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call
     ) -> Tensor:
-        y, *kept = forward(x, weight)
+        y, x, weight, *kept = forward(x, weight)
         ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
         return y
@@ -396,9 +396,9 @@ def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Ten
     return apply_tap(output, layer.backward_pass.anchor, Call(layer, recorder), *saved)
 
 
-def fused_tap(layer: Layer, x: Tensor, weight: Tensor, forward: Any, backward: Any, recorder: Recorder) -> Tensor:
+def fused_tap(x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
     """A layer's operation as one node; see `FusedTap`."""
-    return _apply_fused(layer.backward_pass.anchor, x, weight.detach(), forward, backward, Call(layer, recorder))
+    return _apply_fused(call.layer.backward_pass.anchor, x, weight.detach(), forward, backward, call)
 
 
 def computed(m: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, Stored, direct, in_chunks, outer, same_type
 from lambdacgd.clipping.bounds import without_autocast
 from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
-from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply, repeated_padding
+from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
 
@@ -47,45 +47,30 @@ def linear_records(
         yield ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
 
 
-class LinearTap(torch.autograd.Function):
-    """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient).
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient)."""
+    kind, bias = x.dtype, detached(bias)
 
-    One node instead of two: transformers have hundreds of Linear layers and are bound by launches in bfloat16.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.call, ctx.dtype = call, x.dtype
-        forward_pass = call.layer.forward_pass
-        low = autocast_dtype(x)
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        low, shift, forward_pass = autocast_dtype(x), bias, call.layer.forward_pass
         if low is not None:
             ready = forward_pass.cast_weights.get(call.layer)
             x = forward_pass.cast_input(x, low)
             if ready is not None and ready[0].dtype == low:
-                weight, bias = ready
+                weight, shift = ready
             else:
-                weight, bias = weight.to(low), None if bias is None else bias.to(low)
-        if x.dim() > 2 and bias is not None:  # F.linear would return a view here: see Tap
-            y = x.new_empty(*x.shape[:-1], weight.shape[0])
-            torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
-        else:
-            y = F.linear(x, weight, bias)
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
-        return y
+                weight, shift = weight.to(low), None if shift is None else shift.to(low)
+        if x.dim() <= 2 or shift is None:
+            return F.linear(x, weight, shift), x, weight
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])  # F.linear would return a view here: see Tap
+        torch.addmm(shift, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
+        return y, x, weight
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        below = None
-        if weight is not None:
-            below = without_autocast(torch.matmul, gradient, weight)
-            if below.dtype != ctx.dtype:
-                below = below.to(ctx.dtype)
-        ctx.call.deliver(gradient, x)
-        return None, below, None, None, None
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        below: Tensor = without_autocast(torch.matmul, gradient, weight)
+        return below if below.dtype == kind else below.to(kind)
 
-
-apply_linear = quick_apply(LinearTap)
+    return fused_tap(x, weight, forward, backward, call)
 
 
 def tapped_linear(
@@ -100,8 +85,7 @@ def tapped_linear(
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
     shape = weight.t().shape if transposed else weight.shape
     recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
-    anchor, call = layer.backward_pass.anchor, Call(layer, recorder)
-    return apply_linear(anchor, x, weight.detach(), detached(bias), call)
+    return apply_linear(x, weight, bias, Call(layer, recorder))
 
 
 @register(nn.Linear, pointwise=True)
@@ -239,13 +223,13 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     how = (m.stride, geometry["padding"], m.dilation, False, (0,) * len(m.kernel_size), m.groups)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return (torch.convolution(x, weight, bias, *how),)
+        return torch.convolution(x, weight, bias, *how), x, weight
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         given = (gradient, x, weight, None, *how, (True, False, False))
         return torch.ops.aten.convolution_backward.default(*given)[0]
 
-    return fused_tap(layer, x, weight, forward, backward, recorder)
+    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

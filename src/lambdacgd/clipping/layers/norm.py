@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import Record, Stored
-from lambdacgd.clipping.rules import Layer, autocast_dtype, computed, detached, fused_tap, register, tap
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
 from lambdacgd.errors import ClippingError
 
 _NAMES = ("weight", "bias")
@@ -65,14 +65,15 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     shape, bias, eps = m.normalized_shape, detached(m.bias), m.eps
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.native_layer_norm(x, shape, weight, bias, eps)
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return y, x, weight, mean, rstd
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient, x, shape, mean, rstd, weight, bias, (True, False, False))
         return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
 
     recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=m.weight.numel()))
-    return fused_tap(layer, x, m.weight, forward, backward, recorder)
+    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -130,14 +131,15 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     bias, eps, sizes = detached(m.bias), m.eps, (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
+        y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
+        return y, x, weight, mean, rstd
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient.contiguous(), x, mean, rstd, weight, *sizes, (True, False, False))
         return torch.ops.aten.native_group_norm_backward.default(*given)[0]
 
     recorder = partial(recorder, normalise=_standardised_by_group, kernel=gpu.group_norm_sums)
-    return fused_tap(layer, x, m.weight, forward, backward, recorder)
+    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

@@ -285,7 +285,7 @@ def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
         anchor, call = layer.backward_pass.anchor, TimeFirst(layer, recorder, seen)
         if w_ih.requires_grad or (b_ih is not None and b_ih.requires_grad):  # computed: autograd has to see them
             return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
-        return apply_linear(anchor, x, w_ih, b_ih, call), seen
+        return apply_linear(x, w_ih, b_ih, call), seen
 
     with layer.hiding():
         return layered(m, input, hx, project)

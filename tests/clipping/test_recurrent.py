@@ -365,11 +365,9 @@ def test_an_example_that_is_not_finite_stays_alone_in_cudnn(kind: Any, bad: floa
 # --- recurrences over time, against autograd through ordinary operations ----------------------------------------------
 
 
-def span_of(lengths: list[int] | None, batch: int, steps: int) -> Span:
+def span_of(lengths: list[int] | None) -> Span:
     """Of sequences that are sorted, the longest having all steps; None: all have."""
-    if lengths is None:
-        return Span([batch] * steps)
-    return Span([sum(t < n for n in lengths) for t in range(steps)], torch.tensor(lengths))
+    return Span() if lengths is None else Span(torch.tensor(lengths))
 
 
 def problem(mode: str, batch: int, steps: int, hidden: int, bias: bool, **kind: Any) -> list[Any]:
@@ -405,7 +403,7 @@ def test_states_and_gradients_are_those_of_ordinary_operations(mode: str, data: 
             steps,
             *sorted(data.draw(st.lists(st.integers(1, steps), min_size=batch - 1, max_size=batch - 1)))[::-1],
         ]
-    span, used = span_of(lengths, batch, steps), tuple(data.draw(st.lists(st.booleans(), min_size=3, max_size=3)))
+    span, used = span_of(lengths), tuple(data.draw(st.lists(st.booleans(), min_size=3, max_size=3)))
     given = problem(mode, batch, steps, hidden, data.draw(st.booleans()), dtype=torch.float64)
     wanted = solved(recurrent.plain, mode, given, span, used)
     for x, y in zip(solved(fused, mode, given, span, used), wanted, strict=True):
@@ -429,7 +427,7 @@ def test_cudnn_gives_what_the_loop_gives(mode: str, packed: bool, precision: str
     if mode == "RNN_RELU" and precision not in ("float64", "float32"):
         pytest.skip("rounding switches ReLU units on and off")
     steps, batch, hidden = 40, 16, 64
-    span = span_of([steps - 2 * i for i in range(batch)] if packed else None, batch, steps)
+    span = span_of([steps - 2 * i for i in range(batch)] if packed else None)
     given = problem(mode, batch, steps, hidden, packed, device="cuda", dtype=torch.float64)
     kind = torch.float32 if precision == "tf32" else getattr(torch, precision)
     low = [None if x is None else x.detach().to(kind).requires_grad_(x.requires_grad) for x in given]

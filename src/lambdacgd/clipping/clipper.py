@@ -338,14 +338,10 @@ class Watch:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
         for name, p, trained, shape, dtype in self._parameters:
-            changed = ""
-            if p.requires_grad != trained:
-                changed = "was frozen" if trained else "was unfrozen"
-            elif trained and (p.shape != shape or p.dtype != dtype):
-                changed = f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}"
-            if changed:
+            if p.requires_grad != trained or (trained and (p.shape != shape or p.dtype != dtype)):
                 raise ClippingError(
-                    f"parameter '{name}' {changed} after clipping was attached. Detach, change the model, attach again."
+                    f"parameter '{name}' was frozen or unfrozen, or changed its shape or type, after clipping was "
+                    "attached. Detach, change the model, attach again."
                 )
             if trained and backward_hooks(p):
                 raise ClippingError(
@@ -381,18 +377,19 @@ class Watch:
             ClippingError: It wrote a parameter, or a buffer that no probe looks at.
         """
         versions, marks = self._before
-        if versions and versions != (now := self._versions()):
-            written = next(name for name, count in now.items() if versions[name] != count)
-            raise ClippingError(WRITES_PARAMETER.format(name=written))
-        if marks != (now := self._marks()):
-            for name in (name for name in now if now[name] != marks[name] and name not in self._compared):
-                slots, local = self._buffers[name]
-                held = slots.get(local)
-                if not quiet:
-                    self._unseen[name, quiet] += 1
-                    self._due = True  # to be compared in the next forward pass
-                elif held is not None and held.is_floating_point():  # counters tell nothing about examples
-                    self._unseen[name, quiet] = _UNSEEN
+        for name, count in self._versions().items() if versions else ():
+            if versions[name] != count:
+                raise ClippingError(WRITES_PARAMETER.format(name=name))
+        for name, now in self._marks().items():
+            if now == marks[name] or name in self._compared:
+                continue
+            slots, local = self._buffers[name]
+            held = slots.get(local)
+            if not quiet:
+                self._unseen[name, quiet] += 1
+                self._due = True  # to be compared in the next forward pass
+            elif held is not None and held.is_floating_point():  # counters tell nothing about examples
+                self._unseen[name, quiet] = _UNSEEN
         self._refuse_unseen()
 
     def _refuse_unseen(self) -> None:
@@ -405,9 +402,8 @@ class Watch:
             if quiet:
                 raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
             raise ClippingError(
-                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did: "
-                "it may hold something of examples. Write it in every pass or in none, or make it "
-                "register_buffer(…, persistent=False), which does not leave the model."
+                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did. "
+                "Write it in every pass or in none, or use register_buffer(…, persistent=False)."
             )
 
     def _marks(self) -> dict[str, tuple[int, int]]:
@@ -420,9 +416,8 @@ class Watch:
 
 def _quiet(what: str) -> ClippingError:
     return ClippingError(
-        f"a forward pass without gradients {what}: what it holds of examples would leave the model with its "
-        "state_dict, without clipping or noise. Call the model in eval mode there, or, if the data is public, before "
-        "it is private (detach first)."
+        f"a forward pass without gradients {what}: something of examples would leave the model without clipping or "
+        "noise. Call the model in eval mode there, or, if the data is public, before it is private (detach first)."
     )
 
 

@@ -249,10 +249,9 @@ class Probe:
             raise
         except Exception as error:  # whatever the user's forward raises
             raise _Failed(
-                f"the model's forward pass failed ({type(error).__name__}: {error}). It was run on {count} examples of "
-                f"a batch of {batch.size}, to see whether they go through it one by one. If it fails on all of them "
-                "too, mend that; if not, start with a batch whose size no other dimension of the inputs has, or call "
-                "clipper.allow_probe(False) and see to that yourself."
+                f"the model's forward pass failed ({type(error).__name__}: {error}) on {count} examples of a batch of "
+                f"{batch.size}, which were to show whether it keeps them apart. If it does not fail on all, start with "
+                "another batch size, or call clipper.allow_probe(False) and see to that yourself."
             ) from error
         refuse_stand_ins(output, count)
         outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
@@ -345,26 +344,23 @@ class _Failed(Exception):
 
 _MIXES = (
     "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
-    "and without another one. Row i of every layer's input must be example i's alone: no statistic of the batch, no "
-    "neighbour; sort when the batch is put together."
+    "and without another one. Take every statistic within an example; sort when the batch is put together."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "
     "one. Take every statistic within an example, or leave this output out of the loss."
 )
 _LOSS = (
-    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch "
-    "weighs long examples more; statistics over the batch mix examples). Compute the loss from the model's other "
-    "outputs, averaged within each example first."
+    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch, "
+    "say). Compute the loss from the model's other outputs, averaged within each example first."
 )
 _REMEMBERS = (
     "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on, a queue, a "
     "memory. An example then changes sums of steps that it takes no part in. Begin every forward pass anew."
 )
 WRITES_PARAMETER = (
-    "the forward pass writes the parameter '{name}': what it holds of examples would leave the model with its "
-    "state_dict, without clipping or noise (a running average, a table that is renormalised where it is read: "
-    "Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
+    "the forward pass writes the parameter '{name}' (a running average, Embedding(max_norm=…)): something of examples "
+    "would leave the model without clipping or noise. Parameters change in optimizer steps alone."
 )
 
 
@@ -468,16 +464,15 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
     if fewer < count and any(bool(((ratio / r - 1).abs() < tolerance).all()) for r in (step, 1 / step)):
         raise ClippingError(
             "the gradients of all examples change with the size of the batch: loss_reduction does not describe the "
-            "loss (a mean over examples is 'mean', a sum is 'sum'), or the loss of an example depends on the other "
-            "examples of its batch."
+            "loss, or the loss of an example depends on the others."
         )
     k = int(far.nonzero()[0])
     raise ClippingError(
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
-        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
-        "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
-        "each example first), class weights or ignore_index in a mean, a root or power of the mean, contrastive terms, "
-        "mixup in collate_fn, padding on the left (pad on the right), padding without an attention mask."
+        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Look for a mean "
+        "over all tokens of the batch (average within each example first), class weights or ignore_index in a mean, a "
+        "root or power of the mean, contrastive terms, mixup in collate_fn, padding on the left (pad on the right), "
+        "padding without an attention mask."
     )
 
 
@@ -788,7 +783,7 @@ class State:
         self._caches = set[Place]()
         self.touched = set[str]()  #: names of what passes have written, if only with what it held
 
-    def _slots(self, path: str, kind: str) -> dict[str, Any]:
+    def _slots(self, path: str, kind: str) -> Any:
         return own_buffers(self._modules[path]) if kind == "buffer" else vars(self._modules[path])
 
     def _values(self) -> dict[Place, Any]:
@@ -838,9 +833,9 @@ class State:
                 self._caches.add(place)
             if place not in self._caches and _differs(x, y, before, tolerance):
                 raise ClippingError(
-                    f"the forward pass writes what depends on the examples into the {kind} '{_name(place)}': "
-                    "statistics of examples would leave the model without clipping or noise. Freeze them (eval mode), "
-                    "or use a layer without running statistics: lambdacgd.clipping.convert(model)."
+                    f"the forward pass writes what depends on the examples into the {kind} '{_name(place)}', which "
+                    "would leave the model without clipping or noise. Freeze it (eval mode), or use a layer without "
+                    "running statistics: lambdacgd.clipping.convert(model)."
                 )
 
 

@@ -370,9 +370,7 @@ class FusedTap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
         y, x, weight, *kept = forward(x, weight)
         ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)

@@ -125,17 +125,6 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
-def patches(
-    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], out: tuple[int, ...]
-) -> Tensor:
-    """A view [B, C, *out, *kernel] of a padded input [B, C, *space]; ``out`` positions are taken in each dimension."""
-    x = x.contiguous()
-    moves, taps = (
-        tuple(s * step for s, step in zip(x.stride()[2:], steps, strict=True)) for steps in (stride, dilation)
-    )
-    return x.as_strided((*x.shape[:2], *out, *kernel), (*x.stride()[:2], *moves, *taps))
-
-
 def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Tensor:
     """Zero-pad ``x`` by the convolution's padding, and on the far side as far as ``out`` positions reach."""
     widths: list[int] = []
@@ -160,20 +149,25 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
-    view = partial(patches, kernel=kernel, stride=geometry["stride"], dilation=geometry["dilation"], out=out)
-    spatial = len(kernel)
     response = response.flatten(2)
+    if one_by_one and groups == 1:
+        return Outer(name, image.flatten(2).transpose(1, 2), response.transpose(1, 2), shape)
+    image, spatial = image.contiguous(), len(kernel)
+    strides = image.stride()[2:]
+    moves, taps = (
+        tuple(s * k for s, k in zip(strides, geometry[steps], strict=True)) for steps in ("stride", "dilation")
+    )
+    view = image.as_strided((*image.shape[:2], *out, *kernel), (*image.stride()[:2], *moves, *taps))
 
     def rows_of_patches(rows: slice) -> Tensor:
         # [n, groups, C, *out, *kernel] -> [n, groups, C, *kernel, *out] (long runs to copy) -> [n·groups, T, C·K],
         # positions adjacent
-        p = view(image[rows]).unflatten(1, (groups, -1))
+        p = view[rows].unflatten(1, (groups, -1))
         order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
         return p.permute(order).reshape(p.shape[0] * groups, -1, positions).transpose(1, 2)
 
     if groups == 1:
-        a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
-        return Outer(name, a, response.transpose(1, 2), shape)
+        return Outer(name, rows_of_patches, response.transpose(1, 2), shape)
     parts = []
     for rows in in_chunks(examples, positions * inner * groups, response.device):
         r = response[rows].reshape(-1, outer // groups, positions)

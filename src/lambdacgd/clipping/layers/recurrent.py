@@ -102,7 +102,7 @@ def layered(m: Any, input: Any, hx: Any, project: Project) -> Any:
         x = x.transpose(0, 1)
     if x.shape[0] == 0:
         raise RuntimeError(f"{type(m).__name__}: expected sequences of at least one step.")
-    span = Span.of(input) if packed else Span([x.shape[1]] * x.shape[0])
+    span = Span.of(input) if packed else Span()
     directions = 2 if m.bidirectional else 1
     lstm, shape = m.mode == "LSTM", (m.num_layers * directions, x.shape[1], m.hidden_size)
     first = (x.new_zeros(shape),) * (2 if lstm else 1) if hx is None else tuple(hx) if lstm else (hx,)
@@ -181,7 +181,6 @@ class OpenRNNCell(_OpenCell, nn.RNNCell):
 class Span:
     """When the sequences of a batch end. Recurrences see them longest first and from their first step on."""
 
-    sizes: list[int]  # how many sequences are not over at each step
     lengths: Tensor | None = None  # longest first, on the CPU; None: all are equally long
     order: Tensor | None = None  # that of the batch, where it is not theirs
     inverse: Tensor | None = None
@@ -190,7 +189,7 @@ class Span:
     def of(cls, packed: PackedSequence) -> Span:
         sizes = packed.batch_sizes
         lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device=sizes.device)).sum(0)
-        return cls(sizes.tolist(), lengths, packed.sorted_indices, packed.unsorted_indices)
+        return cls(lengths, packed.sorted_indices, packed.unsorted_indices)
 
     def sort(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.order is None else x.index_select(dim, self.order)
@@ -208,10 +207,10 @@ class Span:
         return self.unsort(self._flip(x) if backwards else x, 1)
 
     def _flip(self, x: Tensor) -> Tensor:
-        if self.lengths is None:
-            return x.flip(0)
         ends = self.lengths
-        step = torch.arange(len(self.sizes), device=ends.device).unsqueeze(1)
+        if ends is None:
+            return x.flip(0)
+        step = torch.arange(len(x), device=ends.device).unsqueeze(1)
         source = torch.where(step < ends, ends - 1 - step, step).to(x.device)
         return x.gather(0, source.unsqueeze(2).expand_as(x))
 

@@ -243,6 +243,6 @@ def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
         x, y = x.float(), y.float()
     wide = {"out_dtype": torch.float32} if x.dtype in _LOW else {}
     if fresh:
-        torch.mm(x, y, out=total, **wide)  # type: ignore[call-overload]
+        torch.mm(x, y, out=total, **wide)
     else:
         torch.addmm(total, x, y, out=total, **wide)  # type: ignore[call-overload]

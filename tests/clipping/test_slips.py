@@ -203,6 +203,11 @@ def test_a_pruned_bias(oracle: Oracle, kind: str) -> None:
     oracle(nn.Sequential(layer, nn.Tanh()), torch.randn(4, 3, 4).double(), 4)
 
 
+def test_a_model_that_is_one_pruned_layer(oracle: Oracle) -> None:
+    """Its hook runs beside those of the clipper."""
+    oracle(prune.l1_unstructured(nn.Linear(4, 3).double(), "bias", 1), torch.randn(4, 4).double(), 4)
+
+
 @pytest.mark.parametrize("name", ["weight", "bias"])
 @pytest.mark.parametrize("kind", [k for k in WITH_BIAS if k != "linear"])
 def test_what_a_module_around_a_layer_computes_for_it(oracle: Oracle, kind: str, name: str) -> None:

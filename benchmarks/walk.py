@@ -37,7 +37,7 @@ MOST_FILES = {
     "plan, uncached": 16,
     "plan, cached": 11,
     "privatize": 25,
-    "a training step": 14,
+    "a training step": 12,
     "save": 11,
     "resume": 13,
 }

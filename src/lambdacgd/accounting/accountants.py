@@ -26,9 +26,9 @@ from typing import Any, ClassVar, Literal
 
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, Bounding, Calibration, Certificate
+from lambdacgd.accounting.composed import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns, first_guess
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix

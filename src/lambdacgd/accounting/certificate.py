@@ -86,6 +86,11 @@ class Bound:
         return sum(self.budget.values())
 
     @property
+    def slack_share(self) -> float:
+        """``slack`` over δ: some of the budget are estimates, which can exceed by far what was added."""
+        return min(self.slack / self.delta, 1.0)
+
+    @property
     def direction(self) -> Direction:
         """The direction that governs."""
         return "remove" if self.delta_remove >= self.delta_add else "add"
@@ -108,6 +113,7 @@ class Bound:
                 f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
             )
         details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
+        details |= {"slack_share": self.slack_share} if self.budget else {}
         return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)
 
 

@@ -70,6 +70,14 @@ def test_masses_that_outgrow_all_floats_are_a_failure_of_the_search_only() -> No
         assert not composed(step, 100_000, 1.0).delta < 1
 
 
+@pytest.mark.parametrize(("rate", "steps", "sigma", "epsilon"), [(1e-8, 1, 0.2, 0.1), (1e-7, 100, 0.2, 1.0)])
+def test_losses_so_rare_that_cells_widen(rate: float, steps: int, sigma: float, epsilon: float) -> None:
+    """They were refused: two of them in one run are so rare that the steps' δ add up."""
+    remove, _ = amplified(sigma, rate, epsilon)
+    assert remove * steps * (1 - 10 * rate * steps) <= PoissonSampled(rate, steps).delta(sigma, epsilon).delta_remove
+    assert PoissonSampled(rate, steps).delta(sigma, epsilon).delta_remove <= 1.001 * remove * steps
+
+
 def test_almost_everybody_takes_part() -> None:
     """W = 1 − q + q·y must keep its digits near 1 − q, at a node, where splitting adds nothing; 40 digits."""
     rate, sigma = 0.9999999999482867, 0.15153667164480755

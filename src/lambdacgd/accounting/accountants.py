@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import cached_property
@@ -41,8 +40,7 @@ from lambdacgd.errors import AccountingError, InvalidInput, number
 from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
 
-SAMPLED = "monte-carlo"
-"""The method of plans that earlier releases certified by sampling: they stay what they are."""
+SAMPLED = "monte-carlo"  #: the method of plans that earlier releases certified by sampling: they stay what they are
 
 
 def accountant_for(mechanism: Mechanism, sampling: Sampling) -> Accountant:
@@ -134,8 +132,7 @@ class Accountant:
     sampling: Sampling
 
     methods: ClassVar[tuple[str, ...]]
-    epsilons: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    """the smallest and the largest ε that it takes"""
+    epsilons: ClassVar[tuple[float, float]] = (0.0, math.inf)  #: the smallest and the largest ε that it takes
 
     def sigma(self, epsilon: float, delta: float) -> Calibration:
         """The smallest noise multiplier σ that is certified for (ε, δ).
@@ -209,10 +206,6 @@ class Accountant:
     def first_guess(self, epsilon: float, delta: float) -> float | None:
         """About σ by a closed form, within 15% or so, in milliseconds; None where there is none."""
         return None
-
-    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        """(ε, δ) at this σ where they are computed exactly, fine down to about ``delta``; nothing elsewhere."""
-        return []
 
     def epsilon_after_epochs(self, sigma: float, epsilon: float, delta: float) -> tuple[float, ...]:
         """ε that σ would give a run planned for 1, 2, …, k epochs; ``epsilon`` is that of all k."""
@@ -317,17 +310,22 @@ class _FixedBins(Accountant):
         return min(found, _asked(self._unamplified, question, first, second), key=attrgetter(question))
 
     def _through_columns(self, question: Question, first: float, second: float) -> Bound:
-        """Which columns dominate the mechanism best depends on (ε, δ)."""
+        """Which columns dominate the mechanism best depends on (ε, δ): where one is asked for, it is guessed first."""
 
         def near(epsilon: float, delta: float) -> Bound:
             accountant, by = self._columns(epsilon, delta)
             answer = _asked(accountant, question, first, second)
             return replace(answer, details=answer.details | {"dominated_by": by.details()})
 
-        if question != "epsilon":
-            return near(first, second) if question == "sigma" else near(second, 1e-6)
-        tried = near(2.0, second)
-        return min(tried, near(min(max(tried.epsilon, SMALLEST_EPSILON), 20.0), second), key=attrgetter(question))
+        if question == "sigma":
+            return near(first, second)
+        if question == "epsilon":
+            guess = near(2.0, second)
+            again = near(min(max(guess.epsilon, SMALLEST_EPSILON), 20.0), second)
+        else:
+            guess = near(second, 1e-6)
+            again = near(second, min(max(guess.delta, 1e-12), 0.5))
+        return min(guess, again, key=attrgetter(question))
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         try:
@@ -343,12 +341,6 @@ class _FixedBins(Accountant):
             return None
         restarts = self.sampling.restart_every is not None
         return first_guess(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts)
-
-    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        if self._exact is None:
-            return []
-        how = {"delta": delta} if isinstance(self._exact, FreshBins) else {}
-        return [(bound.epsilon, bound.delta) for bound in self._exact.curve(sigma, epsilons, **how)]
 
     def _named(self, certificate: Certificate) -> Certificate:
         steps = self.sampling.block.steps

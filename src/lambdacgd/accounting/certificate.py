@@ -205,23 +205,17 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
     from rich.errors import LiveError
     from rich.progress import Progress
 
-    started = time.monotonic()
-    bar = Progress(console=Console(stderr=True), transient=True)
+    started, bar = time.monotonic(), Progress(console=Console(stderr=True), transient=True)
     task = bar.add_task(description, total=total)
-    shown, wanted = False, bar.console.is_terminal
 
     def tick(amount: int) -> None:
-        nonlocal shown, wanted
         bar.update(task, advance=amount)
-        if wanted and not shown and time.monotonic() - started > _PATIENCE:
-            try:
+        if bar.console.is_terminal and not bar.live.is_started and time.monotonic() - started > _PATIENCE:
+            with contextlib.suppress(LiveError):  # the caller's own bar
                 bar.start()
-                shown = True
-            except LiveError:  # the caller's own bar
-                wanted = False
 
     try:
         yield tick
     finally:
-        if shown:
+        if bar.live.is_started:
             bar.stop()

@@ -42,6 +42,13 @@ SAFETY = 1e-9  #: relative: bounds are enlarged by this before float64 computes 
 GUARD = 1e-14  #: absolute: added to the masses of infinite losses, for the rounding of sums of masses near 1
 
 
+class TooLong(AccountingError):
+    """So many losses need a transform that is too long."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__(f"{copies} losses need a transform beyond {LONGEST:,} numbers; ask for another ε or rate")
+
+
 @dataclass(frozen=True)
 class Losses:
     """The law of a privacy loss: upper bounds on the masses at ``index``·``quantum``, and on that of infinite ones."""
@@ -97,7 +104,7 @@ def composed(losses: Losses, copies: int, epsilon: float) -> Tail:
     beyond = math.exp(min(copies * cumulant(far) - far * stop * h, 0.0)) if stop <= last else 0.0
     length = 1 << max(4, (stop - start).bit_length())
     if length > LONGEST:
-        raise AccountingError(f"{copies} losses need a transform beyond {LONGEST:,} numbers; ask for another ε or rate")
+        raise TooLong(copies)
     dense = np.bincount((index - index[0]) % length, tilted, length)
     sums = irfft(_power(rfft(dense, length), copies), length)
     cells = np.arange(max(start, math.floor(epsilon / h) + 1), stop)

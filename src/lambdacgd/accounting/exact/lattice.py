@@ -238,11 +238,6 @@ class Columns:
         return Chain(lam, bins, epochs, epochs * self.chain / sigma**2, self.tail, epochs * self.nugget / sigma**2)
 
 
-def stationary_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
-    """Columns of norm 1 with inner products λ^{|s−s'|}, whatever follows the last step."""
-    return Chain(lam, bins, epochs, epochs / sigma**2, 0.0)
-
-
 def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     """Dominates C_λD⁻¹, whose columns s < s' have as inner product the product of ρ_s … ρ_{s'−1} (Lemma 7).
 
@@ -256,10 +251,9 @@ def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
         return replace(plain, amplitudes=normalized_amplitudes(lam, bins, epochs))
     if epochs > 1 or bins == 1:
         largest = float(_falling_correlations(lam, bins * epochs, 1)[0])
-        return stationary_chain(min(lam, largest), bins, epochs, sigma)
+        return Chain(min(lam, largest), bins, epochs, epochs / sigma**2, 0.0)
     runs = normalized_runs(lam, bins)
-    largest = max(r for _, r in runs)
-    return replace(stationary_chain(largest, bins, 1, sigma), runs=runs if len(runs) > 1 else ())
+    return Chain(max(r for _, r in runs), bins, 1, 1 / sigma**2, 0.0, runs=runs if len(runs) > 1 else ())
 
 
 FEW_BINS = 64  #: bins up to which each has an amplitude of its own

@@ -81,7 +81,7 @@ class PoissonSampled:
         return Bound(sigma, epsilon, remove, add, METHOD, details=self.details)
 
     def _composed(self, s: float, epsilon: float, cell: float) -> list[float]:
-        """δ in each direction. Rare losses are large beside their deviation: cells are wider where they are too many."""
+        """δ in each direction. Losses so rare that they are large beside their deviation take wider cells."""
         for wider in WIDER:
             with contextlib.suppress(TooLong):
                 return [min(composed(one, self.steps, epsilon).delta, 1.0) for one in _step(s, self.rate, wider * cell)]

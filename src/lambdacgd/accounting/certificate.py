@@ -109,9 +109,7 @@ class Bound:
         """
         claimed = self.delta if delta is None else delta
         if not self.delta <= claimed < 1:
-            raise AccountingError(
-                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
-            )
+            raise AccountingError(f"δ = {claimed!r} is not certified: at σ = {self.sigma:g} it is {self.delta:.4g}")
         details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
         details |= {"slack_share": self.slack_share} if self.budget else {}
         return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)

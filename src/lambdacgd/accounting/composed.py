@@ -311,9 +311,7 @@ class FreshBins:
 
         bound, _ = smallest_certified(evaluate, delta, begin, strategy, rtol=RTOL, most=MOST_FINE, enough=enough)
         if bound is None:
-            raise AccountingError(
-                f"no σ was found that keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ"
-            )
+            raise AccountingError(f"no σ keeps δ(ε = {epsilon:g}) below {delta:g}; ask for a larger ε or δ")
         searched = {"search_sigma_loss": log_ratio(delta, bound.delta) / -strategy.slope}
         return replace(bound, details=bound.details | searched)
 

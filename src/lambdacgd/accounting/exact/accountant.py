@@ -37,6 +37,8 @@ from scipy.special import ndtri
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, OneWay, real, tell
 from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
+    REPORT,
+    TOO_LARGE,
     Chain,
     Columns,
     TransferProduct,
@@ -56,7 +58,6 @@ from lambdacgd.accounting.root import Secant, find_root, log_ratio, rounded_up, 
 from lambdacgd.errors import AccountingError
 
 SLACK_SHARE = 0.05  #: an answer whose inequalities can have added more than this share of δ is refined
-TOO_LARGE = "use a smaller λ, or a larger ε or δ"
 LARGEST_LOSS_VARIANCE = 500.0  #: Var(X) beyond which e^X comes near the largest float
 
 
@@ -124,9 +125,7 @@ class LossLaw:
         mass_fits = least - path.exit_add <= mass <= most
         mean_fits = max(least_mean, 0.0) <= mean <= most * self.stretched
         if not (mass_fits and mean_fits):
-            raise AccountingError(
-                f"self-check failed: total mass {mass!r}, mean {mean!r}; please report this as an error in lambdacgd"
-            )
+            raise AccountingError(f"self-check failed: total mass {mass!r}, mean {mean!r}; {REPORT}")
         return mass, mean
 
 
@@ -135,10 +134,8 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     negligible = precision.negligible * scale.delta
     bins, variance = chain.all_bins, chain.loss_variance
     if not variance <= LARGEST_LOSS_VARIANCE:
-        raise AccountingError(
-            f"the privacy loss has variance {variance:.3g}, beyond {LARGEST_LOSS_VARIANCE:g}: σ is too small; "
-            f"multiply it by at least {math.sqrt(variance / LARGEST_LOSS_VARIANCE):.3g}"
-        )
+        factor = math.sqrt(variance / LARGEST_LOSS_VARIANCE)
+        raise AccountingError(f"the privacy loss has variance {variance:.3g}: multiply σ by at least {factor:.3g}")
     width = scale.width(precision)
     # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
     spread = math.sqrt(chain.repeat * float(np.sum(np.exp(2 * chain.log_scales))))
@@ -152,9 +149,7 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
     path = lattice(chain, spacing_ratio(chain.bins, precision.lattice), reach, shifted=direction == "remove")
     if path.eta * path.links >= 0.5:
-        raise AccountingError(
-            "the lattice is too coarse to certify anything; please report this as an error in lambdacgd"
-        )
+        raise AccountingError(f"the lattice is too coarse to certify anything; {REPORT}")
     plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
     stretched = max((math.exp(s.up - s.down) for s in plan), default=1.0)
@@ -201,11 +196,6 @@ class Window:
         return np.asarray(self.step * np.arange(self.count + 1), dtype=np.float64)
 
 
-def phase_unit(window: Window, strike: float) -> float:
-    """Rounding of the coefficients' phases ω·K: covered by the margin where there is no extended precision."""
-    return 0.0 if AVAILABLE else 4e-16 * (1 + float(window.frequencies[-1]) * strike)
-
-
 def coefficients(strike: float, window: Window) -> NDArray[Any]:
     """Fourier coefficients of q: (1/T) ∫_low^K e^{θw}(K − w) e^{−iωw} dw, in extended precision where there is one."""
     s = Wide(window.tilt) - 1j * window.frequencies.astype(Wide)
@@ -227,13 +217,6 @@ def frequency_weights(strike: float, width: float, window: Window) -> NDArray[An
     return np.asarray(values)
 
 
-def series_bound(strike: float, window_low: float, period: float, tilt: float, omega: float) -> float:
-    """An upper bound on |coefficient| at frequencies from ``omega`` on (it decreases)."""
-    depth = strike - window_low
-    size = math.hypot(tilt, omega)
-    return math.exp(tilt * strike) * (1 + math.exp(-tilt * depth) * (1 + size * depth)) / size**2 / period
-
-
 def tail_bound(strike: float, low: float, period: float, tilt: float, last: int, width: float, total: float) -> float:
     """Lemma 12: the Fourier terms beyond number ``last``, at most a geometric series, with |transform| ≤ ``total``."""
     step = 2 * math.pi / period
@@ -242,7 +225,10 @@ def tail_bound(strike: float, low: float, period: float, tilt: float, last: int,
     if decay >= 1:
         return math.inf
     gauss = math.exp(min((tilt**2 - omega**2) * width**2 / 2, 700.0))
-    return 2 * series_bound(strike, low, period, tilt, omega) * gauss / (1 - decay) * total
+    # |coefficient| at frequencies from omega on is at most this: it decreases.
+    depth, size = strike - low, math.hypot(tilt, omega)
+    largest = math.exp(tilt * strike) * (1 + math.exp(-tilt * depth) * (1 + size * depth)) / size**2 / period
+    return 2 * largest * gauss / (1 - decay) * total
 
 
 def far_bound(strike: float, low: float, width: float, tilts: Array, transforms: Array) -> float:
@@ -282,30 +268,23 @@ def choose_window(
         with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
             above = np.log(np.asarray(law.transform(tilts[tilts < largest])))
             rising = tilts[tilts < largest]
-    best: tuple[float, float, float, float] | None = None
+    rated: list[tuple[float, float, float, float]] = []
     # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
     for gap in np.concatenate([NARROW_GAPS / slope, GAPS]) if narrow else GAPS:
         period = depth + gap * strike
-        if decreasing_beyond:
-            copies = math.log(slope * depth / strike) - slope * math.log1p(gap)
-        else:
-            copies = math.log(depth / value)
+        falls = slope * math.log1p(gap)
+        copies = math.log(slope * depth / strike) - falls if decreasing_beyond else math.log(depth / value)
         beyond = float(np.min(above - rising * (low + period), initial=0.0))
         copies += beyond
-        need = max(copies - math.log(precision.wrap), 0.0) / period
-        tilt = max(need, 1.0 / strike)
+        tilt = max(max(copies - math.log(precision.wrap), 0.0) / period, 1.0 / strike)
         # Cost: frequencies ∝ period; rounding ∝ e^{θK}/θ, which is to stay below its limit.
         noise = unit * strike * math.exp(min(tilt * strike, 500.0)) / (tilt * strike) / value
         cost = period / depth * (1.0 if noise < 0.5 * precision.rounding else 1e3 * noise)
-        if best is None or cost < best[0]:
-            best = (cost, period, tilt, beyond)
-    assert best is not None
-    _, period, tilt, beyond = best
+        rated.append((cost, period, tilt, beyond))
+    _, period, tilt, beyond = min(rated, key=lambda item: item[0])
     total = float(law.transform(np.array([-tilt]))[0])
     if not total > 1e-250:
-        raise AccountingError(
-            f"E e^(−θW) = {total:g} underflows at strike {strike:.3g}: ε is too large for this direction"
-        )
+        raise AccountingError(f"E e^(−θW) = {total:g} underflows at strike {strike:.3g}: ε is too large")
 
     def few_enough(count: int) -> bool:
         return tail_bound(strike, low, period, tilt, count, width, total) <= allowed
@@ -363,12 +342,13 @@ class FourierSeries:
         """E' (K − W' − N)₊ is at most this value and these margins."""
         window, width = self.window, self.width
         weights = frequency_weights(strike, width, window)
-        rounding = (self.unit + phase_unit(window, strike)) * float(np.sum(np.abs(weights))) * window.total
+        # Without extended precision the phases ω·K of the coefficients are rounded too.
+        phases = 0.0 if AVAILABLE else 4e-16 * (1 + float(window.frequencies[-1]) * strike)
+        rounding = (self.unit + phases) * float(np.sum(np.abs(weights))) * window.total
+        tail = tail_bound(strike, window.low, window.period, window.tilt, window.count, width, window.total)
         return (weights * self.transform).real.sum(), {
             "window": far_bound(strike, window.low, width, window.far_tilts, window.far_transforms),
-            "fourier tail": tail_bound(
-                strike, window.low, window.period, window.tilt, window.count, width, window.total
-            ),
+            "fourier tail": tail,
             "rounding": rounding,
         }
 
@@ -518,10 +498,7 @@ class TransferMatrix:
         sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
         scale = self.settle(sigma, flat(epsilon))
         if scale.delta < SMALLEST_DELTA / 10:
-            raise AccountingError(
-                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                "certifies; ask at a smaller σ or ε"
-            )
+            raise AccountingError(f"δ lies below {SMALLEST_DELTA:g} at σ = {sigma:g}, ε = {epsilon:g}; ask for less")
         best: Bound | None = None
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
@@ -658,18 +635,14 @@ class TransferMatrix:
         """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""
         best = jensen(chain, epsilon)
         slope, size = max(remove.slope, 1.0), min(remove.delta, best.delta)
-        for step in (COARSE, COARSE, COARSE, precision, precision):
-            if best.delta <= remove.delta:
-                break
-            scale = Scale(math.exp(-epsilon), size, slope)
-            try:
-                law = loss_law(chain, scale, step, direction="add")
-                fourier = evaluate(law, scale, step)
-            except AccountingError:
-                break  # Jensen's bound stands
-            size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
-            slope = max(fourier.slope, 1.0)
-            best = min(best, fourier, key=lambda item: item.delta)
+        with contextlib.suppress(AccountingError):  # Jensen's bound, or the last one, stands
+            for step in (COARSE, COARSE, COARSE, precision, precision):
+                if best.delta <= remove.delta:
+                    break
+                scale = Scale(math.exp(-epsilon), size, slope)
+                fourier = evaluate(loss_law(chain, scale, step, direction="add"), scale, step)
+                size, slope = min(max(fourier.core, fourier.delta * 1e-2), 1.0), max(fourier.slope, 1.0)
+                best = min(best, fourier, key=lambda item: item.delta)
         return best
 
     def settle(self, sigma: float, scale: Scale, direction: OneWay = "remove") -> Scale:
@@ -808,13 +781,7 @@ def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain,
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
     affordable = [item for item in rated if item[1] <= most]
-    if affordable:
-        best = min(affordable, key=lambda item: item[0])
-        return best[2], best[0]
-    best = min(rated, key=lambda item: item[1])
+    best = min(affordable or rated, key=lambda item: item[0 if affordable else 1])
     if best[1] > POSSIBLE:
-        raise AccountingError(
-            f"λ = {exact.lam:g} with {exact.bins} steps per epoch needs {best[1]:.1g} operations a frequency, beyond "
-            f"{POSSIBLE:.1g}; {TOO_LARGE}"
-        )
+        raise AccountingError(f"λ = {exact.lam:g} and b = {exact.bins} take {best[1]:.1g} operations; {TOO_LARGE}")
     return best[2], best[0]

@@ -41,6 +41,9 @@ from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.root import bisect
 from lambdacgd.errors import AccountingError
 
+TOO_LARGE = "use a smaller λ, or a larger ε or δ"
+REPORT = "please report this as an error in lambdacgd"
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -332,9 +335,7 @@ def value_grid(fine: float, ratio: float, top: float, *, limit: int = 20_000) ->
     steps = math.ceil(min(turn, top) / fine)
     more = max(0, math.ceil(math.log(top / (steps * fine)) / math.log1p(ratio))) if top > steps * fine else 0
     if steps + more > limit:
-        raise AccountingError(
-            f"the emission grid would need {steps + more} points (limit {limit}); ask for a smaller ε or a larger σ"
-        )
+        raise AccountingError(f"the emission grid needs {steps + more} points; ask for a smaller ε or a larger σ")
     uniform = fine * np.arange(steps + 1)
     return np.concatenate([uniform, uniform[-1] * np.exp(math.log1p(ratio) * np.arange(1, more + 1))])
 
@@ -546,9 +547,7 @@ def _interior_exits(
     d = np.arange(chain.bins - 1) + 0.5
     means = shift * chain.largest_shift(d)
     if high < np.max(means, initial=0.0) or low > 0:
-        raise AccountingError(
-            "the lattice does not cover its own means; this is an error in lambdacgd, please report it"
-        )
+        raise AccountingError(f"the lattice does not cover its own means; {REPORT}")
     # At most 2(b − d) of the b(b − 1) pairs (link, drawn bin) lie at distance d, each with probability 1/b.
     above = 2 * float(np.sum(ndtr(-(high - means) / deviation)))
     below = chain.bins * float(ndtr(low / deviation))
@@ -711,10 +710,7 @@ class TransferProduct:
         sites = (*lattice.interior, lattice.left, lattice.right)
         longest = max(len(site.means) for site in sites)
         if longest * len(grid) > LARGEST_TABLE:
-            raise AccountingError(
-                f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
-                "smaller λ, or a larger ε or δ"
-            )
+            raise AccountingError(f"an emission table of {longest}×{len(grid)} numbers is too large; {TOO_LARGE}")
         emissions = []
         for site, j in zip(sites, (*range(len(lattice.interior)), 0, chain.bins - 1), strict=True):
             shift, variance = chain.emission(j)
@@ -767,10 +763,7 @@ class TransferProduct:
         size = max(self.lattice.states, self.lattice.closing_states)
         each = 16 * (5 * size * self.lattice.states + 4 * len(self.grid))
         if each > MEMORY:
-            raise AccountingError(
-                f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
-                "lump bins or ask for a smaller λ"
-            )
+            raise AccountingError(f"{self.lattice.states} lattice states take too much memory; {TOO_LARGE}")
         return min(BATCH, int(MEMORY // each))
 
     def _evaluate(self, z: NDArray[Any], direction: OneWay) -> NDArray[Any]:

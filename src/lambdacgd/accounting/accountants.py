@@ -37,7 +37,7 @@ from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.poisson import METHOD as POISSON
 from lambdacgd.accounting.poisson import poisson_accountant
 from lambdacgd.errors import AccountingError, InvalidInput, number
-from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
+from lambdacgd.mechanisms import LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
 
 SAMPLED = "monte-carlo"  #: the method of plans that earlier releases certified by sampling: they stay what they are
@@ -89,13 +89,6 @@ def _who(sampling: Sampling) -> type[Accountant]:
     if isinstance(sampling, BallsInBins):
         return _FreshBins if sampling.bins == "fresh" and sampling.epochs > 1 else _FixedBins
     raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
-
-
-def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
-    """Whether this is DP-SGD under another name: C = I."""
-    n = horizon.steps
-    noising = mechanism.noising(n)
-    return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
 
 
 def exact_numbers(mechanism: Mechanism, steps: int) -> dict[str, Any] | None:
@@ -220,7 +213,7 @@ class Accountant:
 
     def _answer(self, question: Question, first: float, second: float) -> Bound:
         """``question`` is asked with these two numbers."""
-        return _asked(self._accountant, question, first, second)
+        return getattr(self._accountant, question)(first, second)
 
     def _certified(self, question: Question, first: float, second: float) -> Calibration:
         """The answer as a certificate, from the disk if it was given before; that of "delta" is always computed."""
@@ -302,19 +295,19 @@ class _FixedBins(Accountant):
     def _answer(self, question: Question, first: float, second: float) -> Bound:
         try:
             if self._exact is not None:
-                return _asked(self._exact, question, first, second)
+                return getattr(self._exact, question)(first, second)
             found = self._through_columns(question, first, second)
         except AccountingError as error:
-            alone = _asked(self._unamplified, question, first, second)
+            alone = getattr(self._unamplified, question)(first, second)
             return replace(alone, details=alone.details | {"transfer_matrix_refused": str(error)})
-        return min(found, _asked(self._unamplified, question, first, second), key=attrgetter(question))
+        return min(found, getattr(self._unamplified, question)(first, second), key=attrgetter(question))
 
     def _through_columns(self, question: Question, first: float, second: float) -> Bound:
         """Which columns dominate the mechanism best depends on (ε, δ): where one is asked for, it is guessed first."""
 
         def near(epsilon: float, delta: float) -> Bound:
             accountant, by = self._columns(epsilon, delta)
-            answer = _asked(accountant, question, first, second)
+            answer = getattr(accountant, question)(first, second)
             return replace(answer, details=answer.details | {"dominated_by": by.details()})
 
         if question == "sigma":
@@ -373,11 +366,6 @@ class _FreshBins(_FixedBins):
         composed = self._exact or self._columns(epsilon, delta)[0]
         assert isinstance(composed, FreshBins)
         return composed.epsilons(sigma, delta)
-
-
-def _asked(accountant: Bounding, question: Question, first: float, second: float) -> Bound:
-    answer: Bound = getattr(accountant, question)(first, second)
-    return answer
 
 
 def _rounded_up(epsilon: float) -> float:

@@ -27,12 +27,11 @@ from lambdacgd.accounting.exact.accountant import (
     cost,
     evaluate_panel,
     flat,
-    jensen,
     loss_law,
 )
 from lambdacgd.accounting.exact.accountant import LARGEST_EPSILON as LARGEST_SINGLE
 from lambdacgd.accounting.exact.lattice import Columns
-from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, one_bin_delta
+from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_sigma, jensen_add, one_bin_delta
 from lambdacgd.accounting.root import Secant, bisect, find_root, log_ratio, smallest_certified
 from lambdacgd.errors import AccountingError
 
@@ -109,7 +108,7 @@ def _curve(side: _Side, scale: Scale, floor: float, leave: float) -> Values:
 
     def analytic(epsilon: float) -> float:
         gaussian = one_bin_delta(epsilon, alone)
-        return min(jensen(chain, epsilon).delta, gaussian) if add else gaussian
+        return min(jensen_add(*chain.mean_loss, epsilon), gaussian) if add else gaussian
 
     bounds: Values = {}
     latest, slope = 0, scale.slope
@@ -391,15 +390,6 @@ class FreshBins:
         high = max(math.log(math.sqrt(k * self.one_epoch.chain(1.0).loss_variance) / mu) + 1.0, low + 1.0)
         return math.exp(bisect(lambda x: k * moment(x) <= mu**2, low, high, width=1e-7))
 
-    def first_slope(self, epsilon: float, delta: float, sigma: float) -> float:
-        """About −d log δ/d log σ, from the same Gaussian mechanism."""
-        moment, x, h = self._log_moment(), math.log(sigma), 1e-3
-
-        def log_delta(at: float) -> float:
-            return math.log(max(gaussian_delta(epsilon, 1 / math.sqrt(self.epochs * moment(at))), 1e-300))
-
-        return min(max((log_delta(x - h) - log_delta(x + h)) / (2 * h), 2.0), 200.0)
-
     def _log_moment(self) -> Callable[[float], float]:
         """log E W² of one epoch at noise e^x, as a function of x."""
         chain, b = self.one_epoch.chain(1.0), self.steps_per_epoch
@@ -478,9 +468,10 @@ class _Near:
 def _estimate(accountant: FreshBins, epsilon: float, delta: float, start: float | None) -> _Near:
     """Quick evaluations of a thinned chain until δ is within a tenth of its target, and from there along the secant."""
     larger = 1.01 + 0.1 * min(epsilon / 8, 1.0) / accountant.epochs**0.5
-    guess = start or accountant.first_guess(epsilon, delta) * larger
-    short = accountant.thinned(guess)
-    strategy = accountant._strategy(accountant.first_slope(epsilon, delta, guess))
+    closed = accountant.first_guess(epsilon, delta)
+    slope = math.log(1.1) / math.log(accountant.first_guess(epsilon, delta / 1.1) / closed)
+    guess = start or closed * larger
+    short, strategy = accountant.thinned(guess), accountant._strategy(min(max(slope, 2.0), 200.0))
     began = time.monotonic()
 
     def f(x: float) -> float:

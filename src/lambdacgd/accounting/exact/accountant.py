@@ -429,11 +429,6 @@ def _estimated(law: LossLaw, relative_width: float, slope: float, value: float) 
     }
 
 
-def jensen(chain: Chain, epsilon: float) -> Evaluation:
-    """Lemma 6 as an evaluation: no lattice, often already below remove."""
-    return Evaluation(jensen_add(*chain.mean_loss, epsilon), math.nan, {}, "jensen")
-
-
 # The accountant
 
 METHOD = "transfer-matrix"
@@ -633,7 +628,7 @@ class TransferMatrix:
 
     def _add(self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision) -> Evaluation:
         """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""
-        best = jensen(chain, epsilon)
+        best = Evaluation(jensen_add(*chain.mean_loss, epsilon), math.nan, {}, "jensen")  # often below remove already
         slope, size = max(remove.slope, 1.0), min(remove.delta, best.delta)
         with contextlib.suppress(AccountingError):  # Jensen's bound, or the last one, stands
             for step in (COARSE, COARSE, COARSE, precision, precision):

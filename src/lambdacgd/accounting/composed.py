@@ -347,7 +347,8 @@ class FreshBins:
     def bound(self, composed: Composition, sigma: float, epsilon: float) -> Bound:
         """Both directions at one ε."""
         remove, add = composed.tail("remove", epsilon), composed.tail("add", epsilon)
-        way, governing = ("remove", remove) if remove.delta >= add.delta else ("add", add)
+        way: OneWay = "remove" if remove.delta >= add.delta else "add"
+        governing = remove if way == "remove" else add
         assert composed.core is not None
         core = replace(composed, pair=composed.core).tail(way, epsilon)
         budget = {

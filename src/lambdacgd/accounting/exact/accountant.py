@@ -27,6 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -494,17 +495,16 @@ class TransferMatrix:
         scale = self.settle(sigma, flat(epsilon))
         if scale.delta < SMALLEST_DELTA / 10:
             raise AccountingError(f"δ lies below {SMALLEST_DELTA:g} at σ = {sigma:g}, ε = {epsilon:g}; ask for less")
-        best: Bound | None = None
+        bounds: list[Bound] = []
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
-            best = bound if best is None or bound.delta < best.delta else best
+            bounds.append(bound)
             if bound.slack <= SLACK_SHARE * bound.delta:
                 break
             before, scale = scale, scale.learnt(bound.delta - bound.slack, bound.delta, bound.slope)
             if scale == before:
                 break
-        assert best is not None
-        return best
+        return min(bounds, key=attrgetter("delta"))
 
     def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
@@ -776,7 +776,7 @@ def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain,
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
     affordable = [item for item in rated if item[1] <= most]
-    best = min(affordable or rated, key=lambda item: item[0 if affordable else 1])
+    best = min(affordable, key=lambda item: item[0]) if affordable else min(rated, key=lambda item: item[1])
     if best[1] > POSSIBLE:
         raise AccountingError(f"λ = {exact.lam:g} and b = {exact.bins} take {best[1]:.1g} operations; {TOO_LARGE}")
     return best[2], best[0]

@@ -13,7 +13,7 @@ from scipy import linalg
 
 import lambdacgd as lc
 from lambdacgd.accounting import accountant_for, poisson
-from lambdacgd.accounting.composition import Losses, composed
+from lambdacgd.accounting.composed import Losses, composed
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import ndtr
 
 from lambdacgd.accounting.certificate import Array, Bound
-from lambdacgd.accounting.composition import Index, Losses, TooLong, composed
+from lambdacgd.accounting.composed import Index, Losses, TooLong, composed
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError, InvalidInput

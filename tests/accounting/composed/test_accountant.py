@@ -10,8 +10,17 @@ import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
 from lambdacgd.accounting import composed as module
-from lambdacgd.accounting.composed import FINAL, METHOD, QUICK, FreshBins, Resolution, _core
-from lambdacgd.accounting.composition import Composition, DiscretePair, dominating_pair
+from lambdacgd.accounting.composed import (
+    FINAL,
+    METHOD,
+    QUICK,
+    Composition,
+    DiscretePair,
+    FreshBins,
+    Resolution,
+    _core,
+    dominating_pair,
+)
 from lambdacgd.accounting.exact.accountant import Evaluation
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.reference import gram, quadrature

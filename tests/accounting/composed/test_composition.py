@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lambdacgd.accounting.certificate import OneWay
-from lambdacgd.accounting.composed import _core
-from lambdacgd.accounting.composition import Composition, DiscretePair, composed, dominating_pair
+from lambdacgd.accounting.composed import Composition, DiscretePair, _core, composed, dominating_pair
 from lambdacgd.accounting.exact.accountant import Evaluation
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.errors import AccountingError

@@ -763,7 +763,7 @@ class TransferProduct:
         size = max(self.lattice.states, self.lattice.closing_states)
         each = 16 * (5 * size * self.lattice.states + 4 * len(self.grid))
         if each > MEMORY:
-            raise AccountingError(f"{self.lattice.states} lattice states take too much memory; {TOO_LARGE}")
+            raise AccountingError(f"{self.lattice.states} lattice states need {each >> 20} MiB each; {TOO_LARGE}")
         return min(BATCH, int(MEMORY // each))
 
     def _evaluate(self, z: NDArray[Any], direction: OneWay) -> NDArray[Any]:

@@ -64,7 +64,7 @@ def figure(path: Path) -> None:
 
     lam, b, k, sigma = 0.9, 390, 10, 5.5
     epsilons = np.linspace(0.1, 2.4, 24)
-    curve = TransferMatrix(lam, b, k).curve(sigma, list(epsilons))
+    curve = [TransferMatrix(lam, b, k).delta(sigma, epsilon) for epsilon in epsilons]
     plt.rcParams["svg.hashsalt"] = "exact-accountant"
     fig, (left, right) = plt.subplots(1, 2, figsize=(9, 3.6), width_ratios=[3, 2])
     for name, colour in (("remove", "C0"), ("add", "C1")):

@@ -16,9 +16,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lambdacgd.accounting import adds_independent_noise
 from lambdacgd.errors import InvalidInput, number
+from lambdacgd.mechanisms import Horizon, Mechanism
 from lambdacgd.planning import Plan
+
+
+def _adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
+    """Whether this is DP-SGD under another name: C = I."""
+    noising = mechanism.noising(horizon.steps)
+    return mechanism.column_scales(horizon.steps) is None and noising[0] == 1.0 and not noising[1:].any()
 
 
 class DebiasedAdam(Optimizer):
@@ -39,7 +45,7 @@ class DebiasedAdam(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if not adds_independent_noise(plan.mechanism, plan.block):
+        if not _adds_independent_noise(plan.mechanism, plan.block):
             raise InvalidInput(
                 "plan",
                 f"The noise of {plan.mechanism.name} is correlated, and subtracting its variance is unbiased for "

@@ -12,11 +12,11 @@ import torch
 
 import lambdacgd as lc
 from lambdacgd import cache
-from lambdacgd.accounting import adds_independent_noise
 from lambdacgd.accounting.accountants import exact_numbers
 from lambdacgd.accounting.certificate import tell
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.mechanisms.base import BandedInverse
+from reproduce.debiased_adam import _adds_independent_noise
 from reproduce.sampled import Sampled
 
 PAPER = {"examples": 50_000, "batch_size": 128, "epochs": 10, "epsilon": 8.0, "delta": 1e-5}
@@ -229,8 +229,8 @@ class _Scaled(lc.Mechanism):
 
 def test_less_noise_of_ones_own_is_not_mistaken_for_dp_sgd_or_lambda_cgd():
     horizon = lc.Horizon(5, 2)
-    assert adds_independent_noise(_Scaled((1.0,)), horizon)
-    assert not adds_independent_noise(_Scaled((0.1,)), horizon)
+    assert _adds_independent_noise(_Scaled((1.0,)), horizon)
+    assert not _adds_independent_noise(_Scaled((0.1,)), horizon)
     assert exact_numbers(_Scaled((1.0, -0.5)), horizon.steps) == {"lam": 0.5}
     assert exact_numbers(_Scaled((0.5, -0.25)), horizon.steps) is None
     poisson = {"examples": 100, "batch_size": 20, "epochs": 2, "epsilon": 4.0, "delta": 1e-5, "sampling": lc.Poisson()}

@@ -13,6 +13,7 @@ from scipy import linalg
 
 import lambdacgd as lc
 from lambdacgd.accounting import accountant_for, poisson
+from lambdacgd.accounting.composed import Losses, composed
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.poisson import PoissonSampled
 from lambdacgd.errors import AccountingError
@@ -64,9 +65,17 @@ def test_one_step_in_closed_form(sigma: float, rate: float, epsilon: float) -> N
 
 
 def test_masses_that_outgrow_all_floats_are_a_failure_of_the_search_only() -> None:
-    step = poisson._Losses(0.1, np.array([-1, 1]), np.array([0.51, 0.51]), 1e-23)
+    step = Losses(0.1, np.array([-1, 1]), np.array([0.51, 0.51]), 1e-23)
     with np.errstate(all="ignore"):
-        assert not poisson._composed(step, 100_000, 1.0) < 1
+        assert not composed(step, 100_000, 1.0).delta < 1
+
+
+@pytest.mark.parametrize(("rate", "steps", "sigma", "epsilon"), [(1e-8, 1, 0.2, 0.1), (1e-7, 100, 0.2, 1.0)])
+def test_losses_so_rare_that_cells_widen(rate: float, steps: int, sigma: float, epsilon: float) -> None:
+    """They were refused: two of them in one run are so rare that the steps' δ add up."""
+    remove, _ = amplified(sigma, rate, epsilon)
+    assert remove * steps * (1 - 10 * rate * steps) <= PoissonSampled(rate, steps).delta(sigma, epsilon).delta_remove
+    assert PoissonSampled(rate, steps).delta(sigma, epsilon).delta_remove <= 1.001 * remove * steps
 
 
 def test_almost_everybody_takes_part() -> None:
@@ -128,7 +137,7 @@ def test_composition_never_lies_below_convolution_by_hand() -> None:
         values = (3 * losses.index[0] + np.arange(len(three))) * losses.quantum
         for epsilon in (0.1, 0.6, 1.5):
             plain = float(np.maximum(-np.expm1(np.minimum(epsilon - values, 0.0)), 0.0) @ three) + 3 * losses.infinite
-            assert plain * (1 - 1e-10) <= poisson._composed(losses, 3, epsilon) <= plain * (1 + 1e-6) + 1e-15
+            assert plain * (1 - 1e-10) <= composed(losses, 3, epsilon).delta <= plain * (1 + 1e-6) + 1e-15
 
 
 def test_small_deltas_are_not_lost_in_rounding() -> None:

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.root import (
     Secant,
-    Strategy,
     bisect,
     find_root,
     round_step,
@@ -22,29 +21,25 @@ from lambdacgd.accounting.root import (
 from lambdacgd.errors import AccountingError
 
 
-@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.floats(-4, 4), st.floats(-6, 6))
-def test_a_falling_function_is_strategyed(xs: list[float], root: float, guess: float) -> None:
-    strategy = Strategy(-1.0)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=12), st.floats(-4, 4))
+def test_points_leave_an_interval_for_the_root(xs: list[float], root: float) -> None:
+    strategy = Secant(-1.0)
     strategy.points = [(x, root - x) for x in xs]
     assert strategy.failed < root <= strategy.passed
-    assert (strategy.width < math.inf) == (min(xs) < root <= max(xs))
-    moved = strategy.inside(guess, 0.1)
-    if math.isfinite(strategy.width):
-        assert strategy.failed <= moved <= strategy.passed
-    else:
-        assert moved == guess
+    assert (strategy.passed - strategy.failed < math.inf) == (min(xs) < root <= max(xs))
+    assert strategy.failed <= strategy.next() <= strategy.passed
     strategy.restart()
     assert (strategy.failed, strategy.passed, strategy.slope) == (-math.inf, math.inf, -1.0)
 
 
-class Forward(Strategy):
+class Forward(Secant):
     """Always so much further."""
 
     def __init__(self, step: float, last: float = math.inf) -> None:
-        super().__init__()
+        super().__init__(-1.0)
         self.step, self.last = step, last
 
-    def next(self, aim: float = 0.0) -> float:
+    def next(self) -> float:
         return min(self.points[-1][0] + self.step, self.last)
 
 
@@ -86,18 +81,14 @@ def test_every_strategy_finds_the_root_of_a_smooth_function(root: float, start: 
 
 @given(st.floats(-2, 2), st.floats(5, 30), st.sampled_from([2e-4, 3e-3]))
 def test_the_certified_point_passes_and_is_close(root: float, slope: float, rtol: float) -> None:
-    """Coarse values are 10% larger than fine ones, which count."""
     step = round_step(math.exp(root), rtol)
     assume(abs(math.remainder(math.exp(root), step)) > 1e-6 * step)  # at a round number the last bit of δ decides
-    coarse: list[float] = []
 
-    def evaluate(value: float, fine: bool) -> Bound:
-        coarse.extend([] if fine else [value])
-        delta = 1e-5 * math.exp(slope * (root - math.log(value))) * (1.0 if fine else 1.1)
+    def evaluate(value: float) -> Bound:
+        delta = 1e-5 * math.exp(slope * (root - math.log(value)))
         return Bound(value, 1.0, delta, delta / 2, "test")
 
     bound, _ = smallest_certified(evaluate, 1e-5, 1.0, Secant(-12.0), rtol=rtol)
-    assert coarse
     assert bound is not None
     assert bound.delta <= 1e-5
     assert root <= math.log(bound.sigma) + 1e-12 <= root + 1.01 * rtol
@@ -107,7 +98,7 @@ def test_the_certified_point_passes_and_is_close(root: float, slope: float, rtol
     assert again.sigma == pytest.approx(bound.sigma, rel=1.01 * rtol if slope < 6 else 1e-12)
     assert bound.sigma == pytest.approx(rounded_up(math.exp(root), rtol), rel=1e-12)
     flat = Bound(1.0, 1.0, 1.0, 1.0, "test")
-    assert smallest_certified(lambda x, fine: flat, 1e-5, 1.0, Secant(-12.0), rtol=rtol)[0] is None
+    assert smallest_certified(lambda x: flat, 1e-5, 1.0, Secant(-12.0), rtol=rtol)[0] is None
 
 
 def test_bisection_returns_what_passed() -> None:
@@ -140,27 +131,27 @@ def test_smallest_fails_closed():
 def test_a_bound_in_hand_is_returned_where_the_next_evaluation_refuses() -> None:
     asked: list[float] = []
 
-    def evaluate(value: float, fine: bool) -> Bound:
+    def evaluate(value: float) -> Bound:
         asked.append(value)
         if len(asked) > 1:
             raise AccountingError("no more")
         return Bound(value, 1.0, 1e-6, 0.0, "test")
 
-    bound, _ = smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4, skip_coarse=True)
+    bound, _ = smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4)
     assert bound is not None
     assert (bound.sigma, len(asked)) == (asked[0], 2)
     with pytest.raises(AccountingError, match="no more"):
-        smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4, skip_coarse=True)
+        smallest_certified(evaluate, 1e-5, 2.0, Secant(-10.0), rtol=1e-4)
 
 
 def test_a_search_may_end_near_enough() -> None:
-    def evaluate(value: float, fine: bool) -> Bound:
+    def evaluate(value: float) -> Bound:
         asked.append(value)
         return Bound(value, 1.0, 1e-5 * (2.0 / value) ** 10, 0.0, "test")
 
     for enough, most in ((0.0, 2e-4), (5e-3, 5e-3)):
         asked: list[float] = []
-        bound, _ = smallest_certified(evaluate, 1e-5, 2.008, Secant(-10.0), rtol=1e-4, skip_coarse=True, enough=enough)
+        bound, _ = smallest_certified(evaluate, 1e-5, 2.008, Secant(-10.0), rtol=1e-4, enough=enough)
         assert bound is not None
         assert 2.0 <= bound.sigma <= 2.0 * (1 + most)
         assert (len(asked) == 1) is (enough > 0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.composed.accountant import METHOD, FreshBins
+from lambdacgd.accounting.composed import METHOD, FreshBins
 from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins

@@ -1,6 +1,6 @@
 """(mechanism, sampling, ε, δ) → σ with a certificate of why it suffices. NumPy and SciPy, no torch."""
 
-from lambdacgd.accounting.accountants import Accountant, accountant_for, adds_independent_noise, check_epsilon, methods
+from lambdacgd.accounting.accountants import Accountant, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.errors import AccountingError
 
@@ -10,7 +10,6 @@ __all__ = [
     "Calibration",
     "Certificate",
     "accountant_for",
-    "adds_independent_noise",
     "check_epsilon",
     "methods",
 ]

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from decimal import ROUND_CEILING, Context, Decimal
 from functools import cached_property
@@ -26,9 +25,9 @@ from typing import Any, ClassVar, Literal
 
 from lambdacgd import cache
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Bound, Bounding, Calibration, Certificate
+from lambdacgd.accounting.composed import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
-from lambdacgd.accounting.composed.accountant import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns, first_guess
 from lambdacgd.accounting.exact import METHOD as EXACT
 from lambdacgd.accounting.exact import TransferMatrix
@@ -38,11 +37,10 @@ from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.poisson import METHOD as POISSON
 from lambdacgd.accounting.poisson import poisson_accountant
 from lambdacgd.errors import AccountingError, InvalidInput, number
-from lambdacgd.mechanisms import Horizon, LambdaCGD, Mechanism
+from lambdacgd.mechanisms import LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
 
-SAMPLED = "monte-carlo"
-"""The method of plans that earlier releases certified by sampling: they stay what they are."""
+SAMPLED = "monte-carlo"  #: the method of plans that earlier releases certified by sampling: they stay what they are
 
 
 def accountant_for(mechanism: Mechanism, sampling: Sampling) -> Accountant:
@@ -93,13 +91,6 @@ def _who(sampling: Sampling) -> type[Accountant]:
     raise InvalidInput("sampling", sampling, "it must be a BallsInBins, Poisson or Cyclic")
 
 
-def adds_independent_noise(mechanism: Mechanism, horizon: Horizon) -> bool:
-    """Whether this is DP-SGD under another name: C = I."""
-    n = horizon.steps
-    noising = mechanism.noising(n)
-    return mechanism.column_scales(n) is None and noising[0] == 1.0 and not noising[1:].any()
-
-
 def exact_numbers(mechanism: Mechanism, steps: int) -> dict[str, Any] | None:
     """λ and what else the exact accountants take for λCGD in any guise and for one buffer; None for other mechanisms.
 
@@ -134,8 +125,7 @@ class Accountant:
     sampling: Sampling
 
     methods: ClassVar[tuple[str, ...]]
-    epsilons: ClassVar[tuple[float, float]] = (0.0, math.inf)
-    """the smallest and the largest ε that it takes"""
+    epsilons: ClassVar[tuple[float, float]] = (0.0, math.inf)  #: the smallest and the largest ε that it takes
 
     def sigma(self, epsilon: float, delta: float) -> Calibration:
         """The smallest noise multiplier σ that is certified for (ε, δ).
@@ -210,10 +200,6 @@ class Accountant:
         """About σ by a closed form, within 15% or so, in milliseconds; None where there is none."""
         return None
 
-    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        """(ε, δ) at this σ where they are computed exactly, fine down to about ``delta``; nothing elsewhere."""
-        return []
-
     def epsilon_after_epochs(self, sigma: float, epsilon: float, delta: float) -> tuple[float, ...]:
         """ε that σ would give a run planned for 1, 2, …, k epochs; ``epsilon`` is that of all k."""
         shorter = (replace(self, sampling=replace(self.sampling, epochs=k)) for k in range(1, self.sampling.epochs))
@@ -227,7 +213,7 @@ class Accountant:
 
     def _answer(self, question: Question, first: float, second: float) -> Bound:
         """``question`` is asked with these two numbers."""
-        return _asked(self._accountant, question, first, second)
+        return getattr(self._accountant, question)(first, second)
 
     def _certified(self, question: Question, first: float, second: float) -> Calibration:
         """The answer as a certificate, from the disk if it was given before; that of "delta" is always computed."""
@@ -309,25 +295,30 @@ class _FixedBins(Accountant):
     def _answer(self, question: Question, first: float, second: float) -> Bound:
         try:
             if self._exact is not None:
-                return _asked(self._exact, question, first, second)
+                return getattr(self._exact, question)(first, second)
             found = self._through_columns(question, first, second)
         except AccountingError as error:
-            alone = _asked(self._unamplified, question, first, second)
+            alone = getattr(self._unamplified, question)(first, second)
             return replace(alone, details=alone.details | {"transfer_matrix_refused": str(error)})
-        return min(found, _asked(self._unamplified, question, first, second), key=attrgetter(question))
+        return min(found, getattr(self._unamplified, question)(first, second), key=attrgetter(question))
 
     def _through_columns(self, question: Question, first: float, second: float) -> Bound:
-        """Which columns dominate the mechanism best depends on (ε, δ)."""
+        """Which columns dominate the mechanism best depends on (ε, δ): where one is asked for, it is guessed first."""
 
         def near(epsilon: float, delta: float) -> Bound:
             accountant, by = self._columns(epsilon, delta)
-            answer = _asked(accountant, question, first, second)
+            answer = getattr(accountant, question)(first, second)
             return replace(answer, details=answer.details | {"dominated_by": by.details()})
 
-        if question != "epsilon":
-            return near(first, second) if question == "sigma" else near(second, 1e-6)
-        tried = near(2.0, second)
-        return min(tried, near(min(max(tried.epsilon, SMALLEST_EPSILON), 20.0), second), key=attrgetter(question))
+        if question == "sigma":
+            return near(first, second)
+        if question == "epsilon":
+            guess = near(2.0, second)
+            again = near(min(max(guess.epsilon, SMALLEST_EPSILON), 20.0), second)
+        else:
+            guess = near(second, 1e-6)
+            again = near(second, min(max(guess.delta, 1e-12), 0.5))
+        return min(guess, again, key=attrgetter(question))
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
         try:
@@ -343,12 +334,6 @@ class _FixedBins(Accountant):
             return None
         restarts = self.sampling.restart_every is not None
         return first_guess(self.mechanism, self.sampling.horizon, epsilon=epsilon, delta=delta, restarts=restarts)
-
-    def curve(self, sigma: float, epsilons: Sequence[float], delta: float) -> list[tuple[float, float]]:
-        if self._exact is None:
-            return []
-        how = {"delta": delta} if isinstance(self._exact, FreshBins) else {}
-        return [(bound.epsilon, bound.delta) for bound in self._exact.curve(sigma, epsilons, **how)]
 
     def _named(self, certificate: Certificate) -> Certificate:
         steps = self.sampling.block.steps
@@ -381,11 +366,6 @@ class _FreshBins(_FixedBins):
         composed = self._exact or self._columns(epsilon, delta)[0]
         assert isinstance(composed, FreshBins)
         return composed.epsilons(sigma, delta)
-
-
-def _asked(accountant: Bounding, question: Question, first: float, second: float) -> Bound:
-    answer: Bound = getattr(accountant, question)(first, second)
-    return answer
 
 
 def _rounded_up(epsilon: float) -> float:

@@ -86,6 +86,11 @@ class Bound:
         return sum(self.budget.values())
 
     @property
+    def slack_share(self) -> float:
+        """``slack`` over δ: some of the budget are estimates, which can exceed by far what was added."""
+        return min(self.slack / self.delta, 1.0)
+
+    @property
     def direction(self) -> Direction:
         """The direction that governs."""
         return "remove" if self.delta_remove >= self.delta_add else "add"
@@ -104,10 +109,9 @@ class Bound:
         """
         claimed = self.delta if delta is None else delta
         if not self.delta <= claimed < 1:
-            raise AccountingError(
-                f"δ = {claimed!r} is not certified at σ = {self.sigma:g}: the bound is {self.delta:.4g}"
-            )
+            raise AccountingError(f"δ = {claimed!r} is not certified: at σ = {self.sigma:g} it is {self.delta:.4g}")
         details = {"delta_remove": self.delta_remove, "delta_add": self.delta_add, "budget": self.budget} | self.details
+        details |= {"slack_share": self.slack_share} if self.budget else {}
         return Certificate(self.method, "both", 1.0, self.epsilon, claimed, "bound", details)
 
 
@@ -199,23 +203,17 @@ def progress(description: str, total: int | None = None) -> Iterator[Callable[[i
     from rich.errors import LiveError
     from rich.progress import Progress
 
-    started = time.monotonic()
-    bar = Progress(console=Console(stderr=True), transient=True)
+    started, bar = time.monotonic(), Progress(console=Console(stderr=True), transient=True)
     task = bar.add_task(description, total=total)
-    shown, wanted = False, bar.console.is_terminal
 
     def tick(amount: int) -> None:
-        nonlocal shown, wanted
         bar.update(task, advance=amount)
-        if wanted and not shown and time.monotonic() - started > _PATIENCE:
-            try:
+        if bar.console.is_terminal and not bar.live.is_started and time.monotonic() - started > _PATIENCE:
+            with contextlib.suppress(LiveError):  # the caller's own bar
                 bar.start()
-                shown = True
-            except LiveError:  # the caller's own bar
-                wanted = False
 
     try:
         yield tick
     finally:
-        if shown:
+        if bar.live.is_started:
             bar.stop()

@@ -39,15 +39,11 @@ from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
 from lambdacgd.mechanisms.error import participation_sum
 
-LARGEST_DENSE = 6000
-"""columns whose inner products are kept as a matrix"""
+LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
 MOST_STEPS = 100_000
-MOST_PAIRWISE = 10_000
-"""steps up to which every pair of columns is looked at; beyond, C must be Toeplitz"""
-SAFETY = 1 + 1e-9
-"""for the rounding of sums of non-negative terms, and of powers of λ"""
-GRID = 64
-"""points on the unit circle for each coefficient: the maximum of |r|² exceeds that on the grid by .12% at most"""
+MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
+SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
+GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
 _SAMPLED_ROWS = 64
 _FREQUENCIES = 48
 _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
@@ -257,15 +253,21 @@ class _Goal:
             return math.inf
         if lam == 0:
             return math.log1p(math.expm1((columns.chain + columns.nugget) * self.precision) / self.steps)
-        powers = lam ** np.arange(2 * self.steps + 1.0)
-
-        def row(i: int) -> Array:
-            left = self.steps - i
-            values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
-            values[0] += columns.nugget
-            return np.asarray(values)
-
+        row = _rows(lam, columns, self.steps)
         return _log_moment({i: row(i) for i in self.upper}, self.steps, self.precision)
+
+
+def _rows(lam: float, columns: Columns, steps: int) -> Callable[[int], Array]:
+    """i → G'_ii, G'_i,i+1, …"""
+    powers = lam ** np.arange(2 * steps + 1.0)
+
+    def row(i: int) -> Array:
+        left = steps - i
+        values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
+        values[0] += columns.nugget
+        return np.asarray(values)
+
+    return row
 
 
 def _independent(inner: _Inner) -> Dominating:
@@ -281,22 +283,18 @@ def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
     """The best λ, chain and tail, with the least nugget that makes up for the entries that are too small."""
     largest, b = max(float(row[0]) for row in goal.upper.values()), inner.steps
 
-    def sampled(lam: float, chain: float, tail: float) -> Columns:
-        """With the nugget that the sampled rows ask for."""
-        powers = lam ** np.arange(2 * b + 1.0)
-        nugget = 0.0
-        for i, row in goal.upper.items():
-            left = b - i
-            lacking = row - chain * (powers[:left] - tail * powers[2 * left : left : -1])
-            nugget = max(nugget, float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()))
-        return Columns(chain, nugget, tail)
-
-    def chosen(x: Array) -> tuple[float, float, float]:
-        return _lam(x[0]), largest * math.exp(min(float(x[1]), 1.0)), 1 / (1 + math.exp(-float(x[2])))
+    def chosen(x: Array) -> tuple[float, Columns]:
+        tail = 1 / (1 + math.exp(-float(x[2])))
+        return _lam(x[0]), Columns(largest * math.exp(min(float(x[1]), 1.0)), 0.0, tail)
 
     def score(x: Array) -> float:
-        lam, chain, tail = chosen(x)
-        return goal.excess(lam, sampled(lam, chain, tail))
+        """With the nugget that the sampled rows ask for."""
+        lam, columns = chosen(x)
+        above, nugget = _rows(lam, columns, b), 0.0
+        for i, row in goal.upper.items():
+            lacking = row - above(i)
+            nugget = max(nugget, float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum()))
+        return goal.excess(lam, replace(columns, nugget=nugget))
 
     starts = [
         np.array([math.log(-math.log1p(-lam)), math.log(share), tail])
@@ -304,16 +302,14 @@ def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
         for share in (0.4, 0.6, 0.8, 1.0)
         for tail in (-3.0, 0.5)
     ]
-    lam, chain, tail = chosen(_improve(score, starts, 0.1))
-    powers = lam ** np.arange(2 * b + 1.0)
-    sums = np.zeros(b)
+    lam, columns = chosen(_improve(score, starts, 0.1))
+    above, sums = _rows(lam, columns, b), np.zeros(b)
     for i, row in inner.from_last():
-        left = b - i
-        lacking = row - chain * (powers[:left] - tail * powers[2 * left : left : -1])
+        lacking = row - above(i)
         off = np.maximum(lacking[1:], 0.0)
         sums[i] += float(lacking[0]) + float(off.sum())
         sums[i + 1 :] += off
-    return Dominating(lam, Columns(chain * SAFETY, max(float(sums.max()), 0.0) * SAFETY, tail))
+    return Dominating(lam, Columns(columns.chain * SAFETY, max(float(sums.max()), 0.0) * SAFETY, columns.tail))
 
 
 def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:

@@ -83,18 +83,11 @@ def cover(
         if math.expm1(cost.epsilon) * delta + math.exp(cost.epsilon) * often * cost.delta <= share["delta"]:
             return cost
     if 2 * cost.epsilon <= share["epsilon"]:
-        raise InvalidInput(
-            "plan",
-            f"ε = {epsilon:g}, δ = {delta:g} is too weak a claim to be proven of floating-point noise over {steps} "
-            f"steps of a model with {parameters} parameters: what the generator's tail adds to δ counts e^ε times, and "
-            "is no smaller than 2^-100 for each pair of numbers. Plan for an ε of at most 30, or for a larger δ.",
-        )
-    raise InvalidInput(
-        "plan",
-        f"Over {steps} steps of a model with {parameters} parameters, floating-point noise cannot be proven to keep "
-        f"ε = {epsilon:g}, δ = {delta:g}: at best it adds {2 * cost.epsilon:.1e} to ε, and the plan sets "
-        f"{share['epsilon']:.1e} aside. Train fewer parameters or steps, or plan for a larger ε.",
-    )
+        why = "what the generator's tail adds to δ counts e^ε times. Plan for an ε of at most 30, or for a larger δ."
+    else:
+        why = f"at best it adds {2 * cost.epsilon:.1e} to ε. Train fewer parameters or steps, or plan for a larger ε."
+    run = f"{steps} steps of a model with {parameters} parameters"
+    raise InvalidInput("plan", f"Floating-point noise cannot keep ε = {epsilon:g}, δ = {delta:g} over {run}: {why}")
 
 
 def floating_point_cost(

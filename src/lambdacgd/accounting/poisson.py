@@ -7,19 +7,17 @@ by Jensen that enlarges δ in both directions. Sums of k losses come from a Four
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.fft import irfft, rfft
-from scipy.optimize import minimize_scalar
-from scipy.special import logsumexp, ndtr
+from scipy.special import ndtr
 
 from lambdacgd.accounting.certificate import Array, Bound
-from lambdacgd.accounting.composed.accountant import _power
+from lambdacgd.accounting.composed import Index, Losses, TooLong, composed
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError, InvalidInput
@@ -28,16 +26,11 @@ from lambdacgd.mechanisms.error import largest_column_norm
 from lambdacgd.sampling import Poisson
 
 METHOD = "pld"
-FARTHEST = 10.0
-"""deviations of z beyond which a loss counts as infinite: 8e-24 a step"""
-TAILS = 2e-13
-"""relative error of Φ: 1.3e-13 was seen down to −30.5, in 40 digits"""
-CELL = 0.02
-"""width of the cells in deviations of one step's loss, unless there are very many steps"""
-LONGEST = 1 << 24
-"""of a transform"""
-LIMITS = (0.05, 1e7)
-"""of σ over the sensitivity"""
+FARTHEST = 10.0  #: deviations of z beyond which a loss counts as infinite: 8e-24 a step
+TAILS = 2e-13  #: relative error of Φ: 1.3e-13 was seen down to −30.5, in 40 digits
+CELL = 0.02  #: width of the cells in deviations of one step's loss, unless there are very many steps
+WIDER = (1, 32, 1024, 32_768)  #: cells are tried
+LIMITS = (0.05, 1e7)  #: of σ over the sensitivity
 
 
 @dataclass(frozen=True)
@@ -78,15 +71,21 @@ class PoissonSampled:
         )
 
     def _bound(self, sigma: float, epsilon: float, cell: float = CELL) -> Bound:
-        s = sigma / self.norm
+        s, k = sigma / self.norm, self.steps
         if self.rate == 1 or s > LIMITS[1]:  # everybody takes part: k steps are one, of sensitivity √k
-            remove = add = gaussian_delta(epsilon, s / math.sqrt(self.steps)) * (1 + 1e-9)
+            remove = add = gaussian_delta(epsilon, s / math.sqrt(k)) * (1 + 1e-9)
         elif s < LIMITS[0]:
             raise AccountingError(f"σ = {s:g} of the sensitivity is too little noise to account for")
         else:
-            step = _step(s, self.rate, max(cell, math.sqrt(self.steps) * 1e-5))
-            remove, add = (_composed(way, self.steps, epsilon) for way in step)
+            remove, add = self._composed(s, epsilon - k * TAILS, max(cell, math.sqrt(k) * 1e-5))
         return Bound(sigma, epsilon, remove, add, METHOD, details=self.details)
+
+    def _composed(self, s: float, epsilon: float, cell: float) -> list[float]:
+        """δ in each direction. Losses so rare that they are large beside their deviation take wider cells."""
+        for wider in WIDER:
+            with contextlib.suppress(TooLong):
+                return [min(composed(one, self.steps, epsilon).delta, 1.0) for one in _step(s, self.rate, wider * cell)]
+        raise TooLong(self.steps)
 
 
 def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSampled:
@@ -126,20 +125,9 @@ def poisson_accountant(mechanism: Mechanism, sampling: Poisson) -> PoissonSample
     return PoissonSampled(sampling.rate, steps, norm, details)
 
 
-@dataclass(frozen=True)
-class _Losses:
-    """Losses ``index``·quantum of one step with upper bounds on their masses, and on that of infinite losses."""
-
-    quantum: float
-    index: NDArray[np.int64]
-    masses: Array
-    infinite: float
-
-
 @lru_cache(maxsize=16)
-def _step(s: float, rate: float, cell: float) -> tuple[_Losses, _Losses]:
+def _step(s: float, rate: float, cell: float) -> tuple[Losses, Losses]:
     """One step in each direction: the loss under P, and minus the loss under Q."""
-
     # The deviation of the loss under P decides how fine the cells are; no validity rests on it.
     z = np.linspace(-FARTHEST, FARTHEST + 1 / s, 4001)
     loss = np.log1p(rate * np.expm1(z / s - 0.5 / s**2))
@@ -167,11 +155,11 @@ def _step(s: float, rate: float, cell: float) -> tuple[_Losses, _Losses]:
     # A loss below the first node is enlarged for remove, and infinite for add; above the last one the other way round.
     p[0] += low * math.exp(float(nodes[0])) * (1 + TAILS)
     q[-1] += top * (1 + TAILS)
-    remove = _Losses(quantum, index, p, top_moved * (1 + 1e-9))
-    return remove, _Losses(quantum, -index[::-1], q[::-1], low * (1 + 1e-9))
+    remove = Losses(quantum, index, p, top_moved * (1 + 1e-9))
+    return remove, Losses(quantum, -index[::-1], q[::-1], low * (1 + 1e-9))
 
 
-def _nodes(first: int, last: int) -> NDArray[np.int64]:
+def _nodes(first: int, last: int) -> Index:
     """Whole numbers from ``first`` to ``last``: all near 0, and further away those that are 1/500 apart, relatively."""
     far = np.geomspace(500.0, max(500, last, -first), 1 + int(500 * math.log(max(500, last, -first) / 500))).round()
     index = np.concatenate([-far, np.arange(-500, 501), far, [first, last]]).astype(np.int64)
@@ -183,41 +171,3 @@ def _between(edges: Array) -> tuple[Array, Array]:
     below, above = ndtr(edges), ndtr(-edges)
     right = edges[:-1] > 0
     return np.where(right, above[:-1] - above[1:], below[1:] - below[:-1]), np.where(right, above[:-1], below[1:])
-
-
-def _composed(losses: _Losses, steps: int, epsilon: float) -> float:
-    """An upper bound on E (1 − e^{ε − L})₊, L the sum of so many losses; infinite ones count in full."""
-    h, masses, first = losses.quantum, losses.masses, steps * int(losses.index[0])
-    values, logs, k = losses.index * h, np.log(np.maximum(masses, 1e-300)), steps
-    epsilon -= k * TAILS  # what the nodes' own rounding may hide
-    whole = max(float(masses.sum()) + losses.infinite, 1.0)
-    lost = k * losses.infinite * math.exp(min((k - 1) * math.log(whole), 700.0))  # e^700 of it is δ = 1 anyway
-
-    def cumulant(theta: float) -> float:
-        return float(logsumexp(logs + theta * values))
-
-    if epsilon >= k * values[-1]:
-        return min(lost * (1 + 1e-9), 1.0)
-    most = 600.0 / max(float(np.abs(values).max()), 1e-12)
-    tilt = float(minimize_scalar(lambda t: k * cumulant(t) - t * epsilon, bounds=(0.0, most), method="bounded").x)
-    log_mgf = cumulant(tilt)
-    # Chernoff: beyond `high`, and below `low`, lies at most e^−40 of the tilted law.
-    tilted = np.exp(logs + tilt * values - log_mgf)
-    spread = math.sqrt(k * float(tilted @ (values - tilted @ values) ** 2)) + h
-    moves = np.geomspace(0.1, 100.0, 40) / spread
-    high, tail = min(((40 + k * (cumulant(tilt + t) - log_mgf)) / t, tilt + t) for t in moves)
-    low = max((40 + k * (cumulant(tilt - t) - log_mgf)) / -t for t in moves)
-    start, stop = math.floor(min(low, epsilon) / h), math.ceil(max(high, epsilon + 2 * h) / h)
-    start, stop = max(start, first), min(stop, k * int(losses.index[-1]) + 1)
-    beyond = math.exp(min(k * cumulant(tail) - tail * stop * h, 0.0)) if stop <= k * int(losses.index[-1]) else 0.0
-    length = 1 << max(4, (stop - start).bit_length())
-    if length > LONGEST:
-        raise AccountingError(f"{steps} steps need a transform beyond {LONGEST:,} numbers; ask for another ε or rate")
-    dense = np.bincount((losses.index - losses.index[0]) % length, tilted, length)
-    sums = irfft(_power(rfft(dense, length), k), length)
-    cells = np.arange(max(start, math.floor(epsilon / h) + 1), stop)
-    weights = -np.expm1(np.minimum(epsilon - cells * h, 0.0)) * np.exp(k * log_mgf - tilt * cells * h)
-    value = float(weights @ np.maximum(sums[(cells - first) % length], 0.0))
-    units = 8 * math.log2(length) * (1.01 * k + 1) + 4 * k
-    margin = 2.0**-53 * units * float(np.linalg.norm(dense)) * float(np.linalg.norm(weights))
-    return min((value + margin + beyond + lost) * (1 + max(1e-9, 2e-12 * k)), 1.0)

@@ -1,11 +1,9 @@
 """The root finder of all accountants.
 
 Every search solves f(x) = 0 for a function that falls with x: f = log(δ/target), and x is the logarithm of σ or ε.
-``find_root`` evaluates f where a *strategy* says, until a value is near enough. ``Secant`` is for an f that takes
-seconds, has a known slope, and says little more than its sign far away.
-
-``smallest_certified`` runs two phases, coarse evaluations first and fine ones last. ``smallest`` serves cheap functions
-(TOMS 748), ``bisect`` functions that only say yes or no.
+``find_root`` evaluates f where a ``Secant`` says, until a value is near enough: for an f that takes seconds, has a
+known slope, and says little more than its sign far away. ``smallest_certified`` does so at round numbers. ``smallest``
+serves cheap functions (TOMS 748), ``bisect`` functions that only say yes or no.
 """
 
 from __future__ import annotations
@@ -18,26 +16,47 @@ from scipy.optimize import toms748
 from lambdacgd.accounting.certificate import Bound
 from lambdacgd.errors import AccountingError
 
-FAR = 3.0
-"""|log δ/target| beyond which a slope is not believed"""
-
-STEEPEST = 300.0
-"""−df/dx beyond which two points contradict each other; up to about 100 were seen"""
+FAR = 3.0  #: |log δ/target| beyond which a slope is not believed
+STEEPEST = 300.0  #: −df/dx beyond which two points contradict each other; up to about 100 were seen
 
 
-class Strategy:
-    """The points (x, f(x)) evaluated so far and the interval they leave for the root; subclasses say where to look."""
+class Secant:
+    """Follows the secant through the newest point and the one nearest to the root, ``largest`` at most at a time.
 
-    def __init__(self, slope: float = -1.0, *, limits: tuple[float, float] = (-math.inf, math.inf)) -> None:
+    It keeps the points (x, f(x)) evaluated so far and the interval they leave for the root.
+    """
+
+    def __init__(
+        self, slope: float, *, largest: float = math.inf, limits: tuple[float, float] = (-math.inf, math.inf)
+    ) -> None:
         self.points: list[tuple[float, float]] = []
-        self.slope, self.limits = slope, limits
+        self.slope, self.largest, self.limits = slope, largest, limits
 
     def add(self, x: float, value: float) -> None:
+        # Evaluations are tuned to those before them, so the newest is the best. A point that contradicts it is dropped.
+        self.points = [p for p in self.points if p[0] == x or -STEEPEST < (value - p[1]) / (x - p[0]) <= 0]
+        near = [p for p in self.points if p[0] != x and abs(p[1]) < 2 * FAR]
+        if near and abs(value) < 2 * FAR:
+            other = min(near, key=lambda p: abs(p[1]))
+            slope = (value - other[1]) / (x - other[0])
+            self.slope = slope if slope < -0.5 else self.slope
         self.points.append((x, value))
 
-    def next(self, aim: float = 0.0) -> float:
-        """Where f should be −``aim``."""
-        raise NotImplementedError
+    def next(self) -> float:
+        """Where to evaluate f next: inside the interval, if there is one, and not at its ends."""
+        x, value = min(self.points, key=lambda p: abs(p[1]))
+        low, high = self.failed, self.passed
+        bracketed = math.isfinite(high - low)
+        if abs(value) > FAR:
+            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a long step.
+            if bracketed:
+                return self.within_limits(0.5 * (low + high))
+            x = low if value > 0 else high  # onwards from the last point, though all may look alike
+        step = -min(max(value, -FAR), FAR) / self.slope
+        x += min(max(step, -self.largest), self.largest)
+        if bracketed:
+            x = min(max(x, low + 0.03 * (high - low)), high - 0.03 * (high - low))
+        return self.within_limits(x)
 
     def restart(self) -> None:
         """Forget the points, which a finer evaluation would move, and keep the slope."""
@@ -53,57 +72,16 @@ class Strategy:
         """The smallest x with f ≤ 0."""
         return min((x for x, value in self.points if value <= 0), default=math.inf)
 
-    @property
-    def width(self) -> float:
-        return self.passed - self.failed
-
-    def inside(self, x: float, share: float) -> float:
-        """x, moved into the interval if there is one, at least this share of its width away from both ends."""
-        if not math.isfinite(self.width):
-            return x
-        return min(max(x, self.failed + share * self.width), self.passed - share * self.width)
-
     def within_limits(self, x: float) -> float:
         return min(max(x, self.limits[0]), self.limits[1])
-
-
-class Secant(Strategy):
-    """Follows the secant through the newest point and the one nearest to the root, ``largest`` at most at a time."""
-
-    def __init__(
-        self, slope: float, *, largest: float = math.inf, limits: tuple[float, float] = (-math.inf, math.inf)
-    ) -> None:
-        super().__init__(slope, limits=limits)
-        self.largest = largest
-
-    def add(self, x: float, value: float) -> None:
-        # Evaluations are tuned to those before them, so the newest is the best. A point that contradicts it is dropped.
-        self.points = [p for p in self.points if p[0] == x or -STEEPEST < (value - p[1]) / (x - p[0]) <= 0]
-        near = [p for p in self.points if p[0] != x and abs(p[1]) < 2 * FAR]
-        if near and abs(value) < 2 * FAR:
-            other = min(near, key=lambda p: abs(p[1]))
-            slope = (value - other[1]) / (x - other[0])
-            self.slope = slope if slope < -0.5 else self.slope
-        super().add(x, value)
-
-    def next(self, aim: float = 0.0) -> float:
-        x, value = min(self.points, key=lambda p: abs(p[1] + aim))
-        if abs(value) > FAR:
-            # Far away a bound says little more than its sign (it is tuned to the target): bisect, or a long step.
-            if math.isfinite(self.width):
-                return self.within_limits(0.5 * (self.failed + self.passed))
-            x = self.failed if value > 0 else self.passed  # onwards from the last point, though all may look alike
-        step = -min(max(value + aim, -FAR), FAR) / self.slope
-        return self.within_limits(self.inside(x + min(max(step, -self.largest), self.largest), 0.03))
 
 
 def find_root(
     f: Callable[[float], float],
     x: float,
-    strategy: Strategy,
+    strategy: Secant,
     near: Callable[[float], bool],
     *,
-    aim: Callable[[], float] = lambda: 0.0,
     place: Callable[[float], float] = lambda x: x,
     most: int = 40,
 ) -> tuple[float, float]:
@@ -114,7 +92,6 @@ def find_root(
         x: where to begin.
         strategy: says where to look next. It is told every point and keeps them.
         near: whether a value is near enough to stop.
-        aim: f should end at minus this.
         place: the next x that may be evaluated, from x on.
         most: evaluations of f at most.
 
@@ -125,7 +102,7 @@ def find_root(
     value = f(x)
     strategy.add(x, value)
     for _ in range(most - 1):
-        if near(value) or (after := place(strategy.next(aim()))) in (x, strategy.failed, strategy.passed):
+        if near(value) or (after := place(strategy.next())) in (x, strategy.failed, strategy.passed):
             break
         x, value = after, f(after)
         strategy.add(x, value)
@@ -158,51 +135,42 @@ def rounded_up(value: float, rtol: float) -> float:
 
 
 def smallest_certified(
-    evaluate: Callable[[float, bool], Bound],
+    evaluate: Callable[[float], Bound],
     target: float,
     start: float,
-    strategy: Strategy,
+    strategy: Secant,
     *,
     rtol: float,
-    excess: float = 0.0,
-    within: float = 0.25,
     most: int = 25,
-    skip_coarse: bool = False,
     enough: float = 0.0,
 ) -> tuple[Bound | None, float]:
-    """The bound at the smallest value (of σ or ε) with δ ≤ ``target``: coarse evaluations first, fine ones last.
+    """The bound at the smallest value (of σ or ε) with δ ≤ ``target``, of round numbers only (``rounded_up``).
 
-    Fine evaluations happen at round numbers only (``rounded_up``). So where the search ends does not hang on the last
-    bits of what it met on its way, and two machines certify the same number.
+    So where the search ends does not hang on the last bits of what it met on its way, and two machines certify the same
+    number.
 
     Args:
-        evaluate: ``evaluate(value, fine)`` bounds δ. Coarse bounds are quicker and larger.
+        evaluate: bounds δ at a value.
         target: the δ to reach.
         start: the value to begin with.
         strategy: where to look next, on the logarithm of the value.
         rtol: relative accuracy of the value.
-        excess: about the logarithm of a coarse δ over a fine one.
-        within: how near to that excess the coarse phase ends.
-        most: fine evaluations at most.
-        skip_coarse: whether ``start`` is good enough to begin with the fine phase.
+        most: evaluations at most.
         enough: how near, relatively, a value that passes may be to the smallest one and end the search.
 
     Returns:
-        The best bound that passed in the fine phase, or None, and the last log(δ/target). A bound in hand is returned
-        also where ``evaluate`` refuses to go on.
+        The best bound that passed, or None, and the last log(δ/target). A bound in hand is returned also where
+        ``evaluate`` refuses to go on.
 
     Raises:
         AccountingError: ``evaluate`` refused before any bound passed.
     """
     best: tuple[float, Bound] | None = None
 
-    def coarse(x: float) -> float:
-        return log_ratio(evaluate(math.exp(x), False).delta, target)
-
-    def fine(x: float) -> float:
+    def f(x: float) -> float:
         nonlocal best
         value = rounded_up(math.exp(x), rtol)
-        bound = evaluate(value, True)
+        bound = evaluate(value)
         if bound.delta <= target and (best is None or value < best[0]):
             best = (value, bound)
         return log_ratio(bound.delta, target)
@@ -213,23 +181,14 @@ def smallest_certified(
         # Onto a number that passed already: the one below it, unless that failed.
         return below if math.log(value) >= strategy.passed and below > strategy.failed + 1e-12 else math.log(value)
 
-    def one_step() -> float:
-        """By about how much f falls from one round number to the next."""
-        value = math.exp(strategy.points[-1][0])
-        return round_step(value, rtol) / value * abs(strategy.slope)
-
-    x = math.log(start)
-    if not skip_coarse:
-        find_root(coarse, x, strategy, lambda value: abs(value - excess) < within, aim=lambda: -excess)
-        x = strategy.next(-excess)
-        strategy.restart()
-
     def near(value: float) -> bool:
-        return -max(one_step(), enough * abs(strategy.slope)) <= value <= 0
+        """Whether it passes, and the next round number (or one that is near enough) would not."""
+        at = math.exp(strategy.points[-1][0])
+        return -max(round_step(at, rtol) / at, enough) * abs(strategy.slope) <= value <= 0
 
     value = math.nan
     try:
-        _, value = find_root(fine, x, strategy, near, place=place, most=most)
+        _, value = find_root(f, math.log(start), strategy, near, place=place, most=most)
     except AccountingError:
         if best is None:
             raise
@@ -241,7 +200,6 @@ def smallest(
     delta: float,
     *,
     start: float = 1.0,
-    spread: float = 2.0,
     rtol: float = 1e-6,
     limits: tuple[float, float] = (1e-6, 1e9),
 ) -> float:
@@ -252,7 +210,6 @@ def smallest(
             accountant cannot be calibrated to.
         delta: the target.
         start: a guess of x.
-        spread: the guess's first uncertainty factor. The search widens it as it must.
         rtol: relative accuracy of x.
         limits: the range of x.
 
@@ -269,12 +226,12 @@ def smallest(
         value = delta_at(math.exp(x))
         if 0.0 <= value <= delta:
             high = min(high, x)
-            return min(math.log(max(value, 1e-300) / delta), -1e-15)
+            return min(log_ratio(value, delta), -1e-15)
         low = max(low, x)
         return max(math.log(value / delta), 1e-15) if delta < value < math.inf else 50.0
 
     bottom, top = math.log(limits[0]), math.log(limits[1])
-    x, step = math.log(start), math.log(spread)
+    x, step = math.log(start), math.log(2.0)
     passed = excess(x) < 0
     while (low == -math.inf) if passed else (high == math.inf):
         if passed and x <= bottom:

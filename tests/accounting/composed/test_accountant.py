@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
-from lambdacgd.accounting.composed.accountant import (
+from lambdacgd.accounting import composed as module
+from lambdacgd.accounting.composed import (
     FINAL,
     METHOD,
     QUICK,
@@ -19,9 +20,7 @@ from lambdacgd.accounting.composed.accountant import (
     Resolution,
     _core,
     dominating_pair,
-    one_epoch,
 )
-from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import Evaluation
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.reference import gram, quadrature
@@ -79,18 +78,18 @@ def test_one_bin_is_the_gaussian_mechanism() -> None:
 
 def test_fewer_epochs_cost_less() -> None:
     accountant = FreshBins(0.0, 40, 6)
-    spent = [accountant.epsilon(0.8, 1e-5, epochs=epochs).epsilon for epochs in (1, 3, 6)]
-    assert spent == sorted(spent)
+    spent = accountant.epsilons(0.8, 1e-5)
+    assert list(spent) == sorted(spent)
     assert spent[-1] == pytest.approx(accountant.epsilon(0.8, 1e-5).epsilon, rel=1e-9)
-    with pytest.raises(AccountingError, match="between 1 and 6"):
-        accountant.epsilon(0.8, 1e-5, epochs=7)
+    assert spent[2] == pytest.approx(replace(accountant, epochs=3).epsilon(0.8, 1e-5).epsilon, rel=1e-3)
 
 
-def test_a_curve_comes_from_one_composition() -> None:
+def test_one_composition_answers_for_many_epsilons() -> None:
     accountant = FreshBins(0.0, 40, 6)
-    curve = accountant.curve(0.8, [0.5, 1.0, 2.0, 4.0])
-    assert [bound.delta for bound in curve] == sorted((bound.delta for bound in curve), reverse=True)
-    assert curve[2].delta == pytest.approx(accountant.delta(0.8, 2.0).delta, rel=1e-2)
+    composition = accountant.composed(0.8, 1e-6)
+    deltas = [accountant.bound(composition, 0.8, epsilon).delta for epsilon in (0.5, 1.0, 2.0, 4.0)]
+    assert deltas == sorted(deltas, reverse=True)
+    assert deltas[2] == pytest.approx(accountant.delta(0.8, 2.0).delta, rel=1e-2)
 
 
 @pytest.mark.parametrize(("lam", "steps"), [(0.999, 2), (0.9999, 3)])
@@ -122,10 +121,6 @@ def test_out_of_range_says_what_is_in_it() -> None:
             accountant.sigma(wrong, 1e-5)  # type: ignore[arg-type]
         with pytest.raises(AccountingError, match="must be a number"):
             accountant.delta(wrong, 1.0)  # type: ignore[arg-type]
-    with pytest.raises(AccountingError, match="integer between 1 and 6"):
-        accountant.delta(3.0, 1.0, epochs=1.5)  # type: ignore[arg-type]
-    with pytest.raises(AccountingError, match="like is 0"):
-        accountant.delta(3.0, 1.0, like=0.0)
 
 
 def test_numbers_of_another_precision_are_computed_with_in_float64() -> None:
@@ -138,15 +133,16 @@ def test_numbers_of_another_precision_are_computed_with_in_float64() -> None:
 @pytest.mark.parametrize("resolution", [QUICK, FINAL], ids=["quick", "final"])
 def test_one_epoch_is_dominated_at_every_epsilon(lam: float, bins: int, sigma: float, resolution: Resolution) -> None:
     """Against quadrature, on both sides of 0, at nodes and between; the fine one within 3% of δ where δ counts."""
-    pair = one_epoch(TransferMatrix(lam, bins, 1), sigma, floor=1e-9, resolution=resolution)
+    pair = FreshBins(lam, bins, 1).composed(sigma, 1e-6, resolution=resolution).pair
+    remove_of, add_of = pair.side("remove").delta, pair.side("add").delta
     for epsilon in (0.01, 0.1137, 0.5, 1.03, 2.2, 3.3):
         remove, add = quadrature(gram(lam, bins, 1), sigma, epsilon, step=0.02 if bins < 4 else 0.2)
         e = math.exp(-epsilon)
         for found, truth in (
-            (pair.remove(epsilon), remove),
-            (pair.add(epsilon), add),
-            (pair.remove(-epsilon), 1 - e + e * add),
-            (pair.add(-epsilon), 1 - e + e * remove),
+            (remove_of(epsilon), remove),
+            (add_of(epsilon), add),
+            (remove_of(-epsilon), 1 - e + e * add),
+            (add_of(-epsilon), 1 - e + e * remove),
         ):
             assert found >= truth * (1 - 1e-9)
             if resolution is FINAL and truth > 1e-6:
@@ -160,7 +156,7 @@ def test_composed_epochs_are_above_sampled_ones_in_many_cases() -> None:
         lam, b, k = float(rng.uniform(0, 0.95)), int(rng.integers(2, 60)), int(rng.integers(2, 12))
         epsilon = float(np.exp(rng.uniform(-0.5, 1.5)))
         sigma = FreshBins(lam, b, k).quick_sigma(epsilon, 1e-4)
-        bound = FreshBins(lam, b, k).delta(sigma, epsilon, like=1e-4)
+        bound = FreshBins(lam, b, k).delta(sigma, epsilon)
         drawn = simulate(LambdaCGD(lam), Horizon(b, k), sigma=sigma, epsilon=epsilon, samples=30_000)
         assert bound.delta >= float(drawn["delta"]) - 5 * float(drawn["standard_error"])
         assert bound.delta <= 1.08 * float(drawn["delta"]) + 5 * float(drawn["standard_error"])
@@ -181,8 +177,8 @@ def nodes_of(pair: DiscretePair) -> tuple[dict[int, float], dict[int, float]]:
     """δ_remove and δ_add at the pair's own nodes."""
     index, quantum = pair.index.tolist(), pair.quantum
     return (
-        {i: pair.remove(i * quantum) for i in index if i > 0},
-        {-i: pair.add(-i * quantum) for i in index if i < 0},
+        {i: pair.side("remove").delta(i * quantum) for i in index if i > 0},
+        {-i: pair.side("add").delta(-i * quantum) for i in index if i < 0},
     )
 
 
@@ -197,11 +193,11 @@ def test_the_budget_accounts_for_the_distance_to_the_truth(
     accountant = FreshBins(lam, 2, epochs)
     bound = accountant.bound(accountant.composed(sigma, 1e-5, resolution=resolution), sigma, epsilon)
     truth = composed_truth(lam, epochs, sigma, quantum=0.02 if sigma < 2 else 0.002)
-    near = truth.remove(epsilon).delta
+    near = truth.tail("remove", epsilon).delta
     assert bound.direction == "remove"
     values = [{i: Evaluation(v, 1.0) for i, v in side.items()} for side in nodes_of(truth.pair)]
     without_chords = Composition(_core(truth.pair, *values), epochs)
-    assert without_chords.remove(epsilon).delta <= bound.delta
+    assert without_chords.tail("remove", epsilon).delta <= bound.delta
     assert bound.delta - sum(bound.budget.values()) <= near
     assert sum(bound.budget.values()) <= 0.02 * bound.delta + 5 * (bound.delta - near)
     assert set(bound.budget) == {"infinite losses", "rounding", "one epoch"}
@@ -217,12 +213,9 @@ def test_a_certificate_carries_its_budget_and_an_analytic_bound_has_no_more_slac
 
 def test_work_is_capped_and_what_is_in_hand_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the lattice may do no more, analytic bounds take over: larger, and still bounds."""
-    from lambdacgd.accounting.composed import accountant as module
-    from lambdacgd.accounting.composed import accountant as one_epoch
-
     free = FreshBins(0.7, 20, 3).delta(1.5, 2.0)
-    one_epoch._curve.cache_clear()
-    monkeypatch.setattr(module, "FINAL", replace(one_epoch.FINAL, work=1e8))
+    module._curve.cache_clear()
+    monkeypatch.setattr(module, "FINAL", replace(FINAL, work=1e8))
     composed = FreshBins(0.7, 20, 3).composed(1.5, 1e-6, resolution=module.FINAL)
     capped = FreshBins(0.7, 20, 3).bound(composed, 1.5, 2.0)
     assert capped.delta > free.delta

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lambdacgd.accounting.certificate import OneWay
-from lambdacgd.accounting.composed.accountant import Composition, DiscretePair, _core, dominating_pair
+from lambdacgd.accounting.composed import Composition, DiscretePair, _core, composed, dominating_pair
 from lambdacgd.accounting.exact.accountant import Evaluation
 from lambdacgd.accounting.gaussian import gaussian_delta
 from lambdacgd.errors import AccountingError
@@ -30,17 +30,17 @@ def test_the_pair_dominates_a_gaussian_between_its_nodes_too(shift: float, coars
     truth = gaussian_delta(abs(epsilon), 1 / shift)
     if epsilon < 0:  # δ(−ε) = 1 − e^{−ε} + e^{−ε}δ(ε) for the other direction, which here is the same
         truth = -math.expm1(epsilon) + math.exp(epsilon) * truth
-    assert pair.remove(epsilon) >= truth
-    assert pair.add(epsilon) >= truth
-    assert pair.remove(epsilon) <= truth + (0.02 * coarseness) ** 2
+    assert pair.side("remove").delta(epsilon) >= truth
+    assert pair.side("add").delta(epsilon) >= truth
+    assert pair.side("remove").delta(epsilon) <= truth + (0.02 * coarseness) ** 2
 
 
 @pytest.mark.parametrize("copies", [1, 2, 7, 40])
 def test_composed_gaussians_are_met_from_above(copies: int) -> None:
-    composed = Composition(gaussian_pair(0.5, 0.01), copies)
+    composition = Composition(gaussian_pair(0.5, 0.01), copies)
     for epsilon in (0.3, 2.0, 5.0, 9.0):
         truth = gaussian_delta(epsilon, 1 / (0.5 * math.sqrt(copies)))
-        for found in (composed.remove(epsilon), composed.add(epsilon)):
+        for found in (composition.tail("remove", epsilon), composition.tail("add", epsilon)):
             assert truth <= found.delta
             if truth > 1e-10:
                 assert found.delta <= truth * 1.003
@@ -60,10 +60,9 @@ def random_pair(rng: np.random.Generator, cells: int) -> DiscretePair:
 def test_composition_is_above_50_digit_convolution_and_close(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pair, copies = random_pair(rng, 9), 6
-    composed = Composition(pair, copies)
-    for masses, infinite, sign, tail in (
-        (pair.p, pair.p_infinite, 1, composed.remove),
-        (pair.q, pair.q_infinite, -1, composed.add),
+    for masses, infinite, sign, side in (
+        (pair.p, pair.p_infinite, 1, pair.side("remove")),
+        (pair.q, pair.q_infinite, -1, pair.side("add")),
     ):
         with mpmath.workdps(50):
             one = {sign * int(i): mpmath.mpf(float(m)) for i, m in zip(pair.index, masses, strict=True)}
@@ -86,7 +85,7 @@ def test_composition_is_above_50_digit_convolution_and_close(seed: int) -> None:
                 truth = lost + sum(
                     m * (1 - mpmath.e ** (epsilon - i * quantum)) for i, m in sums.items() if i * quantum > epsilon
                 )
-                found = tail(epsilon)
+                found = composed(side, copies, epsilon)
                 assert found.delta >= truth
                 assert found.delta - found.infinite <= (truth - lost) + found.rounding + 3e-9 * found.delta
                 assert found.infinite >= lost * (1 - 1e-12)
@@ -106,14 +105,14 @@ def test_a_node_above_the_chord_of_its_neighbours_is_left_out() -> None:
     spoilt = curve | {7: curve[6], 20: curve[17]}
     pair = dominating_pair(0.1, spoilt, curve)
     assert {7, 20}.isdisjoint(pair.index.tolist())
-    assert pair.remove(0.7) >= curve[7]
+    assert pair.side("remove").delta(0.7) >= curve[7]
 
 
 @pytest.mark.parametrize("copies", [1, 1000, 10_000])
 def test_the_relative_margin_covers_every_factor(copies: int) -> None:
     """Tilted masses err by up to 1e-12 each, and ``copies`` of them are multiplied: 1e-9 once covered 1000 only."""
     pair = DiscretePair(0.1, np.array([-1, 1]), np.array([0.4, 0.5]), np.array([0.5, 0.4]), 1e-9, 1e-9)
-    found = Composition(pair, copies).remove(0.2 * copies)  # beyond every finite loss
+    found = composed(pair.side("remove"), copies, 0.2 * copies)  # beyond every finite loss
     assert found.delta >= found.infinite * (1 + 1e-12 * copies)
     assert found.delta <= found.infinite * (1 + 1e-9 + 2e-12 * copies)
 
@@ -121,15 +120,16 @@ def test_the_relative_margin_covers_every_factor(copies: int) -> None:
 def test_too_long_a_transform_is_refused() -> None:
     pair = gaussian_pair(0.5, 0.001, floor=1e-4)
     with pytest.raises(AccountingError, match="transform"):
-        Composition(pair, 100_000)
+        composed(pair.side("remove"), 100_000_000, 1e4)
 
 
 def chords_of(pair: DiscretePair, copies: int, way: OneWay, epsilon: float) -> float:
     """What is charged for chords: the pair's core, whose bounds have no slack of their own, is lower by them."""
-    remove = {i: Evaluation(pair.remove(i * pair.quantum), 1.0) for i in pair.index.tolist() if i > 0}
-    add = {-i: Evaluation(pair.add(-i * pair.quantum), 1.0) for i in pair.index.tolist() if i < 0}
-    core = Composition(_core(pair, remove, add), copies)
-    return float(getattr(Composition(pair, copies), way)(epsilon).delta - getattr(core, way)(epsilon).delta)
+    under_p, under_q = pair.side("remove"), pair.side("add")
+    remove = {i: Evaluation(under_p.delta(i * pair.quantum), 1.0) for i in pair.index.tolist() if i > 0}
+    add = {-i: Evaluation(under_q.delta(-i * pair.quantum), 1.0) for i in pair.index.tolist() if i < 0}
+    core = _core(pair, remove, add)
+    return composed(pair.side(way), copies, epsilon).delta - composed(core.side(way), copies, epsilon).delta
 
 
 @pytest.mark.parametrize("copies", [1, 2, 7, 40])
@@ -140,11 +140,11 @@ def test_chords_are_charged_what_they_add(gap: float, copies: int) -> None:
     The average over a cell is 2/3 of the most, and here ε and all losses are nodes, so that one copy in k adds nothing.
     """
     pair = gaussian_pair(0.5, gap)
-    composed = Composition(pair, copies)
     for epsilon in (0.3, 2.0, 3.7):
         truth = gaussian_delta(epsilon, 1 / (0.5 * math.sqrt(copies)))
-        for way in ("remove", "add"):
-            found = getattr(composed, way)(epsilon)
+        ways: tuple[OneWay, ...] = ("remove", "add")
+        for way in ways:
+            found = composed(pair.side(way), copies, epsilon)
             added = found.delta - found.infinite - found.rounding - truth
             if truth > 1e-9:
                 charged = chords_of(pair, copies, way, epsilon)
@@ -157,5 +157,5 @@ def test_slack_of_very_many_copies_is_finite(way: OneWay) -> None:
     pair = gaussian_pair(0.1, 0.02)
     with np.errstate(all="raise", under="ignore"):
         found = chords_of(pair, 3000, way, 30.0)
-    added = getattr(Composition(pair, 3000), way)(30.0).delta - gaussian_delta(30.0, 10 / math.sqrt(3000))
+    added = composed(pair.side(way), 3000, 30.0).delta - gaussian_delta(30.0, 10 / math.sqrt(3000))
     assert 0 < added <= found <= 2 * added

@@ -14,13 +14,13 @@ from lambdacgd.accounting.exact import accountant as evaluation
 from lambdacgd.accounting.exact.accountant import (
     COARSE,
     FINE,
+    FourierSeries,
     Precision,
     Window,
     choose_window,
     coefficients,
     far_bound,
     frequency_weights,
-    put_bound,
     tail_bound,
 )
 from lambdacgd.errors import AccountingError
@@ -47,8 +47,9 @@ def window_for(strike: float, width: float, value: float, precision: Precision =
 def bound(strike: float, width: float, window: Window) -> tuple[float, float]:
     """The bound, and what of it the put itself says may be slack."""
     transform = Discrete().transform(1j * window.frequencies - window.tilt)
-    part = put_bound(strike, width, window, transform, 1e-15)
-    return float(part.series) + part.added, part.added
+    value, margins = FourierSeries(window, width, transform, 1e-15).put(strike)
+    added = sum(margins.values())
+    return float(value) + added, added
 
 
 def smoothed(strike: float, width: float) -> float:

@@ -19,7 +19,6 @@ from lambdacgd.accounting.exact.lattice import (
     Chain,
     Site,
     TransferProduct,
-    extended_transform,
     lattice,
     normalized_chain,
     plain_chain,
@@ -80,9 +79,9 @@ def test_product_equals_bin_by_bin_multiplication(chain: Chain) -> None:
     product = make(chain)
     z = np.array([0.7j - 0.3, 5j - 0.1, -0.4 + 0j])
     expected = np.array([plain(chain, product, value) for value in z])
-    np.testing.assert_allclose(product(z, "up"), expected, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(product(z, "down"), expected, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(product(z[2:].real, "up"), expected[2:].real, rtol=1e-11)
+    np.testing.assert_allclose(product(z, "remove"), expected, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(product(z, "add"), expected, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(product(z[2:].real, "remove"), expected[2:].real, rtol=1e-11)
 
 
 def test_shared_scales_bracket_the_exact_ones() -> None:
@@ -90,7 +89,7 @@ def test_shared_scales_bracket_the_exact_ones() -> None:
     exact, shared = make(chain), make(chain, allowed=0.5)
     assert len(shared.plan) < len(exact.plan)
     z = np.array([-0.8])
-    assert shared(z, "up")[0] < exact(z, "up")[0] < shared(z, "down")[0]
+    assert shared(z, "remove")[0] < exact(z, "remove")[0] < shared(z, "add")[0]
 
 
 @settings(max_examples=80, deadline=None)
@@ -122,7 +121,7 @@ def test_independent_bins() -> None:
     product = independent(40, 1.3, value_grid(0.002, 0.02, 300.0))
     z = np.array([0.3j - 0.2, 6j - 0.2])
     single = np.exp(np.outer(z, product.grid)) @ product.left.table[:, 0]
-    np.testing.assert_allclose(product(z, "up"), single**40, rtol=1e-11)
+    np.testing.assert_allclose(product(z, "remove"), single**40, rtol=1e-11)
 
 
 @pytest.mark.skipif(not AVAILABLE, reason="needs extended precision")
@@ -134,12 +133,12 @@ def test_small_transforms_keep_their_relative_accuracy(bins: int) -> None:
         make(plain_chain(0.5, bins, 2, 3.0)),
         independent(bins, 0.3, value_grid(1e-3, 0.01, 50.0)),
     ):
-        exact = extended_transform(product, z, "up").astype(float)
+        exact = product(z, "remove", extended=True).astype(float)
         assert exact[-1] < 1e-10
-        np.testing.assert_allclose(product(z, "up"), exact, rtol=1e-12)
+        np.testing.assert_allclose(product(z, "remove"), exact, rtol=1e-12)
         tilted = z[4] + 1j * np.array([0.0, 1.0, 30.0])
-        wide = extended_transform(product, tilted, "up").astype(complex)
-        np.testing.assert_allclose(product(tilted, "up"), wide, atol=1e-12 * abs(wide[0]))
+        wide = product(tilted, "remove", extended=True).astype(complex)
+        np.testing.assert_allclose(product(tilted, "remove"), wide, atol=1e-12 * abs(wide[0]))
 
 
 # λ, b, k, σ, ε: small and large b, flat and steep, one epoch and many, ε ≥ 8 included
@@ -161,11 +160,10 @@ def test_transforms_keep_within_half_their_rounding_margin(case: Any, direction:
     lam, b, k, sigma, epsilon = case
     strike = math.exp(epsilon if direction == "remove" else -min(epsilon, 1.0))
     law = loss_law(plain_chain(lam, b, k, sigma), Scale(strike, 1e-5, 4.0), FINE, direction=direction)
-    rounding: Any = "up" if direction == "remove" else "down"
     z = (1j * np.linspace(0.0, 120.0, 41) - 2.0) / strike
     spots = [0, 1, 3, 10, 40]
-    computed = law.product(z, rounding)[spots]
-    exact = extended_transform(law.product, z[spots], rounding)
+    computed = law.product(z, direction)[spots]
+    exact = law.product(z[spots], direction, extended=True)
     total = abs(complex(exact[0]))
     for value, truth in zip(computed, exact, strict=True):
         assert abs(complex(np.clongdouble(value) - truth)) <= 0.5 * rounding_unit(b) * total
@@ -173,26 +171,26 @@ def test_transforms_keep_within_half_their_rounding_margin(case: Any, direction:
 
 def test_batches_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     product, z = make(plain_chain(0.8, 30, 1, 1.5)), 1j * np.linspace(0.0, 30.0, 61) - 1.0
-    together = product(z, "up")
+    together = product(z, "remove")
     monkeypatch.setattr(product_module, "BATCH", 7)
     monkeypatch.setattr(product_module, "IN_CACHE", 1)
-    np.testing.assert_allclose(product(z, "up"), together, rtol=1e-13)
+    np.testing.assert_allclose(product(z, "remove"), together, rtol=1e-13)
 
 
 def test_overflow_and_memory_are_errors_not_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     product = make(plain_chain(0.8, 9, 2, 3.0))
     with pytest.raises(AccountingError, match="overflowed"):
-        product(np.array([1e4]), "up")
+        product(np.array([1e4]), "remove")
     monkeypatch.setattr(product_module, "MEMORY", 1000)
     with pytest.raises(AccountingError, match="MiB each"):
-        product(np.array([-1.0]), "up")
+        product(np.array([-1.0]), "remove")
 
 
 def test_tables_that_overflow_are_refused_and_lose_no_value() -> None:
     """Where e^X is beyond the largest float, a value of W is no number: it must not pass for one that never comes."""
     product = make(normalized_chain(0.999, 2, 2, 0.3))
     with pytest.raises(AccountingError, match="overflowed"):
-        product(np.array([-1.0]), "up")
+        product(np.array([-1.0]), "remove")
 
 
 def at_50_digits(product: TransferProduct, z: complex) -> Any:
@@ -233,11 +231,11 @@ def test_rounding_at_three_bins_against_50_digits(k: int, epsilon: float) -> Non
     z = np.array([1j * w - 1.0 for w in (0.0, 0.3, 2.0, 40.0)]) / strike
     exact = [at_50_digits(product, complex(value)) for value in z]
     total = float(abs(exact[0]))
-    float64 = product(z, "up")
+    float64 = product(z, "remove")
     errors = [float(abs(mpmath.mpc(complex(f)) - e)) / total for f, e in zip(float64, exact, strict=True)]
     assert max(errors) <= rounding_unit(3) / 3
     if AVAILABLE:
-        for value, e in zip(extended_transform(product, z, "up"), exact, strict=True):
+        for value, e in zip(product(z, "remove", extended=True), exact, strict=True):
             error = mpmath.mpc(*(to_mpf(part) for part in (value.real, value.imag))) - e
             assert float(abs(error)) / total <= rounding_unit(3) * EXTENDED_GAIN / 3
 
@@ -285,5 +283,5 @@ def test_rounding_of_many_bins_against_ball_arithmetic(bins: int, sigma: float, 
     z = np.array([1j * w - 2.0 for w in (0.0, 1.0, 6.0, 30.0)]) / np.exp(epsilon)
     exact = [acb_transform(product, complex(value)) for value in z]
     total = float(abs(exact[0]))
-    for f, e in zip(product(z, "up"), exact, strict=True):
+    for f, e in zip(product(z, "remove"), exact, strict=True):
         assert float(abs(e - complex(f)).upper()) / total <= rounding_unit(bins) / 3

@@ -24,9 +24,10 @@ import contextlib
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,11 +38,11 @@ from scipy.special import ndtri
 from lambdacgd.accounting.certificate import SMALLEST_EPSILON, Array, Bound, OneWay, real, tell
 from lambdacgd.accounting.exact.lattice import (
     AVAILABLE,
+    REPORT,
+    TOO_LARGE,
     Chain,
     Columns,
-    Rounding,
     TransferProduct,
-    extended_transform,
     grid_top,
     lattice,
     lognormal_excess,
@@ -54,36 +55,25 @@ from lambdacgd.accounting.exact.lattice import (
     value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
-from lambdacgd.accounting.root import Secant, log_ratio, rounded_up, smallest, smallest_certified
+from lambdacgd.accounting.root import Secant, find_root, log_ratio, rounded_up, smallest, smallest_certified
 from lambdacgd.errors import AccountingError
 
-SLACK_SHARE = 0.05
-"""an answer whose inequalities can have added more than this share of δ is refined"""
-TOO_LARGE = "use a smaller λ, or a larger ε or δ"
-LARGEST_LOSS_VARIANCE = 500.0
-"""Var(X) beyond which e^X comes near the largest float"""
+SLACK_SHARE = 0.05  #: an answer whose inequalities can have added more than this share of δ is refined
+LARGEST_LOSS_VARIANCE = 500.0  #: Var(X) beyond which e^X comes near the largest float
 
 
 @dataclass(frozen=True)
 class Precision:
     """How finely to compute. Each number is a share of δ that an approximation may add; none affects validity."""
 
-    smoothing: float
-    """κ: the smoothing's width in units of e^ε over the slope; costs about κ²/2 of δ"""
-    lattice: float
-    """all Poisson factors together"""
-    scales: float
-    """bins that share one scale"""
-    negligible: float
-    """each of: lattice exits, the grid's top, the window's far end, the Fourier tail"""
-    wrap: float
-    """periodic copies"""
-    rounding: float
-    """float64's rounding margin; above it extended precision is used"""
-    extended: bool = True
-    """whether extended precision may be used at all"""
-    work: float = 5e11
-    """the most real operations spent on one transform (some ten seconds of one core); beyond it is refused"""
+    smoothing: float  #: κ: the smoothing's width in units of e^ε over the slope; costs about κ²/2 of δ
+    lattice: float  #: all Poisson factors together
+    scales: float  #: bins that share one scale
+    negligible: float  #: each of: lattice exits, the grid's top, the window's far end, the Fourier tail
+    wrap: float  #: periodic copies
+    rounding: float  #: float64's rounding margin; above it extended precision is used
+    extended: bool = True  #: whether extended precision may be used at all
+    work: float = 5e11  #: the most real operations on one transform (some ten seconds of one core)
 
 
 FINE = Precision(smoothing=0.14, lattice=3e-4, scales=4e-4, negligible=1e-4, wrap=5e-4, rounding=8e-3)
@@ -96,8 +86,7 @@ class Scale:
 
     strike: float
     delta: float
-    slope: float
-    """−d log δ / d ε"""
+    slope: float  #: −d log δ / d ε
 
     def width(self, precision: Precision) -> float:
         """ς of the smoothing: κ·K/slope, less where it would carry the bulk of W (near 1) across the strike."""
@@ -110,10 +99,6 @@ class Scale:
         steepness = min(max(slope, self.slope / 3, 0.3), 3 * self.slope)
         return replace(self, delta=min(max(core, delta * 1e-3, floor), 1.0), slope=steepness)
 
-    def settled_since(self, before: Scale) -> bool:
-        """Whether the last evaluation changed little."""
-        return abs(math.log(self.delta / before.delta)) < 1 and abs(math.log(self.slope / before.slope)) < 0.3
-
 
 @dataclass(frozen=True)
 class LossLaw:
@@ -121,27 +106,13 @@ class LossLaw:
 
     product: TransferProduct
     direction: OneWay
-    cap: float
-    """E Σ (Y_j − top)₊, for remove"""
-    scale_gap: float
-    """relative share of δ that shared scales can add, estimated from the slope"""
-    stretched: float
-    """the most by which a shared scale exceeds a bin's own"""
-
-    @property
-    def inflation(self) -> float:
-        """(1 − η)^−links (Lemma 2)."""
-        return (1 - self.product.lattice.eta) ** -self.product.lattice.links
-
-    @property
-    def growth(self) -> float:
-        """(1 + η)^links: the most by which the lattice can exceed the truth."""
-        return (1 + self.product.lattice.eta) ** self.product.lattice.links
+    cap: float  #: E Σ (Y_j − top)₊, for remove
+    scale_gap: float  #: relative share of δ that shared scales can add, estimated from the slope
+    stretched: float  #: the most by which a shared scale exceeds a bin's own
 
     def transform(self, z: NDArray[Any], *, extended: bool = False) -> NDArray[Any]:
         """E' e^{zW'}, shared scales rounded as the direction allows."""
-        rounding: Rounding = "up" if self.direction == "remove" else "down"
-        return extended_transform(self.product, z, rounding) if extended else self.product(z, rounding)
+        return self.product(z, self.direction, extended=extended)
 
     def mass_and_mean(self, *, extended: bool = False) -> tuple[np.longdouble, np.longdouble]:
         """E' 1 and E' W', by a complex step: the imaginary part carries the derivative exactly."""
@@ -149,15 +120,13 @@ class LossLaw:
         value = self.transform(np.array([1j * step]), extended=extended)[0]
         mass, mean = np.longdouble(value.real), np.longdouble(value.imag) / np.longdouble(step)
         # Lemma 3 in numbers: a self-check that would notice a wrong kernel, a lattice too short or a lost table.
-        exits = self.product.lattice
-        least, most = 2 - self.growth - 1e-9, self.growth + 1e-9
-        least_mean = least - exits.exit_remove - self.cap if self.direction == "remove" else 0.0
-        mass_fits = least - exits.exit_add <= mass <= most
+        path = self.product.lattice
+        least, most = 2 - path.growth - 1e-9, path.growth + 1e-9
+        least_mean = least - path.exit_remove - self.cap if self.direction == "remove" else 0.0
+        mass_fits = least - path.exit_add <= mass <= most
         mean_fits = max(least_mean, 0.0) <= mean <= most * self.stretched
         if not (mass_fits and mean_fits):
-            raise AccountingError(
-                f"self-check failed: total mass {mass!r}, mean {mean!r}; please report this as an error in lambdacgd"
-            )
+            raise AccountingError(f"self-check failed: total mass {mass!r}, mean {mean!r}; {REPORT}")
         return mass, mean
 
 
@@ -166,10 +135,8 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     negligible = precision.negligible * scale.delta
     bins, variance = chain.all_bins, chain.loss_variance
     if not variance <= LARGEST_LOSS_VARIANCE:
-        raise AccountingError(
-            f"the privacy loss has variance {variance:.3g}, beyond {LARGEST_LOSS_VARIANCE:g}: σ is too small; "
-            f"multiply it by at least {math.sqrt(variance / LARGEST_LOSS_VARIANCE):.3g}"
-        )
+        factor = math.sqrt(variance / LARGEST_LOSS_VARIANCE)
+        raise AccountingError(f"the privacy loss has variance {variance:.3g}: multiply σ by at least {factor:.3g}")
     width = scale.width(precision)
     # Rounding variance: Σ_j (c_j·fine)²/6 from the many small bins, (ratio·W)²/6 at most from the few large ones.
     spread = math.sqrt(chain.repeat * float(np.sum(np.exp(2 * chain.log_scales))))
@@ -183,31 +150,25 @@ def loss_law(chain: Chain, scale: Scale, precision: Precision, *, direction: One
     reach = max(4.0, -float(ndtri(min(negligible / (4 * bins), 0.1))))
     path = lattice(chain, spacing_ratio(chain.bins, precision.lattice), reach, shifted=direction == "remove")
     if path.eta * path.links >= 0.5:
-        raise AccountingError(
-            "the lattice is too coarse to certify anything; please report this as an error in lambdacgd"
-        )
+        raise AccountingError(f"the lattice is too coarse to certify anything; {REPORT}")
     plan = stretches(chain, precision.scales * bins / (1 + scale.slope))
     gap = sum(s.count * (s.up - s.down) for s in plan) / bins * (1 + scale.slope)
     stretched = max((math.exp(s.up - s.down) for s in plan), default=1.0)
-    law = LossLaw(TransferProduct(chain, path, grid, plan), direction, 0.0, gap, stretched)
-    cap = bins * float(lognormal_excess(log_mean, deviation, float(grid[-1])))
-    return replace(law, cap=cap * law.growth * stretched)
+    cap = bins * float(lognormal_excess(log_mean, deviation, float(grid[-1]))) * path.growth * stretched
+    return LossLaw(TransferProduct(chain, path, grid, plan), direction, cap, gap, stretched)
 
 
 # A put from the transform
 
 Wide = np.longdouble
 
-EXTENDED_GAIN = 5e-4
-"""how much smaller the rounding margin is in extended precision (its unit is 2048 times smaller)"""
+EXTENDED_GAIN = 5e-4  #: how much smaller the rounding margin is in extended precision (its unit is 2048 times smaller)
 TWO_PI = np.longdouble("6.283185307179586476925286766559005768")
 MOST_FREQUENCIES = 20_000
-NARROW = 60.0
-"""−d log δ/dε from which W counts as narrow"""
+NARROW = 60.0  #: −d log δ/dε from which W counts as narrow
+#: widths, in units of the strike over that slope, of the part of a window that lies above it
 NARROW_GAPS = np.array([3.0, 5.0, 8.0, 12.0, 20.0, 40.0, 80.0])
-"""widths, in units of the strike over that slope, of the part of a window that lies above it"""
-GAPS = np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])
-"""the same in units of the strike"""
+GAPS = np.array([0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.0, 1.5, 2.0, 3.0, 4.0])  #: the same in units of the strike
 
 
 @dataclass(frozen=True)
@@ -215,16 +176,13 @@ class Window:
     """The Fourier series' period, tilt and frequencies."""
 
     low: float
-    step: float
-    """distance of the frequencies: 24 bits, so that all multiples are exact and belong to one exact period"""
+    step: float  #: distance of the frequencies: 24 bits, so that all multiples are exact and belong to one exact period
     count: int
     tilt: float
-    total: float
-    """E' e^{−θW'}, which bounds every |transform|"""
+    total: float  #: E' e^{−θW'}, which bounds every |transform|
     far_tilts: Array
     far_transforms: Array
-    beyond: float = 1.0
-    """about E' e^{−θW'} of W' above the window, over e^{−θ·high}: at most 1; only to choose and to tell slack"""
+    beyond: float = 1.0  #: about E' e^{−θW'} of W' above the window, over e^{−θ·high}: only to choose and to tell slack
 
     @property
     def period(self) -> float:
@@ -237,25 +195,6 @@ class Window:
     @property
     def frequencies(self) -> Array:
         return np.asarray(self.step * np.arange(self.count + 1), dtype=np.float64)
-
-
-@dataclass(frozen=True)
-class PutBound:
-    """E' (K − W' − N)₊ ≤ series + far + tail + rounding."""
-
-    series: np.longdouble
-    far: float
-    tail: float
-    rounding: float
-
-    @property
-    def added(self) -> float:
-        return self.far + self.tail + self.rounding
-
-
-def phase_unit(window: Window, strike: float) -> float:
-    """Rounding of the coefficients' phases ω·K: covered by the margin where there is no extended precision."""
-    return 0.0 if AVAILABLE else 4e-16 * (1 + float(window.frequencies[-1]) * strike)
 
 
 def coefficients(strike: float, window: Window) -> NDArray[Any]:
@@ -279,13 +218,6 @@ def frequency_weights(strike: float, width: float, window: Window) -> NDArray[An
     return np.asarray(values)
 
 
-def series_bound(strike: float, window_low: float, period: float, tilt: float, omega: float) -> float:
-    """An upper bound on |coefficient| at frequencies from ``omega`` on (it decreases)."""
-    depth = strike - window_low
-    size = math.hypot(tilt, omega)
-    return math.exp(tilt * strike) * (1 + math.exp(-tilt * depth) * (1 + size * depth)) / size**2 / period
-
-
 def tail_bound(strike: float, low: float, period: float, tilt: float, last: int, width: float, total: float) -> float:
     """Lemma 12: the Fourier terms beyond number ``last``, at most a geometric series, with |transform| ≤ ``total``."""
     step = 2 * math.pi / period
@@ -294,7 +226,10 @@ def tail_bound(strike: float, low: float, period: float, tilt: float, last: int,
     if decay >= 1:
         return math.inf
     gauss = math.exp(min((tilt**2 - omega**2) * width**2 / 2, 700.0))
-    return 2 * series_bound(strike, low, period, tilt, omega) * gauss / (1 - decay) * total
+    # |coefficient| at frequencies from omega on is at most this: it decreases.
+    depth, size = strike - low, math.hypot(tilt, omega)
+    largest = math.exp(tilt * strike) * (1 + math.exp(-tilt * depth) * (1 + size * depth)) / size**2 / period
+    return 2 * largest * gauss / (1 - decay) * total
 
 
 def far_bound(strike: float, low: float, width: float, tilts: Array, transforms: Array) -> float:
@@ -308,14 +243,7 @@ def far_bound(strike: float, low: float, width: float, tilts: Array, transforms:
 
 
 def choose_window(
-    law: LossLaw,
-    strike: float,
-    width: float,
-    slope: float,
-    value: float,
-    precision: Precision,
-    *,
-    unit: float,
+    law: LossLaw, strike: float, width: float, slope: float, value: float, precision: Precision, *, unit: float
 ) -> Window:
     """Find a window whose omissions are negligible beside ``value``, with as few frequencies as possible.
 
@@ -341,30 +269,23 @@ def choose_window(
         with contextlib.suppress(AccountingError), np.errstate(over="ignore"):  # e^{θW} may overflow
             above = np.log(np.asarray(law.transform(tilts[tilts < largest])))
             rising = tilts[tilts < largest]
-    best: tuple[float, float, float, float] | None = None
+    rated: list[tuple[float, float, float, float]] = []
     # Where W hardly varies (a large slope) a window of a few widths of its law is enough.
     for gap in np.concatenate([NARROW_GAPS / slope, GAPS]) if narrow else GAPS:
         period = depth + gap * strike
-        if decreasing_beyond:
-            copies = math.log(slope * depth / strike) - slope * math.log1p(gap)
-        else:
-            copies = math.log(depth / value)
+        falls = slope * math.log1p(gap)
+        copies = math.log(slope * depth / strike) - falls if decreasing_beyond else math.log(depth / value)
         beyond = float(np.min(above - rising * (low + period), initial=0.0))
         copies += beyond
-        need = max(copies - math.log(precision.wrap), 0.0) / period
-        tilt = max(need, 1.0 / strike)
+        tilt = max(max(copies - math.log(precision.wrap), 0.0) / period, 1.0 / strike)
         # Cost: frequencies ∝ period; rounding ∝ e^{θK}/θ, which is to stay below its limit.
         noise = unit * strike * math.exp(min(tilt * strike, 500.0)) / (tilt * strike) / value
         cost = period / depth * (1.0 if noise < 0.5 * precision.rounding else 1e3 * noise)
-        if best is None or cost < best[0]:
-            best = (cost, period, tilt, beyond)
-    assert best is not None
-    _, period, tilt, beyond = best
+        rated.append((cost, period, tilt, beyond))
+    _, period, tilt, beyond = min(rated, key=lambda item: item[0])
     total = float(law.transform(np.array([-tilt]))[0])
     if not total > 1e-250:
-        raise AccountingError(
-            f"E e^(−θW) = {total:g} underflows at strike {strike:.3g}: ε is too large for this direction"
-        )
+        raise AccountingError(f"E e^(−θW) = {total:g} underflows at strike {strike:.3g}: ε is too large")
 
     def few_enough(count: int) -> bool:
         return tail_bound(strike, low, period, tilt, count, width, total) <= allowed
@@ -379,21 +300,11 @@ def choose_window(
     return Window(low, float(np.float32(2 * math.pi / period)), count, tilt, total, tilts, transforms, math.exp(beyond))
 
 
-def put_bound(strike: float, width: float, window: Window, transform: NDArray[Any], unit: float) -> PutBound:
-    """The bound itself, from the transform E' e^{(iω−θ)W'} at the window's frequencies."""
-    factors = frequency_weights(strike, width, window)
-    value = (factors * transform).real.sum()
-    far = far_bound(strike, window.low, width, window.far_tilts, window.far_transforms)
-    tail = tail_bound(strike, window.low, window.period, window.tilt, window.count, width, window.total)
-    rounding = (unit + phase_unit(window, strike)) * float(np.sum(np.abs(factors))) * window.total
-    return PutBound(value, far, tail, rounding)
-
-
 # δ in each direction
 
+#: the most real operations spent in extended precision on one evaluation (half a minute), and on all of a search,
+#: after which the best bound in hand is returned
 EXTENDED_LIMIT, MOST_EXTENDED = 3e10, 1e11
-"""the most real operations spent in extended precision on one evaluation (half a minute), and on all of a
-search, after which the best bound in hand is returned"""
 
 
 @dataclass(frozen=True)
@@ -404,8 +315,7 @@ class Evaluation:
     slope: float
     budget: dict[str, float] = field(default_factory=dict)
     method: str = "fourier"
-    work: float = 0.0
-    """real operations spent, together with the other strikes of its panel"""
+    work: float = 0.0  #: real operations spent, together with the other strikes of its panel
 
     @property
     def added(self) -> float:
@@ -423,13 +333,25 @@ class FourierSeries:
     """Transforms of one law at one window's frequencies: enough for every strike inside the window."""
 
     window: Window
+    width: float  #: of the smoothing, one for all strikes: a wider one at higher strikes would reach below the window
     transform: NDArray[Any]
-    unit: float
-    """of rounding"""
-    width: float
-    """of the smoothing, one for all strikes: a wider one at the higher strikes would reach below the window"""
-    extended: bool
-    work: float
+    unit: float  #: of rounding
+    extended: bool = False
+    work: float = 0.0
+
+    def put(self, strike: float) -> tuple[np.longdouble, dict[str, float]]:
+        """E' (K − W' − N)₊ is at most this value and these margins."""
+        window, width = self.window, self.width
+        weights = frequency_weights(strike, width, window)
+        # Without extended precision the phases ω·K of the coefficients are rounded too.
+        phases = 0.0 if AVAILABLE else 4e-16 * (1 + float(window.frequencies[-1]) * strike)
+        rounding = (self.unit + phases) * float(np.sum(np.abs(weights))) * window.total
+        tail = tail_bound(strike, window.low, window.period, window.tilt, window.count, width, window.total)
+        return (weights * self.transform).real.sum(), {
+            "window": far_bound(strike, window.low, width, window.far_tilts, window.far_transforms),
+            "fourier tail": tail,
+            "rounding": rounding,
+        }
 
 
 def fourier_series(law: LossLaw, scales: list[Scale], precision: Precision) -> FourierSeries:
@@ -440,15 +362,12 @@ def fourier_series(law: LossLaw, scales: list[Scale], precision: Precision) -> F
     window = choose_window(law, strike, width, slope, value, precision, unit=unit)
     work = law.product.flops() * window.count
     if work > precision.work:
-        raise AccountingError(
-            f"{window.count} frequencies of {law.product.flops():.2g} operations each are beyond {precision.work:.1g}; "
-            f"{TOO_LARGE}"
-        )
+        raise AccountingError(f"{work:.2g} operations are beyond {precision.work:.1g}; {TOO_LARGE}")
     margin = unit * (float(np.sum(np.abs(frequency_weights(strike, width, window)))) * window.total + strike)
     too_rough = margin > precision.rounding * value
     extended = precision.extended and too_rough and AVAILABLE and work <= EXTENDED_LIMIT
     transform = law.transform(1j * window.frequencies - window.tilt, extended=extended)
-    return FourierSeries(window, transform, unit * (EXTENDED_GAIN if extended else 1.0), width, extended, work)
+    return FourierSeries(window, width, transform, unit * (EXTENDED_GAIN if extended else 1.0), extended, work)
 
 
 def evaluate(law: LossLaw, scale: Scale, precision: Precision) -> Evaluation:
@@ -462,79 +381,53 @@ def evaluate_panel(law: LossLaw, scales: list[Scale], precision: Precision) -> I
     δ_remove(ε) = E (W − e^ε)₊ = E W − e^ε + E (e^ε − W)₊, an identity on the truncated lattice (Lemma 10).
     δ_add(ε) = e^ε E (e^{−ε} − W)₊ is a put with no parity and so less cancellation.
     """
-    series, remove = fourier_series(law, scales, precision), law.direction == "remove"
-    window, width, exits = series.window, series.width, law.product.lattice
+    series, remove, path = fourier_series(law, scales, precision), law.direction == "remove", law.product.lattice
+    window = series.window
     mass, mean = law.mass_and_mean(extended=series.extended)
 
     def at(strike: float) -> tuple[float, dict[str, float]]:
         """δ but for the lattice, and what of it is margin."""
-        put = put_bound(strike, width, window, series.transform, series.unit)
+        put, margins = series.put(strike)
         if remove:
-            margin = put.rounding + series.unit * float(mean + strike * mass)
-            value = float(mean - strike * mass + put.series)
-            return value, {"window": put.far, "fourier tail": put.tail, "rounding": margin}
-        parts = {"window": put.far, "fourier tail": put.tail, "rounding": put.rounding}
-        return float(put.series) / strike, {name: part / strike for name, part in parts.items()}
+            margins["rounding"] += series.unit * float(mean + strike * mass)
+            return float(mean - strike * mass + put), margins
+        return float(put) / strike, {name: margin / strike for name, margin in margins.items()}
 
     for scale in scales:
-        strike = scale.strike
+        strike, slope = scale.strike, scale.slope
         core, budget = at(strike)
-        step = min(0.02, 0.2 / scale.slope)
-        nearby = strike * (1 + step if remove else 1 - step)
-        slope = _slope(core, at(nearby)[0], 1 + step if remove else 1 / (1 - step), scale.slope)
+        step = min(0.02, 0.2 / slope)
+        other, _ = at(strike * (1 + step if remove else 1 - step))
+        if core > other > 0:  # −d log δ/dε from two strikes of the same series
+            slope = math.log(core / other) / math.log(1 + step if remove else 1 / (1 - step))
         if remove:
             # Copies: e^{−θT}(K − low) on {W > high}, whose probability Markov's inequality bounds at a strike between.
             between = max(strike, window.high - strike / slope)
             beyond = abs(at(between)[0]) / (window.high - between)
-            budget |= {"lattice exits": exits.exit_remove, "grid top": law.cap}
+            budget |= {"lattice exits": path.exit_remove, "grid top": law.cap}
         else:
             beyond = window.beyond / strike
-            budget |= {"lattice exits": exits.exit_add}
-        delta = law.inflation * (core + sum(budget.values()))
+            budget |= {"lattice exits": path.exit_add}
+        delta = path.inflation * (core + sum(budget.values()))
         copies = beyond * (strike - window.low) / math.expm1(window.tilt * window.period)
-        budget |= _estimated(law, width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
-        method = "extended" if series.extended else "fourier"
-        yield _checked(Evaluation(delta, slope, budget, method, series.work))
+        budget |= _estimated(law, series.width / strike, slope, max(core, 0.0)) | {"periodic copies": copies}
+        # Fail closed: what is not a positive finite number is not an answer.
+        if not (math.isfinite(delta) and delta > 0 and np.isfinite(list(budget.values())).all()):
+            raise AccountingError(f"the evaluation gave δ = {delta!r}, which certifies nothing; ask for a larger δ")
+        yield Evaluation(min(delta, 1.0), slope, budget, "extended" if series.extended else "fourier", series.work)
 
 
 def _estimated(law: LossLaw, relative_width: float, slope: float, value: float) -> dict[str, float]:
     """What the inequalities without an explicit term can have added."""
     # ½ ς² times the density of W at the strike, which is slope·(slope + 1)·value/K² where δ falls as K^{−slope}.
-    smoothing = 0.5 * relative_width**2 * slope * (slope + 1) * value
+    smoothing, path = 0.5 * relative_width**2 * slope * (slope + 1) * value, law.product.lattice
     return {
         "smoothing": smoothing,
-        "grid rounding": smoothing * _GRID_SHARE,
-        "lattice spacing": (law.inflation * law.growth - 1) * value,
+        # The grid's steps are .8 ς/√b and 1.2 ς/K: each squared over 6 is the variance of rounding onto it.
+        "grid rounding": smoothing * ((0.8**2 + 1.2**2) / 6),
+        "lattice spacing": (path.inflation * path.growth - 1) * value,
         "shared scales": law.scale_gap * value,
     }
-
-
-def _slope(core: float, other: float, ratio: float, fallback: float) -> float:
-    """−d log δ/dε from two strikes of the same series."""
-    return math.log(core / other) / math.log(ratio) if core > other > 0 else fallback
-
-
-def jensen(chain: Chain, epsilon: float) -> Evaluation:
-    """Lemma 6 as an evaluation: no lattice, often already below remove."""
-    return Evaluation(jensen_add(*chain.mean_loss, epsilon), math.nan, {}, "jensen")
-
-
-def governing_budget(remove: Evaluation, add: Evaluation) -> dict[str, float]:
-    """What can have been added to the larger direction; to Jensen's bound, what lifts it above δ_remove and no more."""
-    if remove.delta >= add.delta:
-        return remove.budget
-    return remove.budget | {"jensen": add.delta - remove.delta} if add.method == "jensen" else add.budget
-
-
-_GRID_SHARE = (0.8**2 + 1.2**2) / 6
-"""variance of the grid's rounding over the smoothing's: steps of .8 ς/√b and 1.2 ς/K, each squared over 6"""
-
-
-def _checked(result: Evaluation) -> Evaluation:
-    """Fail closed: what is not a positive finite number is not an answer."""
-    if not (math.isfinite(result.delta) and result.delta > 0 and np.isfinite(list(result.budget.values())).all()):
-        raise AccountingError(f"the evaluation gave δ = {result.delta!r}, which certifies nothing; ask for a larger δ")
-    return replace(result, delta=min(result.delta, 1.0))
 
 
 # The accountant
@@ -544,13 +437,13 @@ LARGEST_LAMBDA = 0.9999
 SMALLEST_LAMBDA = 1e-6
 LARGEST_EPSILON = 20.0
 EPSILONS = (SMALLEST_EPSILON, LARGEST_EPSILON)
-MOST_STEPS = 10_000_000
-"""steps per epoch, and epochs: a few arrays of this length are made"""
+MOST_STEPS = 10_000_000  #: steps per epoch, and epochs: a few arrays of this length are made
 SMALLEST_DELTA = 1e-12
-FINE_SECONDS = 15.0
-"""about what all fine evaluations of a search take over one coarse one"""
-RTOL = 2e-4
-"""relative accuracy of σ and ε unless another one is asked for"""
+FINE_SECONDS = 15.0  #: about what all fine evaluations of a search take over one coarse one
+RTOL = 2e-4  #: relative accuracy of σ and ε unless another one is asked for
+AFFORDABLE = 5e9  #: real operations a frequency that an evaluation may cost before a dominating chain is considered
+POSSIBLE = 2e11  #: beyond this even the cheapest chain is refused
+STEEPNESS = 12.0  #: a typical −d log δ / d log σ, used only to compare losses
 
 
 @dataclass(frozen=True)
@@ -563,6 +456,7 @@ class TransferMatrix:
         epochs: k.
         normalized: whether the columns of C are scaled to norm 1.
         columns: account for any matrix whose columns have these inner products, or smaller ones, instead.
+        affordable: real operations a frequency, beyond which a chain that dominates the exact one is computed with.
 
     Raises:
         AccountingError: a parameter is outside what this accountant takes.
@@ -580,6 +474,7 @@ class TransferMatrix:
     epochs: int
     normalized: bool = False
     columns: Columns | None = None
+    affordable: float = AFFORDABLE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lam", real("λ", self.lam, 0, LARGEST_LAMBDA))
@@ -599,21 +494,17 @@ class TransferMatrix:
         sigma, epsilon = real("σ", sigma, self.smallest_sigma), real("ε", epsilon, *EPSILONS)
         scale = self.settle(sigma, flat(epsilon))
         if scale.delta < SMALLEST_DELTA / 10:
-            raise AccountingError(
-                f"at σ = {sigma:g}, ε = {epsilon:g} δ lies below {SMALLEST_DELTA:g}, the smallest this accountant "
-                "certifies; ask at a smaller σ or ε"
-            )
-        best: Bound | None = None
+            raise AccountingError(f"δ lies below {SMALLEST_DELTA:g} at σ = {sigma:g}, ε = {epsilon:g}; ask for less")
+        bounds: list[Bound] = []
         for _ in range(8):  # a slope far off is corrected by at most a factor of three each time
             bound = self.evaluate(sigma, epsilon, scale, FINE)
-            best = bound if best is None or bound.delta < best.delta else best
+            bounds.append(bound)
             if bound.slack <= SLACK_SHARE * bound.delta:
                 break
             before, scale = scale, scale.learnt(bound.delta - bound.slack, bound.delta, bound.slope)
             if scale == before:
                 break
-        assert best is not None
-        return self._told(best)
+        return min(bounds, key=attrgetter("delta"))
 
     def sigma(self, epsilon: float, delta: float, *, rtol: float = RTOL, start: float | None = None) -> Bound:
         """The bound at the smallest σ whose certified δ(ε) is at most ``delta``.
@@ -631,14 +522,11 @@ class TransferMatrix:
             AccountingError: an argument is out of range, or no σ was certified.
         """
         epsilon, delta = real("ε", epsilon, *EPSILONS), real("δ", delta, SMALLEST_DELTA, 1, below=True)
-        for name, value in (("rtol", rtol), ("start", start)):
-            if value is not None:
-                real(name, value, 1e-300)
         low, most = math.log(self.smallest_sigma * 1.001), self.unamplified(epsilon, delta).sigma
         strategy = Secant(-10.0, largest=0.35, limits=(low, math.log(most * 1.01)))
         begin = min(max(start or 0.35 * most, math.exp(low)), most)
-        scale = Scale(math.exp(epsilon), delta, _first_slope(epsilon, delta))
-        return self._solve(lambda sigma: (sigma, epsilon), begin, strategy, scale, delta, float(rtol))
+        slope = _first_slope(epsilon, delta)
+        return self._solve(lambda sigma: (sigma, epsilon), begin, strategy, slope, delta, rtol)
 
     def unamplified(self, epsilon: float, delta: float) -> Bound:
         """The bound at a σ that suffices whatever the bins do: that of the Gaussian mechanism.
@@ -651,7 +539,7 @@ class TransferMatrix:
             return one_bin_delta(epsilon, alone / sigma) * (1 + 1e-9)
 
         sigma = rounded_up(smallest(value, delta, start=alone, rtol=1e-4), RTOL)
-        details = {"remove": "gaussian", "add": "gaussian", "slack_share": 1.0}
+        details = {"remove": "gaussian", "add": "gaussian"}
         return Bound(sigma, epsilon, value(sigma), value(sigma), METHOD, {"no amplification": value(sigma)}, details)
 
     def quick_sigma(self, epsilon: float, delta: float, *, start: float | None = None) -> float:
@@ -667,21 +555,7 @@ class TransferMatrix:
         sigma, delta = real("σ", sigma, self.smallest_sigma), real("δ", delta, SMALLEST_DELTA, 1, below=True)
         limits = (math.log(SMALLEST_EPSILON), math.log(LARGEST_EPSILON))
         strategy = Secant(-1.4 * math.log(1 / min(delta, 0.1)), largest=0.7, limits=limits)
-        scale = Scale(math.e, delta, _first_slope(1.0, delta))
-        return self._solve(lambda epsilon: (sigma, epsilon), 1.0, strategy, scale, delta, float(rtol))
-
-    def curve(self, sigma: float, epsilons: Sequence[float]) -> list[Bound]:
-        """Bounds at many ε for one σ. As everywhere, δ_add is made tight only where it would govern."""
-        asked = [real("ε", epsilon, *EPSILONS) for epsilon in epsilons]
-        bounds: dict[float, Bound] = {}
-        for epsilon in sorted(set(asked)):
-            try:
-                bounds[epsilon] = self.delta(sigma, epsilon)
-            except AccountingError:  # too small to certify: at most what it was before
-                if not bounds:
-                    raise
-                bounds[epsilon] = replace(bounds[max(bounds)], epsilon=epsilon)
-        return [bounds[epsilon] for epsilon in asked]
+        return self._solve(lambda epsilon: (sigma, epsilon), 1.0, strategy, _first_slope(1.0, delta), delta, rtol)
 
     # What to compute with
 
@@ -708,14 +582,12 @@ class TransferMatrix:
         together = np.asarray(lfilter([1.0], [1.0, -self.lam], 1 / norms)) / self.steps_per_epoch  # the mean column
         return 0.5 * math.log(self.chain(1.0).mean_loss[1] / float(together @ together))
 
-    def working_chain(
-        self, sigma: float, slope: float, *, coarse: bool, affordable: float | None = None
-    ) -> tuple[Chain, float]:
+    def working_chain(self, sigma: float, slope: float, *, coarse: bool) -> tuple[Chain, float]:
         """The exact chain or an affordable one that dominates it, and by how much σ is expected to grow for it."""
         exact = self.chain(sigma)
         if self.lam == 0 or self.steps_per_epoch == 1:
             return exact, 0.0
-        chosen, expected_loss = select(exact, slope, AFFORDABLE if affordable is None else affordable)
+        chosen, expected_loss = select(exact, slope, self.affordable)
         expected_loss += self.normalizing_loss
         if chosen.runs or chosen.amplitudes:
             simple = coarse and collective_loss(chosen.stationary, chosen) < 0.02
@@ -738,6 +610,12 @@ class TransferMatrix:
         law = loss_law(chain, scale, precision, direction="remove")
         remove = evaluate(law, scale, precision)
         add = self._add(chain, epsilon, remove, precision)
+        if remove.delta >= add.delta:
+            budget = remove.budget
+        elif add.method == "jensen":  # what lifts Jensen's bound above δ_remove, and no more
+            budget = remove.budget | {"jensen": add.delta - remove.delta}
+        else:
+            budget = add.budget
         details = {
             "remove": remove.method,
             "add": add.method,
@@ -746,36 +624,30 @@ class TransferMatrix:
             "operations": remove.work,
             "dominating_chain_sigma_loss": expected_loss,
         }
-        budget = governing_budget(remove, add)
         return Bound(sigma, epsilon, remove.delta, add.delta, METHOD, budget, details, remove.slope)
 
     def _add(self, chain: Chain, epsilon: float, remove: Evaluation, precision: Precision) -> Evaluation:
         """The cheapest bound on δ_add that does not govern; the finest one where add does govern."""
-        best = jensen(chain, epsilon)
+        best = Evaluation(jensen_add(*chain.mean_loss, epsilon), math.nan, {}, "jensen")  # often below remove already
         slope, size = max(remove.slope, 1.0), min(remove.delta, best.delta)
-        for step in (COARSE, COARSE, COARSE, precision, precision):
-            if best.delta <= remove.delta:
-                break
-            scale = Scale(math.exp(-epsilon), size, slope)
-            try:
-                law = loss_law(chain, scale, step, direction="add")
-                fourier = evaluate(law, scale, step)
-            except AccountingError:
-                break  # Jensen's bound stands
-            size = min(max(fourier.core, fourier.delta * 1e-2), 1.0)
-            slope = max(fourier.slope, 1.0)
-            best = min(best, fourier, key=lambda item: item.delta)
+        with contextlib.suppress(AccountingError):  # Jensen's bound, or the last one, stands
+            for step in (COARSE, COARSE, COARSE, precision, precision):
+                if best.delta <= remove.delta:
+                    break
+                scale = Scale(math.exp(-epsilon), size, slope)
+                fourier = evaluate(loss_law(chain, scale, step, direction="add"), scale, step)
+                size, slope = min(max(fourier.core, fourier.delta * 1e-2), 1.0), max(fourier.slope, 1.0)
+                best = min(best, fourier, key=lambda item: item.delta)
         return best
 
-    def settle(
-        self, sigma: float, scale: Scale, direction: OneWay = "remove", *, affordable: float | None = None
-    ) -> Scale:
+    def settle(self, sigma: float, scale: Scale, direction: OneWay = "remove") -> Scale:
         """How large and how steep δ is at the strike of ``scale``, from coarse evaluations that begin with it."""
-        chain, _ = self.working_chain(sigma, scale.slope, coarse=True, affordable=affordable)
+        chain, _ = self.working_chain(sigma, scale.slope, coarse=True)
         for _ in range(12):
             value = evaluate(loss_law(chain, scale, COARSE, direction=direction), scale, COARSE)
             before, scale = scale, scale.learnt(value.core, value.delta, value.slope)
-            if scale.settled_since(before) or scale.delta < SMALLEST_DELTA / 10:
+            settled = abs(math.log(scale.delta / before.delta)) < 1 and abs(math.log(scale.slope / before.slope)) < 0.3
+            if settled or scale.delta < SMALLEST_DELTA / 10:
                 break
         return scale
 
@@ -784,44 +656,44 @@ class TransferMatrix:
         place: Callable[[float], tuple[float, float]],
         start: float,
         strategy: Secant,
-        scale: Scale,
+        guess: float,
         delta: float,
         rtol: float,
     ) -> Bound:
-        """Search for a value; ``place(value)`` is the (σ, ε) that belongs to it. Each is tuned to those before it."""
-        precision, guess = _final_precision(rtol), scale.slope
-        began, coarse, told, extended = time.monotonic(), 0, False, 0.0
+        """Search for a value: coarse evaluations first, fine ones last, each tuned to those before it.
 
-        def evaluate(value: float, fine: bool) -> Bound:
-            nonlocal scale, coarse, told, extended
+        ``place(value)`` is the (σ, ε) that belongs to it, and ``guess`` a slope −d log δ/dε.
+        """
+        precision, slope, extended = _final_precision(rtol), guess, 0.0
+
+        def evaluate(value: float, precision: Precision) -> Bound:
+            nonlocal slope, extended
             sigma, epsilon = place(value)
             if extended > MOST_EXTENDED:
                 raise AccountingError(f"{extended:.1g} operations in extended precision did not reach δ = {delta:g}")
-            if fine and not told:
-                tell(sigma, FINE_SECONDS * (time.monotonic() - began) / max(coarse, 1))
-            coarse, told = coarse + (not fine), fine
             # A rounded slope: what an evaluation says does not hang on the last bits of the one before.
-            tuned = replace(scale, strike=math.exp(epsilon), slope=1.1 ** round(math.log(scale.slope, 1.1)))
-            bound = self.evaluate(sigma, epsilon, tuned, precision if fine else COARSE)
+            scale = Scale(math.exp(epsilon), delta, 1.1 ** round(math.log(slope, 1.1)))
+            bound = self.evaluate(sigma, epsilon, scale, precision)
             extended += bound.details["operations"] if bound.details["remove"] == "extended" else 0.0
             excess = log_ratio(bound.delta, delta)
             if abs(excess) < 4:
-                scale = replace(scale, slope=min(max(bound.slope, 0.3), 3 * scale.slope))
+                slope = min(max(bound.slope, 0.3), 3 * slope)
             elif excess > 0:  # a slope learnt where δ is nearly flat smooths so widely that nothing passes any more
-                scale = replace(scale, slope=max(scale.slope, guess))
+                slope = max(slope, guess)
             return bound
 
-        bound, value = smallest_certified(evaluate, delta, start, strategy, rtol=rtol)
+        def coarse(x: float) -> float:
+            return log_ratio(evaluate(math.exp(x), COARSE).delta, delta)
+
+        began = time.monotonic()
+        find_root(coarse, math.log(start), strategy, lambda value: abs(value) < 0.25)
+        begin, points = math.exp(strategy.next()), len(strategy.points)
+        tell(place(begin)[0], FINE_SECONDS * (time.monotonic() - began) / points)
+        strategy.restart()
+        bound, value = smallest_certified(lambda x: evaluate(x, precision), delta, begin, strategy, rtol=rtol)
         if bound is None:
             raise AccountingError(f"δ = {delta:g} is out of reach: the last bound was {math.exp(value) * delta:.3g}")
-        return self._told(bound)
-
-    def _told(self, bound: Bound) -> Bound:
-        """The bound with the share of it that may be slack, however much that is.
-
-        Some of the budget are estimates, such as that of periodic copies, which can exceed by far what was added.
-        """
-        return replace(bound, details=bound.details | {"slack_share": min(bound.slack / bound.delta, 1.0)})
+        return bound
 
 
 def flat(epsilon: float) -> Scale:
@@ -842,13 +714,6 @@ def _final_precision(rtol: float) -> Precision:
 
 
 # Which chain to compute with: the exact one where it is affordable, else the least loose dominating one
-
-AFFORDABLE = 5e9
-"""real operations a frequency that an evaluation may cost before a dominating chain is considered"""
-POSSIBLE = 2e11
-"""beyond this even the cheapest chain is refused"""
-STEEPNESS = 12.0
-"""a typical −d log δ / d log σ, used only to compare losses"""
 
 
 def cost(chain: Chain, slope: float) -> float:
@@ -911,13 +776,7 @@ def select(exact: Chain, slope: float, most: float = AFFORDABLE) -> tuple[Chain,
         return exact, 0.0
     rated = [(loss(chain, exact, slope), cost(chain, slope), chain) for chain in candidates(exact)]
     affordable = [item for item in rated if item[1] <= most]
-    if affordable:
-        best = min(affordable, key=lambda item: item[0])
-        return best[2], best[0]
-    best = min(rated, key=lambda item: item[1])
+    best = min(affordable, key=lambda item: item[0]) if affordable else min(rated, key=lambda item: item[1])
     if best[1] > POSSIBLE:
-        raise AccountingError(
-            f"λ = {exact.lam:g} with {exact.bins} steps per epoch needs {best[1]:.1g} operations a frequency, beyond "
-            f"{POSSIBLE:.1g}; {TOO_LARGE}"
-        )
+        raise AccountingError(f"λ = {exact.lam:g} and b = {exact.bins} take {best[1]:.1g} operations; {TOO_LARGE}")
     return best[2], best[0]

@@ -30,16 +30,19 @@ import math
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.signal import lfilter
 from scipy.special import log_ndtr, ndtr
 
-from lambdacgd.accounting.certificate import Array
+from lambdacgd.accounting.certificate import Array, OneWay
 from lambdacgd.accounting.root import bisect
 from lambdacgd.errors import AccountingError
+
+TOO_LARGE = "use a smaller λ, or a larger ε or δ"
+REPORT = "please report this as an error in lambdacgd"
 
 
 @dataclass(frozen=True)
@@ -238,11 +241,6 @@ class Columns:
         return Chain(lam, bins, epochs, epochs * self.chain / sigma**2, self.tail, epochs * self.nugget / sigma**2)
 
 
-def stationary_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
-    """Columns of norm 1 with inner products λ^{|s−s'|}, whatever follows the last step."""
-    return Chain(lam, bins, epochs, epochs / sigma**2, 0.0)
-
-
 def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
     """Dominates C_λD⁻¹, whose columns s < s' have as inner product the product of ρ_s … ρ_{s'−1} (Lemma 7).
 
@@ -256,18 +254,14 @@ def normalized_chain(lam: float, bins: int, epochs: int, sigma: float) -> Chain:
         return replace(plain, amplitudes=normalized_amplitudes(lam, bins, epochs))
     if epochs > 1 or bins == 1:
         largest = float(_falling_correlations(lam, bins * epochs, 1)[0])
-        return stationary_chain(min(lam, largest), bins, epochs, sigma)
+        return Chain(min(lam, largest), bins, epochs, epochs / sigma**2, 0.0)
     runs = normalized_runs(lam, bins)
-    largest = max(r for _, r in runs)
-    return replace(stationary_chain(largest, bins, 1, sigma), runs=runs if len(runs) > 1 else ())
+    return Chain(max(r for _, r in runs), bins, 1, 1 / sigma**2, 0.0, runs=runs if len(runs) > 1 else ())
 
 
-FEW_BINS = 64
-"""bins up to which each has an amplitude of its own"""
-LONG_EPOCH = 6.0
-"""epochs of more than so many 1/(1 − λ) lose little by a stationary chain"""
-LARGEST_COLUMNS = 2_000_000
-"""numbers in the sums of a bin's columns"""
+FEW_BINS = 64  #: bins up to which each has an amplitude of its own
+LONG_EPOCH = 6.0  #: epochs of more than so many 1/(1 − λ) lose little by a stationary chain
+LARGEST_COLUMNS = 2_000_000  #: numbers in the sums of a bin's columns
 
 
 @lru_cache(maxsize=64)
@@ -284,10 +278,8 @@ def normalized_amplitudes(lam: float, bins: int, epochs: int) -> tuple[float, ..
     return tuple((amplitudes * (1 + 1e-9)).tolist())
 
 
-RUNS_LOSS = 2e-3
-"""what runs of one correlation may add to σ, about"""
-MOST_RUNS = 32
-"""the most runs, each of which has its own kernel and table"""
+RUNS_LOSS = 2e-3  #: what runs of one correlation may add to σ, about
+MOST_RUNS = 32  #: the most runs, each of which has its own kernel and table
 
 
 @lru_cache(maxsize=64)
@@ -343,9 +335,7 @@ def value_grid(fine: float, ratio: float, top: float, *, limit: int = 20_000) ->
     steps = math.ceil(min(turn, top) / fine)
     more = max(0, math.ceil(math.log(top / (steps * fine)) / math.log1p(ratio))) if top > steps * fine else 0
     if steps + more > limit:
-        raise AccountingError(
-            f"the emission grid would need {steps + more} points (limit {limit}); ask for a smaller ε or a larger σ"
-        )
+        raise AccountingError(f"the emission grid needs {steps + more} points; ask for a smaller ε or a larger σ")
     uniform = fine * np.arange(steps + 1)
     return np.concatenate([uniform, uniform[-1] * np.exp(math.log1p(ratio) * np.arange(1, more + 1))])
 
@@ -408,24 +398,19 @@ def spacing_ratio(links: int, tolerance: float) -> float:
     return math.sqrt(2 * math.pi**2 / math.log(2 * max(links, 1) / tolerance * 1.001))
 
 
-WIDEST_SYMMETRIC = 1200.0
-"""v² up to which matrices are made symmetric: √φ(v) stays above e^{−300}"""
+WIDEST_SYMMETRIC = 1200.0  #: v² up to which matrices are made symmetric: √φ(v) stays above e^{−300}
 
 
 @dataclass(frozen=True)
 class Site:
     """The law of u at one kind of bin, given its lattice neighbours: N(scale·n, deviation²) for an integer index n."""
 
-    kernel: Array
-    """weight of every (row, column) pair of lattice neighbours"""
-    strides: tuple[int, int]
-    """the pair (row, column) has its mean at position strides · (row, column) of ``means``"""
+    kernel: Array  #: weight of every (row, column) pair of lattice neighbours
+    strides: tuple[int, int]  #: the pair (row, column) has its mean at position strides · (row, column) of ``means``
     means: Array
     deviation: float
-    repeat: int = 1
-    """how many such bins the site holds, independent given the lattice"""
-    table: Array = field(default_factory=lambda: np.zeros((0, 0)))
-    """the emissions: one row a grid point, one column a lattice neighbourhood"""
+    repeat: int = 1  #: how many such bins the site holds, independent given the lattice
+    table: Array = field(default_factory=lambda: np.zeros((0, 0)))  #: emissions: grid point by lattice neighbourhood
 
     def matrices(self, transforms: NDArray[Any]) -> NDArray[Any]:
         """One transfer matrix per z: kernel(v, v')·E[e^{zcY} | v, v']."""
@@ -469,16 +454,23 @@ def _power(departure: NDArray[Any], whole: NDArray[Any], exponent: int) -> NDArr
 class Lattice:
     """Everything the transfer product needs, and what truncating the lattice can have lost."""
 
-    interior: tuple[Site, ...]
-    """one kind of bin, or one for each run of the chain"""
+    interior: tuple[Site, ...]  #: one kind of bin, or one for each run of the chain
     left: Site
     right: Site
     links: int
     eta: float
-    exit_remove: float
-    """bound on E W over paths that leave the lattice"""
-    exit_add: float
-    """bound on the probability of such paths"""
+    exit_remove: float  #: bound on E W over paths that leave the lattice
+    exit_add: float  #: bound on the probability of such paths
+
+    @property
+    def inflation(self) -> float:
+        """(1 − η)^−links (Lemma 2)."""
+        return (1 - self.eta) ** -self.links
+
+    @property
+    def growth(self) -> float:
+        """(1 + η)^links: the most by which the lattice can exceed the truth."""
+        return (1 + self.eta) ** self.links
 
     @property
     def states(self) -> int:
@@ -555,9 +547,7 @@ def _interior_exits(
     d = np.arange(chain.bins - 1) + 0.5
     means = shift * chain.largest_shift(d)
     if high < np.max(means, initial=0.0) or low > 0:
-        raise AccountingError(
-            "the lattice does not cover its own means; this is an error in lambdacgd, please report it"
-        )
+        raise AccountingError(f"the lattice does not cover its own means; {REPORT}")
     # At most 2(b − d) of the b(b − 1) pairs (link, drawn bin) lie at distance d, each with probability 1/b.
     above = 2 * float(np.sum(ndtr(-(high - means) / deviation)))
     below = chain.bins * float(ndtr(low / deviation))
@@ -630,21 +620,13 @@ def _closing_ends(
 
 # The transfer product
 
-Rounding = Literal["up", "down"]
-MEMORY = 384 * 2**20
-"""bytes that one evaluation may use at once"""
-IN_CACHE = 2**19
-"""bytes of matrices that are multiplied together"""
-BATCH = 64
-"""frequencies whose emissions are transformed together"""
-NEVER = 1e-30
-"""a grid point less likely than this, whatever the lattice says, is left out: far below the tables' own rounding"""
-LARGEST_TABLE = 10_000_000
-"""numbers in one emission table; a few temporaries of this size exist while it is made"""
-
-
-SQUARING = 0.5
-"""what squaring a matrix takes, in units of multiplying it by as many vectors as it has rows, one by one"""
+AVAILABLE = bool(np.finfo(np.longdouble).eps < 1e-18)  #: whether there is extended precision
+MEMORY = 384 * 2**20  #: bytes that one evaluation may use at once
+IN_CACHE = 2**19  #: bytes of matrices that are multiplied together
+BATCH = 64  #: frequencies whose emissions are transformed together
+NEVER = 1e-30  #: a grid point less likely than this, whatever the lattice says, is left out: far below rounding
+LARGEST_TABLE = 10_000_000  #: numbers in one emission table; a few temporaries of this size exist while it is made
+SQUARING = 0.5  #: what squaring a matrix takes, in units of multiplying it by as many vectors as it has rows
 
 
 @dataclass(frozen=True)
@@ -654,11 +636,7 @@ class Stretch:
     count: int
     up: float
     down: float
-    site: int = 0
-    """which of the lattice's kinds of bins"""
-
-    def log_scale(self, rounding: Rounding) -> float:
-        return self.up if rounding == "up" else self.down
+    site: int = 0  #: which of the lattice's kinds of bins
 
 
 def stretches(chain: Chain, allowed: float) -> list[Stretch]:
@@ -732,10 +710,7 @@ class TransferProduct:
         sites = (*lattice.interior, lattice.left, lattice.right)
         longest = max(len(site.means) for site in sites)
         if longest * len(grid) > LARGEST_TABLE:
-            raise AccountingError(
-                f"an emission table of {longest}×{len(grid)} numbers is beyond the cap of {LARGEST_TABLE:,}; use a "
-                "smaller λ, or a larger ε or δ"
-            )
+            raise AccountingError(f"an emission table of {longest}×{len(grid)} numbers is too large; {TOO_LARGE}")
         emissions = []
         for site, j in zip(sites, (*range(len(lattice.interior)), 0, chain.bins - 1), strict=True):
             shift, variance = chain.emission(j)
@@ -767,12 +742,17 @@ class TransferProduct:
         tables += sum(self.interior[stretch.site].table.shape[1] for stretch in self.plan)
         return cost + ends + 4.0 * len(self.grid) * tables
 
-    def __call__(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-        """E e^{zW'} for every z (real z are four times cheaper than complex ones)."""
+    def __call__(self, z: NDArray[Any], direction: OneWay, *, extended: bool = False) -> NDArray[Any]:
+        """E e^{zW'} for every z (real z are four times cheaper than complex ones), in extended precision if asked to.
+
+        Shared scales are rounded up for remove, down for add.
+        """
+        if extended:
+            z = z.astype(np.clongdouble if np.iscomplexobj(z) else np.longdouble)
         batch = self._batch()
         with np.errstate(over="ignore", invalid="ignore"):  # what overflows is refused below
             values = np.concatenate(
-                [self._evaluate(z[first : first + batch], rounding) for first in range(0, len(z), batch)]
+                [self._evaluate(z[first : first + batch], direction) for first in range(0, len(z), batch)]
             )
         if not np.all(np.isfinite(values)):
             raise AccountingError("the transfer product overflowed; σ is too small for this ε, ask for a larger σ")
@@ -783,26 +763,23 @@ class TransferProduct:
         size = max(self.lattice.states, self.lattice.closing_states)
         each = 16 * (5 * size * self.lattice.states + 4 * len(self.grid))
         if each > MEMORY:
-            raise AccountingError(
-                f"{self.lattice.states} lattice states need {each / 2**20:.0f} MiB each (cap {MEMORY / 2**20:.0f}); "
-                "lump bins or ask for a smaller λ"
-            )
+            raise AccountingError(f"{self.lattice.states} lattice states need {each >> 20} MiB each; {TOO_LARGE}")
         return min(BATCH, int(MEMORY // each))
 
-    def _evaluate(self, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
+    def _evaluate(self, z: NDArray[Any], direction: OneWay) -> NDArray[Any]:
         first, last = self.ends
         waves = _Waves(self.grid, z, last)
         strips = self.right.matrices(self.right.transform(waves))
         some = max(1, IN_CACHE // (16 * self.lattice.states**2))
-        before: Stretch | None = None
+        before: tuple[int, float] | None = None
         for stretch in self.plan:
-            waves = waves.at(stretch.log_scale(rounding))
-            if before is None or before.site != stretch.site or before.log_scale(rounding) != waves.log_scale:
+            waves = waves.at(stretch.up if direction == "remove" else stretch.down)
+            if before != (stretch.site, waves.log_scale):
+                before = stretch.site, waves.log_scale
                 transforms = self.interior[stretch.site].transform(waves)
             for part in (slice(i, i + some) for i in range(0, len(z), some)):
                 matrices = self.interior[stretch.site].matrices(transforms[part])
                 strips[part] = apply_power(matrices, stretch.count, strips[part], symmetric=self.symmetric)
-            before = stretch
         ends = self.left.matrices(self.left.transform(waves.at(first)))
         return np.asarray((ends.transpose(0, 2, 1) * strips).sum(axis=(1, 2)))
 
@@ -853,11 +830,3 @@ def _square(matrix: NDArray[Any]) -> NDArray[Any]:
         np.matmul(matrix[..., first:stop, :], matrix[..., first:], out=square[..., first:stop, first:])
         square[..., stop:, first:stop] = square[..., first:stop, stop:].swapaxes(-1, -2)
     return square
-
-
-AVAILABLE = bool(np.finfo(np.longdouble).eps < 1e-18)
-
-
-def extended_transform(product: TransferProduct, z: NDArray[Any], rounding: Rounding) -> NDArray[Any]:
-    """E e^{zW'} in extended precision."""
-    return product(z.astype(np.clongdouble if np.iscomplexobj(z) else np.longdouble), rounding)

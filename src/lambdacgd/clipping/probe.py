@@ -405,9 +405,10 @@ def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) ->
         if gradient.any():
             raise ClippingError(why)
 
-    if type(output) is Tensor and output.requires_grad and not suspects:
-        return True
-    with_gradients = {place: x for place, x in outputs_of(model, output).items() if x.requires_grad}
+    outputs = _returned(output)
+    if not suspects.keys() <= outputs.keys() or not any(x.requires_grad for x in outputs.values()):
+        outputs |= _held(model)  # walks the whole model: milliseconds for a transformer, so not in every pass
+    with_gradients = {place: x for place, x in outputs.items() if x.requires_grad}
     for place in with_gradients.keys() & suspects.keys():
         with_gradients[place].register_hook(partial(refuse, suspects[place]))
     return bool(with_gradients)
@@ -417,7 +418,11 @@ def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
     """What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
     attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
     """
-    return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
+    return _returned(output) | _held(model)
+
+
+def _returned(output: Any) -> dict[str, Tensor]:
+    return {str(place): x for place, x in enumerate(tensors_in(output))}
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:

@@ -96,8 +96,9 @@ class Rows(Dataset[Any]):
         return len(self._tensors[0])
 
     def __getitems__(self, chunk: Chunk) -> list[Tensor]:
-        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=self._tensors[0].device)
-        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in self._tensors]
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)])
+        places = {t.device: rows.to(t.device, non_blocking=True) for t in self._tensors}  # nobody waits for a GPU
+        return [tensor.index_select(0, places[tensor.device]) for tensor in self._tensors]
 
     @staticmethod
     def collate(batch: list[Tensor]) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lambdacgd.clipping import ClippingError, attach, convert, probe
 from tests.clipping.small import step
@@ -268,6 +269,28 @@ def test_a_pass_that_is_not_probed_does_not_search_the_modules(monkeypatch: pyte
     monkeypatch.setattr(probe, "_held", lambda model: pytest.fail("the modules were searched"))
     model(x)["scores"].square().sum(1).mean().backward()
     assert clipper.examples == 24
+
+
+class Counted(TorchDispatchMode):
+    """How many operations run."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_a_probe_of_twice_as_many_layers_takes_twice_as_long() -> None:
+    """Of a BERT it took a million operations, each a launch on CUDA: with the square of the layers."""
+    counts = []
+    for layers in (10, 20):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers)))
+        attach(model)
+        with Counted() as counted:
+            model(torch.randn(6, 4))
+        counts.append(counted.operations)
+    assert 1.5 < counts[1] / counts[0] < 2.1
 
 
 def test_what_a_probe_leaves_in_a_list_is_not_added() -> None:

@@ -22,7 +22,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -287,11 +287,10 @@ class Probe:
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
         calls = [Counter((path, kind) for path, kind, _ in seen.rows) for seen in (whole, other)]
-        floors = {kind: _floor(x for (_, k, _), x in whole.rows.items() if k == kind) for _, kind in calls[0]}
         for (path, kind, number), x in whole.rows.items():
             if calls[0][path, kind] != calls[1][path, kind]:
                 continue  # a call for every step of the longest example, which was exchanged: others have their turn
-            y, floor = other.rows.get((path, kind, number)), floors[kind]
+            y, floor = other.rows.get((path, kind, number)), whole.floors[kind]
             layouts = set() if y is None else layouts_of(x, y, whole.count, exchanged, whole.tolerance, floor)
             if not layouts and kind in ("input", "output"):
                 raise layers[path].refuse(_MIXES.format(what=kind))
@@ -427,11 +426,15 @@ def _returned(output: Any) -> dict[str, Tensor]:
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
+    done = set[int]()  # a configuration is an attribute of every module
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            if name in _NO_OUTPUTS or id(value) in done:
+                continue
             if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
                 continue
             if isinstance(value, (Tensor, list, tuple, dict)) or _is_object(value):
+                done.add(id(value))
                 tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
                 held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
@@ -566,6 +569,12 @@ class Seen:
     tolerance: float = 0.0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
+    @cached_property
+    def floors(self) -> dict[str, float]:
+        """Of each kind, what passes for rounding; asked for when all rows are there."""
+        kinds = {kind for _, kind, _ in self.rows}
+        return {kind: _floor(x for (_, k, _), x in self.rows.items() if k == kind) for kind in kinds}
+
     @property
     def shapes(self) -> dict[tuple[str, str, int], torch.Size]:
         return {place: x.shape for place, x in self.rows.items()}
@@ -630,7 +639,7 @@ def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: floa
     if apart is None:
         return set()
     distance, size = apart
-    row = torch.arange(x.shape[0], device=x.device)
+    row = torch.arange(x.shape[0])
     kept = {MAJOR: row // (x.shape[0] // count) != exchanged, MINOR: row % count != exchanged}
     far = distance > tolerance * size.clamp_min(floor)
     layouts = {name for name, rows in kept.items() if not far[rows].any()}
@@ -641,15 +650,16 @@ def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: floa
 
 
 def differences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """How far rows lie apart, and how large they are; of a dimension that is longer in one (padded to its longest
-    example), what both have. None where more than one is.
+    """How far rows lie apart, and how large they are, on the CPU; of a dimension that is longer in one (padded to its
+    longest example), what both have. None where more than one is.
     """
     if x.shape != y.shape:
         if x.dim() != y.dim() or sum(a != b for a, b in zip(x.shape, y.shape, strict=True)) > 1:
             return None
         common = tuple(slice(0, min(a, b)) for a, b in zip(x.shape, y.shape, strict=True))
         x, y = x[common], y[common]
-    return torch.linalg.vector_norm((x - y).flatten(1), dim=1), torch.linalg.vector_norm(x.flatten(1), dim=1)
+    apart, size = torch.linalg.vector_norm(torch.stack([x - y, x]).flatten(2), dim=2).cpu()
+    return apart, size
 
 
 def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: float) -> bool:
@@ -662,7 +672,8 @@ def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: floa
 
 def _floor(rows: Iterable[Tensor]) -> float:
     """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
-    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows)
+    largest = [torch.linalg.vector_norm(x.flatten(1), dim=1).max() for x in rows]
+    sizes = sorted(torch.stack([x.double() for x in largest]).tolist()) if largest else []
     return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
 
 
@@ -815,6 +826,8 @@ def draw_alike(one: Drawn, other: Drawn) -> bool:
 Place = tuple[str, str, bool]  #: a module's path, a name in it, and whether that is a buffer
 Written = dict[Place, Any]
 _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
+_NO_OUTPUTS = _OF_MODULES - {"_buffers"}
+_TRAINING = ("training",)
 
 
 class State:
@@ -846,8 +859,9 @@ class State:
             (path, name, buffer): value
             for (path, buffer), slots in self._slots.items()
             for name, value in slots.items()
+            if name not in (_TRAINING if buffer else _OF_MODULES)
             if value is None or isinstance(value, (Tensor, int, float))
-            if name != "training" and not isinstance(value, nn.Parameter)
+            if not isinstance(value, nn.Parameter)
         }
 
     def _marks_now(self) -> set[tuple[str, tuple[int, int]]]:

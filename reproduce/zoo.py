@@ -100,6 +100,8 @@ def ours(name: str) -> str:
     """ "yes", or what was said."""
     model, batch = build(name)
     convert(model).eval()  # dropout differs between an example alone and together with others
+    with torch.no_grad():  # RWKV's weights are rescaled by its first pass in this mode
+        model(**batch)
     expected = per_example_gradients(model, loss, batch, EXAMPLES)
     zeta = _median_norm(expected)
     clipper = attach(model, zeta)

@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lambdacgd.clipping import ClippingError, attach, convert, probe
+from lambdacgd.clipping import ClippingError, attach, convert
+from lambdacgd.clipping import probe as the_probe
 from tests.clipping.small import step
 
 pytestmark = pytest.mark.usefixtures("seeded")
@@ -266,7 +267,7 @@ def test_a_pass_that_is_not_probed_does_not_search_the_modules(monkeypatch: pyte
     x = torch.randn(6, 4)
     for _ in range(3):
         model(x)["scores"].square().sum(1).mean().backward()
-    monkeypatch.setattr(probe, "_held", lambda model: pytest.fail("the modules were searched"))
+    monkeypatch.setattr(the_probe, "_held", lambda model: pytest.fail("the modules were searched"))
     model(x)["scores"].square().sum(1).mean().backward()
     assert clipper.examples == 24
 

@@ -125,8 +125,10 @@ class Norm:
         if gram_a is None or gram_b is None:  # ‖a‖²‖b‖² is all that it is made of, so √(square + error) bounds the fold
             grown = (1 + kappa) ** 2
             return (trace_a + trace_b).mul_(lost * grown).add_(self.square, alpha=(1 + 3 * self.gamma) * grown)
-        folded, other = ((trace_a, gram_b), (trace_b, gram_a)) if self.fold_a else ((trace_b, gram_a), (trace_a, gram_b))
-        across = folded[0] * folded[1]
+        folded, other = (trace_a, gram_b), (trace_b, gram_a)
+        if not self.fold_a:
+            folded, other = other, folded
+        across = torch.mul(*folded)
         error = torch.addcmul(across, *other).addcmul_(gram_a, gram_b)
         whole = self.square.clamp_min(0).add_(error, alpha=self.gamma).add_(trace_a, alpha=lost)
         return whole.add_(trace_b, alpha=lost).sqrt_().add_(across.sqrt_(), alpha=kappa).square_()

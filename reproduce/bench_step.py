@@ -4,8 +4,8 @@
 of a model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
 parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour. The modes "loop" and
 "padded-loop" are a user's loop over `privatize`'s loader with sampled batches, "plain-loop" is the loop without privacy
-over the same batches. "views-loop" takes the batches in four parts, of which every example comes as four views. A loop is
-timed behind a step that is probed, whose time stands apart, since a run has few of them; the next ones are 34, 55, 89.
+over the same batches. "views-loop" takes the batches in four parts, of which every example comes as four views. A loop
+is timed behind a step that is probed, whose time stands apart, since a run has few of them; the next are 34, 55, 89.
 
 ``run_pair``: λCGD's step over DP-SGD's, to a fraction of a percent. Whole steps differ by far less than a machine's
 speed varies, so both noises act on the same model, in turns A B B A, which cancels what drifts. Each round gives one

@@ -195,7 +195,7 @@ EXPERIMENT = Experiment(
     compute=check,
     columns=("model", "ours", "opacus"),
     page=page,
-    revision=2,
+    revision=3,
 )
 
 

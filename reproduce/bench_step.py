@@ -227,9 +227,10 @@ def on_the_device(step: Step, device: torch.device) -> dict[str, Any]:
         return {}
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         turn(step, device, steps=_PROFILED)
-    kernels = [e for e in profiler.key_averages() if e.self_device_time_total]
+    events = (e for e in profiler.key_averages() if not e.key.startswith("Activity Buffer"))  # the profiler's own
+    kernels = [e for e in events if e.self_device_time_total]
     kernels.sort(key=lambda event: -event.self_device_time_total)
     each = 1e3 * _PROFILED
     return {

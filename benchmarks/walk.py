@@ -37,7 +37,7 @@ MOST_FILES = {
     "plan, uncached": 16,
     "plan, cached": 11,
     "privatize": 25,
-    "a training step": 15,
+    "a training step": 13,
     "save": 16,
     "resume": 13,
 }

@@ -105,12 +105,16 @@ def test_packed_sequences_under_another_default_device() -> None:
 
 @pytest.mark.parametrize("kind", KINDS, ids=["lstm", "gru", "rnn", "relu"])
 def test_unbatched_input(kind: Any) -> None:
+    """The original takes it, where nobody clips; a private model has a batch."""
     torch.manual_seed(SEED)
     layer = kind(3, 4, num_layers=2, bidirectional=True).double()
     x = torch.randn(5, 3, dtype=torch.float64)
     wanted = layer(x)
     convert(layer)
-    torch.testing.assert_close(recurrent.layered(layer, x, None, recurrent._projection), wanted)
+    torch.testing.assert_close(layer(x), wanted)
+    attach(layer).allow_probe(False)
+    with pytest.raises(ValueError, match="3 dimensions"):
+        layer(x)
 
 
 # --- where nobody clips -----------------------------------------------------------------------------------------------
@@ -361,11 +365,9 @@ def test_an_example_that_is_not_finite_stays_alone_in_cudnn(kind: Any, bad: floa
 # --- recurrences over time, against autograd through ordinary operations ----------------------------------------------
 
 
-def span_of(lengths: list[int] | None, batch: int, steps: int) -> Span:
+def span_of(lengths: list[int] | None) -> Span:
     """Of sequences that are sorted, the longest having all steps; None: all have."""
-    if lengths is None:
-        return Span([batch] * steps)
-    return Span([sum(t < n for n in lengths) for t in range(steps)], torch.tensor(lengths))
+    return Span() if lengths is None else Span(torch.tensor(lengths))
 
 
 def problem(mode: str, batch: int, steps: int, hidden: int, bias: bool, **kind: Any) -> list[Any]:
@@ -382,8 +384,8 @@ def problem(mode: str, batch: int, steps: int, hidden: int, bias: bool, **kind: 
 def solved(run: Any, mode: str, given: list[Any], span: Span, used: tuple[bool, ...]) -> list[Tensor]:
     """What comes out, and the gradients of what went in, where some of the outputs are used."""
     px, h, c, w, b = given
-    y, last_h, last_c = run(mode, px, h, c, w, b, span)
-    outputs = [x for x in (y, last_h, last_c) if x is not None]
+    y, last = run(mode, px, (h,) if c is None else (h, c), w, b, span)
+    outputs = [y, *last]
     parts = [x for x, use in zip(outputs, used, strict=False) if use] or [y]
     total = sum((x * torch.linspace(-1, 2, x.numel()).to(x).view(x.shape)).sum() for x in parts)
     needed = [x for x in (px, h, c) if x is not None]
@@ -401,7 +403,7 @@ def test_states_and_gradients_are_those_of_ordinary_operations(mode: str, data: 
             steps,
             *sorted(data.draw(st.lists(st.integers(1, steps), min_size=batch - 1, max_size=batch - 1)))[::-1],
         ]
-    span, used = span_of(lengths, batch, steps), tuple(data.draw(st.lists(st.booleans(), min_size=3, max_size=3)))
+    span, used = span_of(lengths), tuple(data.draw(st.lists(st.booleans(), min_size=3, max_size=3)))
     given = problem(mode, batch, steps, hidden, data.draw(st.booleans()), dtype=torch.float64)
     wanted = solved(recurrent.plain, mode, given, span, used)
     for x, y in zip(solved(fused, mode, given, span, used), wanted, strict=True):
@@ -425,7 +427,7 @@ def test_cudnn_gives_what_the_loop_gives(mode: str, packed: bool, precision: str
     if mode == "RNN_RELU" and precision not in ("float64", "float32"):
         pytest.skip("rounding switches ReLU units on and off")
     steps, batch, hidden = 40, 16, 64
-    span = span_of([steps - 2 * i for i in range(batch)] if packed else None, batch, steps)
+    span = span_of([steps - 2 * i for i in range(batch)] if packed else None)
     given = problem(mode, batch, steps, hidden, packed, device="cuda", dtype=torch.float64)
     kind = torch.float32 if precision == "tf32" else getattr(torch, precision)
     low = [None if x is None else x.detach().to(kind).requires_grad_(x.requires_grad) for x in given]

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, get_args
 
 import torch
@@ -141,33 +142,30 @@ class Stored(Record):
         else:
             total.view(-1).addmv_(flat, factor)
 
-    def merge(self, other: Record) -> Record | None:
-        if isinstance(other, Stored):
-            return Stored(self.name, self.gradients + other.gradients)
-        return None
-
     @property
     def examples(self) -> int:
         return self.gradients.shape[0]
 
 
-@dataclass
-class ColumnSum(Record):
-    """Per-example gradients Σ_t b_it of a bias, not formed yet: the norm pass forms those of all layers together."""
+class ColumnSum(Stored):
+    """Per-example gradients Σ_t b_it of a bias [B, T, d], formed late: the norm pass forms those of all layers together
+    (`form_together`).
+    """
 
-    name: str
-    b: Tensor  # [B, T, d]
+    def __init__(self, name: str, b: Tensor) -> None:
+        self.name, self.b, self.square = name, b, None
 
-    def formed(self) -> Stored:
-        if self.b.shape[1] == 1:
-            return Stored(self.name, self.b[:, 0].to(bounds.accumulator(self.b.dtype)))
-        return Stored(self.name, self.b.sum(1, dtype=bounds.accumulator(self.b.dtype)))
-
-    def materialise(self, rows: slice) -> Tensor:
-        return self.formed().gradients[rows]
+    @cached_property
+    def gradients(self) -> Tensor:  # type: ignore[override]
+        kept = bounds.accumulator(self.b.dtype)
+        return self.b[:, 0].to(kept) if self.b.shape[1] == 1 else self.b.sum(1, dtype=kept)
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
+
+    @property
+    def examples(self) -> int:
+        return self.b.shape[0]
 
 
 @dataclass
@@ -193,18 +191,15 @@ class Outer(Record):
         return examples, tokens, self.shape.numel() // out if callable(self.a) else self.a.shape[2], out
 
     @property
-    def dtype(self) -> torch.dtype:
-        return self.b.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.b.device
-
-    @property
     def matrix(self) -> tuple[int, int]:
         """The parameter's shape as a matrix."""
         _, _, inner, outer = self.sizes
         return (inner, outer) if self.transposed else (outer, inner)
+
+    def in_chunks(self, examples: int, elements_each: int = 0) -> list[slice]:
+        """See `in_chunks`: beside other temporaries, rows that are made of patches."""
+        _, tokens, inner, _ = self.sizes
+        return in_chunks(examples, max(elements_each, tokens * inner if callable(self.a) else 0), self.b.device)
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         """Rows of an example are more of its tokens."""
@@ -221,10 +216,9 @@ class Outer(Record):
 
     def materialise(self, rows: slice) -> Tensor:
         start, stop = rows.start or 0, min(rows.stop, self.examples)
-        _, tokens, inner, _ = self.sizes
-        kept = bounds.accumulator(self.dtype)
-        whole = torch.empty(stop - start, *self.matrix, dtype=kept, device=self.device)
-        for part in in_chunks(stop - start, tokens * inner if callable(self.a) else 0, self.device):
+        kept = bounds.accumulator(self.b.dtype)
+        whole = torch.empty(stop - start, *self.matrix, dtype=kept, device=self.b.device)
+        for part in self.in_chunks(stop - start):
             here = slice(start + part.start, start + part.stop)
             a, b = self.left(here), self.b[here]
             first, second = (a, b) if self.transposed else (b, a)
@@ -233,30 +227,24 @@ class Outer(Record):
 
     def norm(self) -> Norm:
         examples, tokens, inner, outer = self.sizes
-        fold_a = inner < outer
-        gamma = bounds.accumulation_unit(max(inner, outer), self.dtype)
-        kappa = bounds.folding_unit(self.dtype, self.device)
+        dtype, device, kept = self.b.dtype, self.b.device, bounds.accumulator(self.b.dtype)
+        gamma, kappa = bounds.accumulation_unit(max(inner, outer), dtype), bounds.folding_unit(dtype, device)
         if callable(self.a):  # their sum is formed in float32
-            kappa = max(kappa, bounds.folding_unit(bounds.accumulator(self.dtype), self.device))
+            kappa = max(kappa, bounds.folding_unit(kept, device))
         if tokens == 1:
-            every = slice(0, examples)
-            kept = bounds.accumulator(self.dtype)
-            trace_a = torch.linalg.vector_norm(self.left(every)[:, 0], dim=1, dtype=kept).square()
-            trace_b = torch.linalg.vector_norm(self.b[:, 0], dim=1, dtype=kept).square()
-            return Norm(trace_a * trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa)
-        each = max(2 * tokens * tokens, tokens * inner if callable(self.a) else 0)
-        groups = in_chunks(examples, each, self.device)
-        parts = [gram_parts(self.left(rows), self.b[rows]) for rows in groups]
+            pair = self.left(slice(0, examples)), self.b
+            traces = [torch.linalg.vector_norm(x[:, 0], dim=1, dtype=kept).square() for x in pair]
+            return Norm(traces[0] * traces[1], *traces, gamma=gamma, kappa=kappa)
+        parts = [gram_parts(self.left(rows), self.b[rows]) for rows in self.in_chunks(examples, 2 * tokens * tokens)]
         sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
-        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=fold_a)
+        return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=inner < outer)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
-        _, tokens, inner, _ = self.sizes
         matrix = total if total.shape == self.matrix else total.view(self.matrix)
         if not callable(self.a):
             self._add_rows(matrix, masked(self.a, keep), masked(self.b, keep), factor, fresh)
             return
-        for rows in in_chunks(self.examples, tokens * inner, self.device):
+        for rows in self.in_chunks(self.examples):
             kept = None if keep is None else keep[rows]
             self._add_rows(matrix, masked(self.left(rows), kept), masked(self.b[rows], kept), factor[rows], fresh)
             fresh = False
@@ -266,10 +254,10 @@ class Outer(Record):
         _, _, inner, outer = self.sizes
         if inner < outer:
             a = scaled(a, factor)
-            b = b if b.dtype == a.dtype else b.to(a.dtype)
+            b = b.to(a.dtype)
         else:
             b = scaled(b, factor)
-            a = a if b.dtype == a.dtype else a.to(b.dtype)
+            a = a.to(b.dtype)
         if callable(self.a):
             bounds.sum_of_products_into(matrix, b.transpose(1, 2), a, fresh=fresh)
             return
@@ -281,7 +269,7 @@ class Outer(Record):
         """Calls of one layer are more tokens of one call: Σ_t over both is the shared parameter's gradient."""
         if not isinstance(other, Outer) or callable(self.a) or callable(other.a):
             return None
-        if self.transposed != other.transposed or self.dtype != other.dtype:
+        if self.transposed != other.transposed or self.b.dtype != other.b.dtype:
             return None
         a, b = torch.cat([self.a, other.a], 1), torch.cat([self.b, other.b], 1)
         return outer(self.name, a, b, self.shape, transposed=self.transposed)
@@ -461,13 +449,10 @@ class BackwardPass:
         Raises:
             ClippingError: A weight lies outside [0, 1], or ``weights`` is no vector.
         """
-        if weights is not None:
-            if weights.dim() != 1:
-                raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
-            if not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
-                raise ClippingError(
-                    "weights must lie in [0, 1]: a larger one would raise the sensitivity above max_grad_norm."
-                )
+        if weights is not None and weights.dim() != 1:
+            raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
+        if weights is not None and not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
+            raise ClippingError("weights must lie in [0, 1]: a larger one would raise the sensitivity.")
         # On its way now, where nothing is queued that a copy would wait for.
         self._weights = None if weights is None else weights.to(self.anchor.device, non_blocking=True)
 
@@ -508,33 +493,26 @@ class BackwardPass:
         if task != self._task:
             if self._pending:
                 raise refuse(
-                    "a backward pass inside another one (reentrant checkpointing, torch.autograd.grad in a hook) would "
-                    "clip parts of a gradient separately. Use torch.utils.checkpoint(..., use_reentrant=False)."
+                    "a backward pass inside another one (a hook, reentrant checkpointing) would clip parts of a "
+                    "gradient. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
             if self._before_adding is not None and self.looking is None:
                 self._before_adding()
             self._task, self._batch, self._forward = task, batch, forward
             after_backward(self._finish)
         if forward.number <= self._over:
-            raise refuse(
-                "its forward pass ran before the batch under way was handed out, so it saw an earlier one. Run the "
-                "model on the batch that the loader yielded last."
-            )
+            raise refuse("its forward pass saw an earlier one than the loader's last batch. Run the model on that.")
         if not forward.seen:
             raise ClippingError(
-                "the model's output holds no tensor that a gradient can come from: whether examples are kept apart in "
-                "what it handed out could not be seen. Return tensors, or containers or dataclasses of them."
+                "whether examples are kept apart in the model's output could not be seen: it holds no tensor with a "
+                "gradient. Return tensors, or containers or dataclasses of them."
             )
         if forward.clipped:
-            raise refuse(
-                "this forward pass has already been clipped and added by an earlier backward pass. Add the losses "
-                "up and call backward() once."
-            )
+            raise refuse("an earlier backward pass clipped this forward pass. Add the losses up, call backward() once.")
         if forward is not self._forward:
             raise refuse(
-                "one backward pass covers two forward passes of the model. Where they saw different examples, call "
-                "backward() for each; where row i is one example in both (two views of it), let one module call the "
-                "model twice in its forward, and attach to that."
+                "one backward pass covers two forward passes of the model. Call backward() for each; or, where row i "
+                "is one example in both (two views of it), attach to a module that calls the model twice."
             )
 
     def receive(self, record: Record, refuse: Callable[[str], ClippingError]) -> None:
@@ -571,7 +549,8 @@ class BackwardPass:
     ) -> None:
         per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
-        records = resolve_sums({name: merge(uses) for name, uses in pending.items()})
+        records = [merge(uses) for uses in pending.values()]
+        form_together(records)
         if not (per_layer or self.sharded):
             records = pack_small(records)
         groups: dict[str, list[Tensor]] = {}
@@ -655,25 +634,23 @@ def on_its_way(answer: Tensor) -> Callable[[], bool]:
 
 def merge(uses: list[Record]) -> Record:
     """One record for all uses of a parameter, cross terms included; per-example gradients where nothing shorter is."""
-    if len(uses) == 1:
-        return uses[0]
-    whole, *others = [r.formed() if isinstance(r, ColumnSum) else r for r in uses]
+    whole, *others = uses
     for record in others:
-        joined = whole.merge(record) or record.merge(whole)
-        if joined is None:
-            every = slice(0, whole.examples)
-            joined = Stored(whole.name, whole.materialise(every) + record.materialise(every))
-        whole = joined
+        every = slice(0, whole.examples)
+        whole = (
+            whole.merge(record)
+            or record.merge(whole)
+            or Stored(whole.name, whole.materialise(every) + record.materialise(every))
+        )
     return whole
 
 
-def resolve_sums(merged: dict[str, Record]) -> list[Record]:
+def form_together(records: list[Record]) -> None:
     """Form the biases' gradients, on CUDA those of all layers in one launch."""
-    waiting, sums = [r for r in merged.values() if isinstance(r, ColumnSum)], None
+    waiting = [r for r in records if isinstance(r, ColumnSum)]
     if len(waiting) > 1 and waiting[0].b.device.type == gpu.DEVICE and gpu.may_use_tables():
-        sums = gpu.column_sums([r.b for r in waiting])
-    formed = {r.name: Stored(r.name, sums[k]) if sums is not None else r.formed() for k, r in enumerate(waiting)}
-    return [formed.get(name, record) for name, record in merged.items()]
+        for record, gradients in zip(waiting, gpu.column_sums([r.b for r in waiting]) or (), strict=False):
+            record.gradients = gradients
 
 
 class NormPass:
@@ -686,7 +663,7 @@ class NormPass:
         self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
 
     def add(self, record: Record) -> None:
-        if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.device.type != gpu.DEVICE:
+        if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.b.device.type != gpu.DEVICE:
             return
         if gpu.may_use_tables():
             self._waiting.append((record.name, record.a, record.b))

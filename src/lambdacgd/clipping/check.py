@@ -72,31 +72,33 @@ def check_model(
         ClippingError: The model mixes examples, the loss is not the declared mean or sum over examples, or a parameter
             would be missed; the message names the parameters that differ.
     """
-    alone: list[Any] | None = None
+    items = batch
     if collate_fn is not None:
-        alone = [collate_fn([copy.deepcopy(item)]) for item in batch]
-        batch = collate_fn(copy.deepcopy(list(batch)))
+        batch = collate_fn(copy.deepcopy(list(items)))
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim() > 0]
     if not leaves:
         raise ClippingError("batch holds no tensor with examples in its first dimension.")
     examples = leaves[0].shape[0]
     if examples < 2:
         raise ClippingError("check_model needs a batch of at least two examples (three or more find more).")
+    if collate_fn is None:
+        alone = [example(batch, i) for i in range(examples)]
+    else:
+        alone = [collate_fn([copy.deepcopy(item)]) for item in items]
     try:
-        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, examples, torch.float64)
+        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, torch.float64)
     except TypeError as error:
         raise ClippingError(
             f"the loss failed ({error}). It is called as loss(model, batch): "
             "loss=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), say."
         ) from error
     except RuntimeError:  # float32 tensors that we cannot reach; or an error of the user's, which comes again
-        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, examples, torch.float32)
+        twin, probe, expected = _one_at_a_time(model, batch, alone, loss, torch.float32)
         tolerance = max(tolerance, _SINGLE)
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in expected])
     clip = float(norms.median()) or 1.0
     clipper = attach(twin, clip, loss_reduction=loss_reduction)
-    value = loss(twin, probe)
-    clipper.backward(value)
+    clipper.backward(loss(twin, probe))
     ratio = clipper.norms / norms
     sums, wanted = clipper.take(), clipped_sum(expected, clip)
     size = math.sqrt(sum(float(w.square().sum()) for w in wanted.values())) or 1.0
@@ -108,7 +110,7 @@ def check_model(
 
 
 def _one_at_a_time(
-    model: nn.Module, batch: Any, alone: list[Any] | None, loss: Loss, examples: int, dtype: torch.dtype
+    model: nn.Module, batch: Any, alone: list[Any], loss: Loss, dtype: torch.dtype
 ) -> tuple[nn.Module, Any, list[dict[str, Tensor]]]:
     """A copy of the model and of the batch in ``dtype``, and every example's gradient by plain autograd."""
     twin = copy.deepcopy(model).to(dtype)
@@ -119,7 +121,7 @@ def _one_at_a_time(
     batch, alone = tree_map(
         lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, (batch, alone)
     )
-    return twin, batch, gradients_of(twin, loss, alone or [example(batch, i) for i in range(examples)])
+    return twin, batch, gradients_of(twin, loss, alone)
 
 
 def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolerance: float) -> str:
@@ -129,9 +131,8 @@ def _explain(wrong: dict[str, float], ratio: Tensor, loss_reduction: str, tolera
     if float(ratio.std()) < tolerance * mean and abs(mean - 1) > tolerance:
         return f"{text}All gradients are {mean:.3g} times too large: {loss_reduction=} does not describe the loss."
     return text + (
-        "Either the model mixes examples (BatchNorm, attention across the batch), or the loss is not a "
-        f"{'mean' if loss_reduction == 'mean' else 'sum'} over examples (a mean over all tokens of a batch weighs "
-        "long examples more: average within each example first), or the batch size took part in the computation."
+        f"Either the model mixes examples, or the loss is not a {'mean' if loss_reduction == 'mean' else 'sum'} over "
+        "them (a mean over all tokens of a batch: average within each example first), or it uses the batch size."
     )
 
 
@@ -210,15 +211,10 @@ def gradients_of(model: nn.Module, loss: Loss, batches: list[Any]) -> list[dict[
     every, state = [], State(model)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for batch in batches:
-        value = loss(model, batch)
-        gradients = torch.autograd.grad(value, list(parameters.values()), allow_unused=True)
+        gradients = torch.autograd.grad(loss(model, batch), list(parameters.values()), allow_unused=True)
         state.take_back()
-        every.append(
-            {
-                n: torch.zeros_like(p) if g is None else g.to_dense()  # Embedding(sparse=True)
-                for (n, p), g in zip(parameters.items(), gradients, strict=True)
-            }
-        )
+        found = zip(parameters.items(), gradients, strict=True)  # dense: Embedding(sparse=True)
+        every.append({name: torch.zeros_like(p) if g is None else g.to_dense() for (name, p), g in found})
     return every
 
 

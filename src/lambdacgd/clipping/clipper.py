@@ -29,8 +29,8 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, mark, refuse_gradients
-from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, exchanged, rule_for
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, refuse_gradients
+from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, Slot, exchanged, mark, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
     AnyBatchNorm,
@@ -49,7 +49,6 @@ from lambdacgd.torch_private import (
 )
 
 BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
-Undo = Callable[[], None]
 _UNSEEN = 8  #: writes into a buffer that no probe saw written, until they are refused
 _MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -108,9 +107,8 @@ class Clipper(BackwardPass):
         batch_of: BatchOf | None,
     ) -> None:
         parameters = trainable(model)
-        super().__init__(
-            parameters, compute_device(next(iter(parameters.values()))), max_grad_norm, loss_reduction, mode
-        )
+        device = compute_device(next(iter(parameters.values())))
+        super().__init__(parameters, device, max_grad_norm, loss_reduction, mode)
         self.model, self._batch_of, self._forward_pass = model, batch_of, ForwardPass()
         self._watch = Watch(model, parameters)
         self._probe = Probe(model, self._forward_pass, self.anchor, self.count, mean=loss_reduction == "mean")
@@ -148,17 +146,11 @@ class Clipper(BackwardPass):
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
                 the loss; or the model is sharded.
         """
-        allowed = self._may_probe
-        try:
-            check_loss(self.model, self, loss, items, collate, probed=partial(self.allow_probe, False))
-        finally:
-            self._may_probe = allowed
+        check_loss(self.model, self, loss, items, collate)
 
     def detach(self) -> None:
         """Give the model back as it was."""
-        undo, self._undo = self._undo, []
-        for step in reversed(undo):
-            step()
+        self._undo.close()
         self.reset()
 
     def keep_sums_in(self, totals: Totals) -> None:
@@ -195,8 +187,8 @@ class Clipper(BackwardPass):
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if batch % self.views:
             raise ClippingError(
-                f"the model was given {batch} rows, which is not a multiple of augmentations={self.views}. Run other "
-                "data through it under torch.no_grad()."
+                f"the model was given {batch} rows, no multiple of augmentations={self.views}. Run other data through "
+                "it under torch.no_grad()."
             )
         if backward_task() != -1:  # a recomputation by checkpointing
             self._forward_pass.batch = batch
@@ -206,12 +198,15 @@ class Clipper(BackwardPass):
         self._watch.refuse_changes()
         # Of shards values are compared once: when a probe is due may differ from rank to rank afterwards.
         due = self._watch.due(again=not sharded) and batch > 1 and self._may_probe and not is_capturing(self.anchor)
+        if self.looking is not None:  # a loss is looked at: probes of the model inside would take their time again
+            due &= not self._probe.looked
         if due and self._probe.look((args, kwargs), batch, self._watch.mode):
             self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
         self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
         self._forward_pass.look_at(batch)
-        self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
+        if self._probe.read_elsewhere:
+            self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         if self._forward_pass.watch is None:
@@ -225,91 +220,88 @@ class Clipper(BackwardPass):
         if not torch.is_grad_enabled():
             self._watch.end(quiet=True)
             return
-        refuse_stand_ins(output, self._forward_pass.batch)
+        simple = type(output) is Tensor  # as most models' is
+        if not simple:
+            refuse_stand_ins(output, self._forward_pass.batch)
         if backward_task() == -1:
             self._watch.end(quiet=False)
             suspects = self._probe.suspects.get(self._watch.mode, {})
-            self._forward_pass.now.seen = refuse_gradients(self.model, output, suspects)
+            seen = simple and output.requires_grad and not suspects
+            self._forward_pass.now.seen = seen or refuse_gradients(self.model, output, suspects)
 
     # --- attaching ----------------------------------------------------------------------------------------------------
 
-    def _install(self) -> list[Undo]:
-        """Replace the forward of every owner of trainable parameters; the returned calls give everything back."""
+    def _install(self) -> contextlib.ExitStack:
+        """Replace the forward of every owner of trainable parameters; to close what is returned undoes that."""
         model, names = self.model, {id(p): name for name, p in self.parameters.items()}
         refuse_modules(model)
-        undo: list[Undo] = []
-        try:
+        with contextlib.ExitStack() as undo:
             for path, module in model.named_modules():
                 own = dict(_owned(module, names))
                 if own and not isinstance(module, _LISTS):
-                    undo.append(self._replace(module, path, own))
+                    undo.callback(self._replace(module, path, own).undo)
                 elif isinstance(module, (AnyBatchNorm, AnyLazyNorm)):
-                    undo.append(_guard(module, path))
+                    undo.callback(module.register_forward_pre_hook(partial(_guard, path)).remove)
             for name, parameter in self.parameters.items():
-                undo.append(parameter.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
+                undo.callback(parameter.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
             begin, leave, end = (not_compiled(hook) for hook in (self._begin, self._leave, self._end))
             # Before the hooks of others, which the probe then looks at, too; but behind FSDP2's, which gather.
             first = not any(hasattr(p, "device_mesh") for p in self.parameters.values())
-            undo.append(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=first).remove)
-            undo.append(model.register_forward_hook(_NotSaved(leave), always_call=True).remove)
-            undo.append(model.register_forward_hook(end).remove)
-        except BaseException:
-            for step in reversed(undo):
-                step()
-            raise
-        return undo
+            undo.callback(model.register_forward_pre_hook(begin, with_kwargs=True, prepend=first).remove)
+            undo.callback(model.register_forward_hook(_NotSaved(leave), always_call=True).remove)
+            undo.callback(model.register_forward_hook(end).remove)
+            return undo.pop_all()
 
-    def _replace(self, module: nn.Module, path: str, own: dict[str, str]) -> Undo:
+    def _replace(self, module: nn.Module, path: str, own: dict[str, str]) -> Replaced:
         before = module.__dict__.get("forward")
         if isinstance(before, Replaced):
             raise ClippingError(f"module '{path}' is attached already. Call detach() on the clipper it has first.")
         layer = Layer(module, path, own, module.forward, self._forward_pass, self)
-        for owner, _, last in (local.rpartition(".") for local in own):  # lists of parameters are modules of their own
-            slots: dict[str, Any] = own_parameters(module.get_submodule(owner))
-            layer.slots.append((slots, last, slots[last]))
+        for local, name in own.items():
+            owner, _, last = local.rpartition(".")  # lists of parameters are modules of their own
+            within: dict[str, Any] = own_parameters(module.get_submodule(owner))
+            layer.slots.append(Slot(within, last, name, within[last]))
         self._probe.layers.append(layer)
         rule = rule_for(module) if before is None else None  # somebody's own forward is followed as it is
         if isinstance(module, nn.Linear) and rule is not None and module.weight.dtype == torch.float32:
             self._linear_layers.append(layer)
-        replaced = Replaced(module, not_compiled(partial(self._forward_of, layer, rule)))  # a graph break
-        module.forward = replaced
-        return replaced.undo
+        module.forward = Replaced(not_compiled(partial(self._forward_of, layer, rule)))  # a graph break
+        module.forward.module, module.forward.before = module, before
+        return module.forward
 
     def _forward_of(self, layer: Layer, rule: Rule | None, *args: Any, **kwargs: Any) -> Any:
         """What runs in place of a module's forward: its rule, where its input has the batch first, or stand-ins."""
         if not torch.is_grad_enabled():
             return layer.original(*args, **kwargs)
         if functorch_is_active():
-            raise layer.refuse(
-                "torch.func transforms cannot run over an attached model. Detach first: clipper.detach()."
-            )
+            raise layer.refuse("torch.func cannot run over an attached model. Detach first: clipper.detach().")
         if not layer.forward_pass.running and backward_task() == -1:  # nor a recomputation by checkpointing
             raise layer.refuse(
-                "it was called outside the model's own forward, so its examples are unknown. Call the whole model, "
-                "model(x), or privatize only the part that you call (in Lightning: submodule=…)."
+                "it was called outside the model's own forward. Call the whole model, model(x), or privatize only the "
+                "part that you call (in Lightning: submodule=…)."
             )
         if layer.forward_pass.sharded:
             self._hook_gathered(layer)
         else:
-            for slots, local, parameter in layer.slots:
-                if slots[local] is not parameter and not isinstance(slots[local], BatchFree):
+            for within, local, _, parameter in layer.slots:
+                if within[local] is not parameter and not isinstance(within[local], BatchFree):
                     raise layer.refuse(
                         f"its parameter '{local}' is another tensor than when clipping was attached (functional_call, "
                         "or a new parameter). Detach, change the model, attach again."
                     )
-        if layer.elsewhere:
+        if layer.elsewhere or layer.forward_pass.sizes.learning:
             with own_parameters_of(layer):
                 return _by_rule(layer, rule, *args, **kwargs)
         return _by_rule(layer, rule, *args, **kwargs)
 
     def _hook_gathered(self, layer: Layer) -> None:
         """Under FSDP2 autograd sees the gathered parameter, not the shard that `_install` watches."""
-        for (slots, last, _), name in zip(layer.slots, layer.names.values(), strict=True):
-            gathered = slots[last]
+        for within, local, name, _ in layer.slots:
+            gathered = within[local]
             known = self._watched.get(id(gathered))
             if gathered is not None and (known is None or known() is not gathered):
                 self._watched[id(gathered)] = weakref.ref(gathered)
-                self._undo.append(gathered.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
+                self._undo.callback(gathered.register_post_accumulate_grad_hook(partial(_stray, name)).remove)
 
 
 class Watch:
@@ -327,19 +319,17 @@ class Watch:
     def __init__(self, model: nn.Module, trained: dict[str, nn.Parameter]) -> None:
         self._parameters = [(name, p, name in trained, p.shape, p.dtype) for name, p in model.named_parameters()]
         self._modules = list(model.modules())
-        self._buffers = [
-            (f"{path}.{name}".lstrip("."), own_buffers(module), name)
+        self._buffers = {
+            f"{path}.{name}".lstrip("."): (own_buffers(module), name)
             for path, module in model.named_modules()
             for name in own_buffers(module).keys() - non_persistent_buffers(module)
-        ]
+        }
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
         self._due = True  # whether a probe is
-        self._before: list[tuple[int, int]] = []  # the marks of buffers
-        self._versions: list[int] | None = None  # of parameters
+        self._before: tuple[Any, Any] = {}, self._marks()  # how often parameters were written, and marks of buffers
         self._compared: set[str] = set()  # buffers that a probe has seen written
-        self._quietly: set[str] = set()  # those that passes without gradients wrote, which no probe compares
-        self._unseen: Counter[str] = Counter()  # how often others wrote what no probe had seen written
+        self._unseen: Counter[tuple[str, bool]] = Counter()  # how often others were written; whether without gradients
 
     def refuse_changes(self) -> None:
         """Compare the parameters with what they were when clipping was attached.
@@ -348,14 +338,10 @@ class Watch:
             ClippingError: Somebody froze, unfroze, reshaped or cast a parameter, or registered a hook on its gradient.
         """
         for name, p, trained, shape, dtype in self._parameters:
-            changed = ""
-            if p.requires_grad != trained:
-                changed = "was frozen" if trained else "was unfrozen"
-            elif trained and (p.shape != shape or p.dtype != dtype):
-                changed = f"changed its shape to {tuple(p.shape)} or its type to {p.dtype}"
-            if changed:
+            if p.requires_grad != trained or (trained and (p.shape != shape or p.dtype != dtype)):
                 raise ClippingError(
-                    f"parameter '{name}' {changed} after clipping was attached. Detach, change the model, attach again."
+                    f"parameter '{name}' was frozen or unfrozen, or changed its shape or type, after clipping was "
+                    "attached. Detach, change the model, attach again."
                 )
             if trained and backward_hooks(p):
                 raise ClippingError(
@@ -378,13 +364,11 @@ class Watch:
     def probed(self, compared: set[str]) -> None:
         """The pass that begins was probed, and nothing was found. ``compared``: buffers that probes saw written."""
         self._probed_modes.add(self.mode)
-        self._compared = compared
-        self._due = False
+        self._compared, self._due = compared, False
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
-        self._before = self._marks()
-        self._versions = None if sharded else self._counts()
+        self._before = {} if sharded else self._versions(), self._marks()
 
     def end(self, *, quiet: bool) -> None:
         """After a forward pass, ``quiet``: one without gradients.
@@ -392,91 +376,83 @@ class Watch:
         Raises:
             ClippingError: It wrote a parameter, or a buffer that no probe looks at.
         """
-        if self._versions is not None and self._versions != (now := self._counts()):
-            names = [name for name, p, *_ in self._parameters if not p.is_inference()]
-            written = next(n for n, a, b in zip(names, self._versions, now, strict=True) if a != b)
-            raise ClippingError(WRITES_PARAMETER.format(name=written))
-        places = zip(self._buffers, self._before, self._marks(), strict=False)
-        new = [(name, held.get(local)) for (name, held, local), a, b in places if a != b and name not in self._compared]
-        if quiet:  # counters tell nothing about examples
-            self._quietly.update(name for name, b in new if b is not None and b.is_floating_point())
-        else:
-            self._unseen.update(name for name, _ in new)
-            self._due |= bool(new)  # to be compared in the next forward pass
+        versions, marks = self._before
+        for name, count in self._versions().items() if versions else ():
+            if versions[name] != count:
+                raise ClippingError(WRITES_PARAMETER.format(name=name))
+        for name, now in self._marks().items():
+            if now == marks[name] or name in self._compared:
+                continue
+            slots, local = self._buffers[name]
+            held = slots.get(local)
+            if not quiet:
+                self._unseen[name, quiet] += 1
+                self._due = True  # to be compared in the next forward pass
+            elif held is not None and held.is_floating_point():  # counters tell nothing about examples
+                self._unseen[name, quiet] = _UNSEEN
         self._refuse_unseen()
 
     def _refuse_unseen(self) -> None:
         """Once a probe has seen what passes with gradients write: others may write no more."""
-        if not self._probed_modes:
+        if not self._unseen or not self._probed_modes:
             return
-        for name in sorted(self._quietly - self._compared):
-            raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
-        for name in sorted(n for n, times in self._unseen.items() if times >= _UNSEEN and n not in self._compared):
+        for (name, quiet), times in sorted(self._unseen.items()):
+            if times < _UNSEEN or name in self._compared:
+                continue
+            if quiet:
+                raise _quiet(f"wrote the buffer '{name}', which those with gradients leave alone")
             raise ClippingError(
-                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did: "
-                "whether it holds something of examples could not be seen. Write it in every pass or in none, or "
-                "make it register_buffer(…, persistent=False), which does not leave the model."
+                f"forward passes wrote the buffer '{name}' {_UNSEEN} times, and none of those that were looked at did. "
+                "Write it in every pass or in none, or use register_buffer(…, persistent=False)."
             )
 
-    def _marks(self) -> list[tuple[int, int]]:
-        return [mark(buffers.get(name)) for _, buffers, name in self._buffers]
+    def _marks(self) -> dict[str, tuple[int, int]]:
+        return {name: mark(slots.get(local)) for name, (slots, local) in self._buffers.items()}
 
-    def _counts(self) -> list[int]:
+    def _versions(self) -> dict[str, int]:
         """How often each parameter was written."""
-        return [version(p) for _, p, *_ in self._parameters if not p.is_inference()]
+        return {name: version(p) for name, p, *_ in self._parameters if not p.is_inference()}
 
 
 def _quiet(what: str) -> ClippingError:
     return ClippingError(
-        f"a forward pass without gradients {what}: what it holds of examples would leave the model with its "
-        "state_dict, without clipping or noise. Call the model in eval mode there, or, if the data is public, before "
-        "it is private (detach first)."
+        f"a forward pass without gradients {what}: something of examples would leave the model without clipping or "
+        "noise. Call the model in eval mode there, or, if the data is public, before it is private (detach first)."
     )
 
 
 # --- a module's forward, replaced -------------------------------------------------------------------------------------
 
 
-def _refuse_pickle() -> NoReturn:
-    raise ClippingError(
-        "this model is attached for training and cannot be pickled, which torch.save(model) does: the hooks that clip "
-        "and add noise would be part of it. Save model.state_dict(), or use private.save or lc.export; or call "
-        "detach() first"
-    )
-
-
 class _NotSaved(partial[Any]):
-    """A hook that says why it cannot be saved: models are pickled hooks first."""
+    """A hook or a forward of ours: it says why it cannot be saved. Models are pickled hooks first."""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse_pickle()
+        raise ClippingError(
+            "this model is attached for training and cannot be pickled, which torch.save(model) does. Save "
+            "model.state_dict(), or use private.save or lc.export; or call detach() first"
+        )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _NotSaved:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return self  # as functions are
 
 
-class Replaced:
+class Replaced(_NotSaved):
     """What stands in for ``forward`` on a module's instance. A deep copy of the module gets its own plain forward."""
 
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._module, self._forward, self._before = module, forward, module.__dict__.get("forward")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
+    module: nn.Module
+    before: Any  #: what stood there
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if self._before is not None:
-            return copy.deepcopy(self._before, memo)
-        return type(self._module).forward.__get__(memo.get(id(self._module), self._module))
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        _refuse_pickle()
+        if self.before is not None:
+            return copy.deepcopy(self.before, memo)
+        return type(self.module).forward.__get__(memo.get(id(self.module), self.module))
 
     def undo(self) -> None:
-        if self._before is None:
-            del self._module.forward
+        if self.before is None:
+            del self.module.forward
         else:
-            self._module.forward = self._before
+            self.module.forward = self.before
 
 
 def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
@@ -484,8 +460,8 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
     x: Any = args[0] if args else next(iter(kwargs.values()), None)
     if rule is None or not (rule.finds_batch or isinstance(x, Tensor)):
         return _followed(layer, *args, **kwargs)
-    rows = 0
-    if isinstance(x, Tensor) and not isinstance(x, BatchFree) and (rule.pointwise or not rule.finds_batch):
+    rows, plain = 0, isinstance(x, Tensor) and not isinstance(x, BatchFree)
+    if plain and (rule.pointwise or not rule.finds_batch):
         alone = rule.pointwise and x.dim() > 1 and len(args) + len(kwargs) == 1
         rows = layer.forward_pass.sizes.rows(layer, x, second=alone)
     layer.batched = rows != 0
@@ -497,15 +473,13 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
         return _followed(layer, *args, **kwargs)
     watch = layer.forward_pass.watch
     if watch is not None and rows:
-        for kind, seen in (("input", x), ("output", output)):
-            watch.add(layer.path, kind, seen.flatten(0, 1) if rows < 0 else seen)
+        watch.add(layer.path, "input", x.flatten(0, 1) if rows < 0 else x)
     return output
 
 
 def _followed(layer: Layer, *args: Any, **kwargs: Any) -> Any:
     """The original forward with stand-ins in place of this module's own parameters."""
-    places = zip(layer.slots, layer.names.values(), strict=True)
-    with exchanged((slots, last, parameter_stand_in(layer, name, slots[last])) for (slots, last, _), name in places):
+    with exchanged((s.within, s.local, parameter_stand_in(layer, s.name, s.within[s.local])) for s in layer.slots):
         return layer.original(*args, **kwargs)
 
 
@@ -513,9 +487,8 @@ def _stray(name: str, parameter: Tensor) -> None:
     """A gradient that reached a parameter by way of autograd has not been clipped."""
     parameter.grad = None
     raise ClippingError(
-        f"parameter '{name}' received a gradient that was not clipped: it is used outside the forward of the module "
-        "that owns it (a penalty on weights in the loss, a forward called before attach). Call the owning module "
-        "instead, move penalties to the optimizer's weight_decay, or freeze the parameter."
+        f"parameter '{name}' received a gradient that was not clipped: it is used outside its module's forward. Call "
+        "that module, move penalties on weights to the optimizer's weight_decay, or freeze the parameter."
     )
 
 
@@ -527,15 +500,13 @@ _MIXES = (
 )
 
 
-def _guard(module: nn.Module, path: str) -> Undo:
-    def refuse(m: nn.Module, args: Any) -> None:
-        if _uses_the_batch(m) and torch.is_grad_enabled():
-            where = f"module '{path}' ({type(m).__name__})"
-            raise ClippingError(f"{where} {_MIXES} (It was in eval mode when clipping was attached.)")
-        if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
-            raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
-
-    return module.register_forward_pre_hook(refuse).remove
+def _guard(path: str, m: nn.Module, args: Any) -> None:
+    if _uses_the_batch(m) and torch.is_grad_enabled():
+        raise ClippingError(
+            f"module '{path}' ({type(m).__name__}) {_MIXES} (It was in eval mode when clipping was attached.)"
+        )
+    if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
+        raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
 
 def _uses_the_batch(batch_norm: nn.Module) -> bool:
@@ -544,38 +515,28 @@ def _uses_the_batch(batch_norm: nn.Module) -> bool:
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Modules that no rule can make exact, each with what to do."""
-    for path, module in model.named_modules():
-        why = _obstacle(module)
+    """Refuse modules that no rule can make exact, each with what to do."""
+    for path, m in model.named_modules():
+        inside = any(p.requires_grad for p in m.parameters())
+        learns = any(p.requires_grad for p in m.parameters(recurse=False))
+        why = ""
+        if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
+            why = _MIXES
+        elif isinstance(m, AnyInstanceNorm) and m.track_running_stats:
+            why = (
+                "keeps running statistics over examples: an unclipped, un-noised leak. Set track_running_stats=False, "
+                "or lambdacgd.clipping.convert(model)."
+            )
+        elif type(m) in _FUSED and inside:
+            why = "hides its layers in fused kernels. lambdacgd.clipping.convert(model) opens it, in place."
+        elif isinstance(m, torch.jit.ScriptModule) and inside:
+            why = "is a TorchScript module, which cannot be seen into. Use its Python form."
+        elif isinstance(m, nn.parallel.DistributedDataParallel):
+            why = "would average gradients that were not clipped. Use lambdacgd.privatize, or attach to its .module."
+        elif isinstance(m, nn.DataParallel):
+            why = "splits batches behind our back. Use DistributedDataParallel, or one device."
         if why:
-            raise ClippingError(f"module '{path}' ({type(module).__name__}) {why}")
-
-
-def _obstacle(m: nn.Module) -> str:
-    learns = any(p.requires_grad for p in m.parameters(recurse=False))
-    inside = any(p.requires_grad for p in m.parameters())
-    if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
-        return _MIXES
-    if isinstance(m, AnyInstanceNorm) and m.track_running_stats:
-        return (
-            "keeps running statistics over examples: an unclipped, un-noised leak. Set track_running_stats=False, or "
-            "lambdacgd.clipping.convert(model)."
-        )
-    if type(m) in _FUSED and inside:
-        return (
-            "computes with fused kernels that hide its layers. lambdacgd.clipping.convert(model) replaces it in place "
-            "by one with the same parameters and outputs."
-        )
-    if isinstance(m, torch.jit.ScriptModule) and inside:
-        return "is a TorchScript module, which cannot be seen into. Use its Python form."
-    if isinstance(m, nn.parallel.DistributedDataParallel):
-        return (
-            "would average gradients that were not clipped. lambdacgd.privatize takes the wrapped model; to clip "
-            "alone, attach to its .module."
-        )
-    if isinstance(m, nn.DataParallel):
-        return "splits batches behind our back. Use DistributedDataParallel, or one device."
-    return ""
+            raise ClippingError(f"module '{path}' ({type(m).__name__}) {why}")
 
 
 # --- parameters and examples ------------------------------------------------------------------------------------------
@@ -623,14 +584,13 @@ def batch_size(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     packed = next((x for x in (*args, *kwargs.values()) if isinstance(x, PackedSequence)), None)
     if packed is not None:
         return int(packed.batch_sizes[0])
-    tensors = [x for x in tree_leaves(args) if isinstance(x, Tensor) and x.dim() > 0]
-    if not tensors:
-        named = {k: v for k, v in kwargs.items() if isinstance(v, Tensor) and v.dim() > 0}
-        tensors = [named[k] for k in _MAIN_INPUTS if k in named] or list(named.values())
-        tensors = tensors or [x for x in tree_leaves(list(kwargs.values())) if isinstance(x, Tensor) and x.dim() > 0]
-    if not tensors:
+    tensors = {name: x for name, x in kwargs.items() if isinstance(x, Tensor)}
+    main = [tensors[name] for name in _MAIN_INPUTS if name in tensors]
+    leaves = tree_leaves((args, main, tensors, kwargs))  # in the order of preference
+    first = next((x for x in leaves if isinstance(x, Tensor) and x.dim() > 0), None)
+    if first is None:
         raise ClippingError(
-            "cannot tell the number of examples: the model was given no tensor. Make tensors of the data before the "
-            "model (in the dataset or collate_fn), or pass batch_of=lambda args, kwargs: … to privatize or attach."
+            "cannot tell the number of examples: the model was given no tensor. Make tensors of the data before, in "
+            "the dataset or collate_fn, or pass batch_of=lambda args, kwargs: … to privatize or attach."
         )
-    return tensors[0].shape[0]
+    return first.shape[0]

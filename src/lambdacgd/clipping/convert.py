@@ -64,23 +64,21 @@ def _refuse(path: str, module: nn.Module) -> None:
     wrapped = isinstance(module, nn.parallel.DistributedDataParallel)
     if wrapped or any(hasattr(p, "device_mesh") for p in module.parameters(recurse=False)):
         # Wrappers know the modules they were given: what is exchanged later is neither synchronised nor sharded.
-        what = "wrapped in DistributedDataParallel" if wrapped else "sharded (fully_shard)"
         raise ClippingError(
-            f"{where} is {what} already. Convert first: convert(model), then wrap or shard it, then make the "
-            "optimizer, then privatize."
+            f"{where} is {'wrapped in DistributedDataParallel' if wrapped else 'sharded (fully_shard)'} already. "
+            "Convert first, then wrap or shard it, then make the optimizer, then privatize."
         )
     if type(module) in _OPEN and getattr(module, "proj_size", False):
         raise ClippingError(f"{where}: proj_size > 0 has no drop-in. Use proj_size=0 and a Linear behind it.")
-    if isinstance(module, AnyLazyNorm) and isinstance(module, AnyBatchNorm):
-        raise ClippingError(f"{where} ({kind}) is not initialised yet. Run one forward pass before convert.")
     if isinstance(module, AnyBatchNorm):
+        if isinstance(module, AnyLazyNorm):
+            raise ClippingError(f"{where} ({kind}) is not initialised yet. Run one forward pass before convert.")
         own = "forward" in vars(module) or type(module).forward not in {AnyBatchNorm.forward, nn.SyncBatchNorm.forward}
         own |= type(module).__call__ is not nn.Module.__call__ or nn.utils.parametrize.is_parametrized(module)
         if own or forward_hooks(module):
             raise ClippingError(
-                f"{where} ({kind}) is a BatchNorm with a forward of its own (an activation, a hook, a "
-                "parametrization), which GroupNorm would drop. Replace it yourself by a GroupNorm followed by what it "
-                "does besides (models of timm take norm_layer=)."
+                f"{where} ({kind}) is a BatchNorm with a forward of its own (an activation, a hook), which GroupNorm "
+                "would drop. Replace it by a GroupNorm followed by what it does besides (timm: norm_layer=)."
             )
 
 

@@ -2,15 +2,14 @@
 
 A forward pass that is probed is preceded by others over a few examples of its batch: all of them, and then again with
 one of them exchanged for its neighbour, for each in turn. *Values* are compared. What the other examples have in every
-layer's input, output and output gradient, and in the model's outputs, must be the same as before; what the forward pass
+layer's input and output gradient, and in the model's outputs, must be the same as before; what the forward pass
 writes (buffers, plain attributes of modules) must be, too, since it would leave the model without clipping or noise.
 Passes over two numbers of examples come first. They show which dimensions hold the examples (`rules.BatchSizes`), how
 rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
 module (`Layer.elsewhere`).
 
 Generators of random numbers are set back before each pass (`Numbers`): dropout is no difference. Rounding is hardly
-one, since all shapes stay the same: `tolerance_of` says what passes for it. When a probe is due is the clipper's
-question (`clipper.Watch`).
+one, since all shapes stay the same (`tolerance_of`). When a probe is due is the clipper's question (`clipper.Watch`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,18 +31,17 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from lambdacgd.clipping.backward import BackwardPass
 from lambdacgd.clipping.batch_free import plain, refuse_stand_ins, standing_in
-from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer
+from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer, mark
 from lambdacgd.errors import ClippingError, InvalidInput
-from lambdacgd.torch_private import AnyDropout, non_persistent_buffers, own_buffers, tree_map, version
+from lambdacgd.torch_private import AnyDropout, non_persistent_buffers, own_buffers, tree_map
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
 _SETS = 3  #: numbers of examples that are tried until one tells the batch from other dimensions
 _TURNS = 3  #: random numbers that are tried until every layer has been seen
 _STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
-_WALKED = 1 << 12  #: operations behind a tensor that are looked at for parameters
 _FEW = 64  #: attributes of modules with more items than this are no place for outputs
+_LOW = (torch.bfloat16, torch.float16)
 
 
 class Probe:
@@ -54,6 +52,7 @@ class Probe:
         read_elsewhere: Those whose parameters other modules read, too.
         suspects: By the model's mode, the outputs that no gradient may come from (see `outputs_of`), and why.
         compared: Buffers that its passes have written, and whose values it has compared.
+        looked: Whether any probe has come to its end.
     """
 
     def __init__(
@@ -70,17 +69,17 @@ class Probe:
         self.read_elsewhere: list[Layer] = []
         self.suspects: dict[bytes, dict[str, str]] = {}
         self.compared: set[str] = set()
+        self.looked = False
         self._model, self._forward_pass, self._anchor, self._count = model, forward_pass, anchor, count
         self._mean = mean
-        self._looked = False  # whether any probe has come to its end
         self._shapes: dict[int, dict[str, torch.Size]] = {}  # of the model's outputs, by the number of examples
 
-    def look(self, arguments: Arguments, batch: int, mode: bytes) -> bool:
+    def look(self, arguments: Any, size: int, mode: bytes) -> bool:
         """Run a few examples together, and with each of them exchanged; compare, and leave everything as it was.
 
         Args:
-            arguments: What the model is called with.
-            batch: How many examples it has.
+            arguments: What the model is called with, args and kwargs.
+            size: How many examples it has.
             mode: Which modules are in train mode.
 
         Returns:
@@ -90,24 +89,24 @@ class Probe:
             ClippingError: The model mixes examples, depends on those of an earlier pass, or writes what must not leave
                 it.
         """
-        kind, suspects = self._anchor.device.type, self.suspects.setdefault(mode, {})
+        kind, batch = self._anchor.device.type, Batch(arguments, size, self._count)
         # What mixes does so in any precision: without autocast rounding hides less.
         for low in (False, True) if torch.is_autocast_enabled(kind) else (False,):
             try:
                 with torch.autocast(kind, enabled=low):
-                    return self._look(arguments, batch, suspects)
+                    return self._look(batch, self.suspects.setdefault(mode, {}))
             except _Failed as failed:  # some kernels are for 16 bits alone
                 error = failed
-        if not self._looked:  # it has worked before: if this batch is at fault, the pass itself will say so
-            raise error.explained() from error.error
+        if not self.looked:  # it has worked before: if this batch is at fault, the pass itself will say so
+            raise ClippingError(str(error)) from error.__cause__
         return True
 
-    def _look(self, arguments: Arguments, batch: int, suspects: dict[str, str]) -> bool:
-        if take_examples(arguments, batch, [0, 1], self._count) is None:
+    def _look(self, batch: Batch, suspects: dict[str, str]) -> bool:
+        if batch.take([0, 1]) is None:
             # Arguments that cannot be cut: the sizes of later batches have to do, and buffers are taken on trust.
             self.compared |= {name for name, _ in self._model.named_buffers()}
             return True
-        sets, differ = self._chosen(arguments, batch)
+        different = batch.different(max(_SIZES))
         state, sharded, turn, told = State(self._model), self._forward_pass.sharded, 0, False
         parameters = {} if sharded else dict(self._model.named_parameters())
         before = fingerprints(parameters.values())
@@ -117,7 +116,7 @@ class Probe:
             try:
                 for rows in (some.before, some.rows) if some.before else (some.rows,):
                     start = numbers.again(turn)
-                    seen = self._run(arguments, batch, rows, some.scales, apart=apart)
+                    seen = self._run(batch, rows, some, apart=apart)
                     seen.numbers = start, numbers.now()
             finally:
                 written = state.take_back()
@@ -143,7 +142,7 @@ class Probe:
                 Numbers(self._model, self._anchor.device) as numbers,
                 torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda x: x),
             ):
-                chosen = sorted(set(self._learn(run, state, sets)))
+                chosen = sorted(set(self._learn(run, state, self._sets(batch, different))))
                 one, count = Some(chosen), len(chosen)
                 state.touched.clear()
 
@@ -162,62 +161,72 @@ class Probe:
                 if not told and not sharded:  # how much is drawn depends on the examples (dropout over their tokens)
                     with without_dropout(self._model):
                         exchange_each()
-                if differ:  # where one example was exchanged; what comes now leaves them alike
+                if len(different) > 1:  # where one example was exchanged; what comes now leaves them alike
                     self.compared |= state.touched
                 if not sharded:
-                    self._look_further(compare, chosen, sizes_of(arguments, batch, chosen, self._count), suspects)
+                    suspects.update(self._look_further(compare, chosen, batch.largest_of(chosen)) | suspects)
                 for name, was, now in zip(parameters, before, fingerprints(parameters.values()), strict=True):
                     if was != now:
                         raise ClippingError(WRITES_PARAMETER.format(name=name))
-                self._looked = True
+                self.looked = True
                 self.read_elsewhere = [layer for layer in self.layers if layer.elsewhere]
         finally:
             self._forward_pass.sizes.learning, self._forward_pass.watch = False, None
-        return differ or sharded
+        return len(different) > 1 or sharded
 
-    def _look_further(
-        self, compare: Callable[..., dict[str, str]], chosen: list[int], sizes: Tensor | None, suspects: dict[str, str]
-    ) -> None:
+    @staticmethod
+    def _look_further(compare: Callable[..., dict[str, str]], chosen: list[int], largest: int | None) -> dict[str, str]:
         """Two things that neighbours, exchanged within a pass, do not show: an example larger than all others (where
         every image has the same maximum, dividing by that of the batch changes nothing; so all are halved but one), and
         examples of an earlier pass (a hidden state that is carried on, a queue).
         """
-        count, nobody = len(chosen), -1
-        if sizes is not None and float(sizes.max()) > 0:
-            j = int(sizes.argmax())
-            scales = [1.0 if i == j else 0.5 for i in range(count)]
+        found, halves, nobody = dict[str, str](), [0.5] * len(chosen), -1
+        if largest is not None:
+            scales = [1.0 if i == largest else 0.5 for i in range(len(chosen))]
             with contextlib.suppress(_Failed):  # half of an example need not be one
-                suspects.update(compare(Some(chosen, [0.5] * count), Some(chosen, scales), j) | suspects)
+                found = compare(Some(chosen, halves), Some(chosen, scales), largest)
         try:
-            late = compare(Some(chosen, before=chosen), Some(chosen, before=[chosen[-1]] * count), nobody)
+            late = compare(Some(chosen, before=chosen), Some(chosen, before=[chosen[-1]] * len(chosen)), nobody)
         except ClippingError as error:
             raise ClippingError(_REMEMBERS) from error
-        suspects.update(dict.fromkeys(late, _REMEMBERS) | suspects)
+        return dict.fromkeys(late, _REMEMBERS) | found
 
     # --- the passes ---------------------------------------------------------------------------------------------------
+
+    def _sets(self, batch: Batch, different: list[int]) -> list[list[int]]:
+        """Sets of a few examples, first those whose number, and one less, no dimension has. Equal rows (views, padding)
+        tell nothing where they are exchanged, so rows that differ are taken. Of two one is taken twice for a second
+        number: a batch of one tells nothing.
+        """
+        rows = different if len(different) > 1 else list(range(min(batch.size, max(_SIZES))))
+        if len(rows) == 2:
+            return [[*rows, rows[1]]]
+        dims = {d for p in self._model.parameters() for d in p.shape}
+        dims |= {d for x in tensors_in(batch.arguments) for d in x.shape[1 if x.shape[:1] == (batch.size,) else 0 :]}
+        sizes = sorted((m for m in _SIZES if m <= len(rows)), key=lambda m: sum(d in (m, m - 1) for d in dims))
+        return [rows[:m] for m in sizes[:_SETS]]
 
     def _learn(self, run: Callable[..., Seen], state: State, sets: list[list[int]]) -> list[int]:
         """Passes of two sizes, until all places know whether the batch is their first dimension: a table with as many
         rows as there are examples looks like a batch until a pass of another size has come by it. Returns the first set
         of examples whose size does not stand in the way.
         """
-        once = self._looked or self._forward_pass.sharded
+        once = self.looked or self._forward_pass.sharded
         for chosen in sets[:1] if once else sets:
-            failed, rounds = None, 1 if once else 2
-            while rounds > 0:
-                failed, rounds, written = None, rounds - 1, []
+            failed, read = None, set[str]()
+            for _ in range(1 if once else 2):
+                failed, written = None, []
                 for rows in (chosen, chosen[1:]):
                     try:
-                        seen = run(Some(rows))
+                        seen = run(Some(rows, every=True))
                         written.append(seen.written)
+                        read |= seen.elsewhere
                     except ClippingError as error:
-                        failed, seen = error, self._forward_pass.watch
-                    for layer in self.layers if seen.strays else ():
-                        new = {local for local, name in layer.names.items() if name in seen.strays} - layer.elsewhere
-                        layer.elsewhere |= new
-                        rounds = max(rounds, 2) if new else rounds  # what they take part in is a place, too
+                        failed = error
             if failed is None:
                 state.compare(written[0], written[1], None)
+                for layer in self.layers:
+                    layer.elsewhere |= read.intersection(layer.names.values())
                 return chosen
             if not once:
                 self._forward_pass.sizes.forget()
@@ -225,25 +234,25 @@ class Probe:
         assert failed is not None
         raise failed
 
-    def _run(
-        self, arguments: Arguments, batch: int, rows: Sequence[int], scales: Sequence[float] | None, *, apart: bool
-    ) -> Seen:
+    def _run(self, batch: Batch, rows: Sequence[int], some: Some, *, apart: bool) -> Seen:
         """One forward pass over some examples, and backward passes from its outputs, together or each ``apart``."""
-        taken = take_examples(arguments, batch, rows, self._count, scales)
-        assert taken is not None
+        args, kwargs = batch.take(rows, some.scales)
         forward_pass, count = self._forward_pass, len(rows)
-        own = {name: p for layer in self.layers for name, p in layer.parameters.items()}
-        seen = forward_pass.watch = Seen(count, {id(p): name for name, p in own.items()})
+        seen = forward_pass.watch = Seen(count)
         forward_pass.look_at(count)
         held = list(_held(self._model).values())  # kept, so that what is new has another id
         try:
             call = self._model.forward if forward_pass.sharded else self._model  # with hooks of others on the model
-            with standing_in(self.layers):
-                output = call(*taken[0], **taken[1])
+            with standing_in(self.layers, every=some.every and not forward_pass.sharded):
+                output = call(*args, **kwargs)
         except (ClippingError, InvalidInput, torch.OutOfMemoryError):  # a batch too large says nothing about dimensions
             raise
         except Exception as error:  # whatever the user's forward raises
-            raise _Failed(error, count, batch) from error
+            raise _Failed(
+                f"the model's forward pass failed ({type(error).__name__}: {error}) on {count} examples of a batch of "
+                f"{batch.size}, which were to show whether it keeps them apart. If it does not fail on all, start with "
+                "another batch size, or call clipper.allow_probe(False) and see to that yourself."
+            ) from error
         refuse_stand_ins(output, count)
         outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
         self._shapes[count] = {place: x.shape for place, x in outputs.items()}
@@ -258,9 +267,9 @@ class Probe:
             seen.tolerance = max(seen.tolerance, tolerance_of(x))
             if not x.requires_grad or not x.numel() or (x.numel() > 1 and dim is None):
                 continue
-            vector = torch.full_like(x, float(count) if self._mean else 1.0)
             if x.numel() == 1:
                 seen.losses.add(place)
+                vector = torch.full_like(x, float(count) if self._mean else 1.0)
             else:
                 vector = _cotangent(x, dims[0], [1.0 + 0.1 * row for row in rows])
             kind = f"gradient of {place}" if apart or place in seen.losses else "gradient"
@@ -268,21 +277,18 @@ class Probe:
         for seen.kind, given in {} if forward_pass.sharded else together.items():  # gathered in whole passes alone
             roots, vectors = zip(*given, strict=True)
             try:
-                gradients = torch.autograd.grad(
-                    roots, [self._anchor, *own.values()], vectors, retain_graph=True, allow_unused=True
-                )
+                torch.autograd.grad(roots, [self._anchor], vectors, retain_graph=True, allow_unused=True)
             except (ClippingError, torch.OutOfMemoryError):
                 raise
             except RuntimeError:  # what fails here fails in the user's own backward pass, and is better explained there
                 continue
-            seen.strays |= {name for name, g in zip(own, gradients[1:], strict=True) if g is not None}
         return seen
 
     # --- what they show -----------------------------------------------------------------------------------------------
 
     def _compare(self, whole: Seen, other: Seen, exchanged: int, suspects: dict[str, str]) -> bool:
-        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input
-        or output. Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
+        """What agrees in no layout of the rows depends on the example that was exchanged: an error in a layer's input.
+        Returns whether the gradients of all outputs together disagree: then each is to be looked at apart.
         """
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
@@ -292,7 +298,7 @@ class Probe:
                 continue  # a call for every step of the longest example, which was exchanged: others have their turn
             y, floor = other.rows.get((path, kind, number)), whole.floors[kind]
             layouts = set() if y is None else layouts_of(x, y, whole.count, exchanged, whole.tolerance, floor)
-            if not layouts and kind in ("input", "output"):
+            if not layouts and kind == "input":
                 raise layers[path].refuse(_MIXES.format(what=kind))
             if not layouts:
                 mixing.setdefault(kind, str(layers[path].refuse(_MIXES.format(what="output gradient"))))
@@ -319,79 +325,41 @@ class Probe:
                 sure &= layer.path not in several or layer.layout is not None
         return sure
 
-    def _chosen(self, arguments: Arguments, batch: int) -> tuple[list[list[int]], bool]:
-        """Sets of a few examples, first those whose number, and one less, no dimension has; and whether they differ.
-        Equal rows (views, padding) tell nothing where they are exchanged, so rows that differ are taken. Of two one is
-        taken twice for a second number: a batch of one tells nothing.
-        """
-        different: list[int] = []
-        held: list[list[Tensor]] = []
-        for row in range(batch):
-            one = list(tensors_in(take_examples(arguments, batch, [row], lambda args, kwargs: 1)))
-            if not any(len(one) == len(x) and all(map(_same, one, x)) for x in held):
-                different.append(row)
-                held.append(one)
-            if len(different) == max(_SIZES):
-                break
-        differ = len(different) > 1
-        rows = different if differ else list(range(min(batch, max(_SIZES))))
-        if len(rows) == 2:
-            return [[*rows, rows[1]]], differ
-        dims = {d for p in self._model.parameters() for d in p.shape}
-        dims |= {d for x in tensors_in(arguments) for d in x.shape[1 if x.shape[:1] == (batch,) else 0 :]}
-        sizes = sorted((m for m in _SIZES if m <= len(rows)), key=lambda m: sum(d in (m, m - 1) for d in dims))
-        return [rows[:m] for m in sizes[:_SETS]], differ
 
-
-@dataclass(frozen=True)
-class Some:
-    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; and examples of a pass that
-    runs first.
+class Some(NamedTuple):
+    """Some examples of a batch, by their rows; what each one's numbers are multiplied by; examples of a pass that runs
+    first; and whether ``every`` parameter is a stand-in outside its module, to see which are read there.
     """
 
     rows: Sequence[int]
     scales: Sequence[float] | None = None
     before: Sequence[int] = ()
+    every: bool = False
 
 
 class _Failed(Exception):
     """The user's forward raised on some examples of a batch."""
 
-    def __init__(self, error: Exception, count: int, batch: int) -> None:
-        super().__init__(str(error))
-        self.error, self.count, self.batch = error, count, batch
-
-    def explained(self) -> ClippingError:
-        return ClippingError(
-            f"the model's forward pass failed ({type(self.error).__name__}: {self.error}). It was run on {self.count} "
-            f"examples of a batch of {self.batch}, to see whether they go through it one by one. If it fails on all of "
-            "them too, mend that; if not, start with a batch whose size no other dimension of the inputs has, or call "
-            "clipper.allow_probe(False) and see to that yourself."
-        )
-
 
 _MIXES = (
     "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
-    "and without another one. Row i of every layer's input must be example i's alone: no statistic of the batch, no "
-    "neighbour; sort when the batch is put together."
+    "and without another one. Take every statistic within an example; sort when the batch is put together."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "
     "one. Take every statistic within an example, or leave this output out of the loss."
 )
 _LOSS = (
-    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch "
-    "weighs long examples more; statistics over the batch mix examples). Compute the loss from the model's other "
-    "outputs, averaged within each example first."
+    "the loss that the model returns is not the declared mean or sum over examples (a mean over all tokens of a batch, "
+    "say). Compute the loss from the model's other outputs, averaged within each example first."
 )
 _REMEMBERS = (
     "the model's forward pass depends on the examples of an earlier one: a hidden state that is carried on, a queue, a "
     "memory. An example then changes sums of steps that it takes no part in. Begin every forward pass anew."
 )
 WRITES_PARAMETER = (
-    "the forward pass writes the parameter '{name}': what it holds of examples would leave the model with its "
-    "state_dict, without clipping or noise (a running average, a table that is renormalised where it is read: "
-    "Embedding(max_norm=…)). Leave that out; parameters change in optimizer steps alone."
+    "the forward pass writes the parameter '{name}' (a running average, Embedding(max_norm=…)): something of examples "
+    "would leave the model without clipping or noise. Parameters change in optimizer steps alone."
 )
 
 
@@ -433,10 +401,9 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
                 continue
             if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
                 continue
-            if isinstance(value, (Tensor, list, tuple, dict)) or _is_object(value):
-                done.add(id(value))
-                tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
-                held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
+            done.add(id(value))
+            tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
+            held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
 
 
@@ -444,18 +411,9 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 
 def check_loss(
-    model: nn.Module,
-    backward_pass: BackwardPass,
-    loss: Loss,
-    items: Sequence[Any],
-    collate: Callable[[list[Any]], Any],
-    *,
-    probed: Callable[[], None],
+    model: nn.Module, backward_pass: BackwardPass, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]
 ) -> None:
-    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows.
-
-    ``probed`` is called behind the first pass: a probe of the model inside the others would take its time again.
-    """
+    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows."""
     if backward_pass.sharded:
         raise ClippingError("the loss of a sharded model cannot be looked at. Look at it before the model is sharded.")
     if len(items) < 2:
@@ -485,12 +443,10 @@ def check_loss(
                 state.take_back()
 
         try:
-            norms(items)
-            probed()
             whole, drawn = norms(items)
             # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
             one = next(iter(backward_pass.parameters.values()))
-            low = backward_pass.low or one.dtype in (torch.bfloat16, torch.float16)
+            low = backward_pass.low or one.dtype in _LOW
             tolerance = 0.02 if low else max(tolerance_of(one), 5e-4 if one.dtype == torch.float32 else 0.0)
             for j in range(count):
                 others = [i for i in range(count) if i != j]
@@ -500,19 +456,14 @@ def check_loss(
             if drawn[0][0] != drawn[0][1]:  # numbers for fewer examples are others: without dropout, and from one batch
                 model.eval()
                 if draws:
-                    items, collate = list(range(count)), partial(_rows_of, batch, count)
+                    cut = Batch(((batch,), {}), count)
+                    items, collate = list(range(count)), lambda rows: (cut.take(rows) or cut.arguments)[0][0]
                 whole, drawn = norms(items)
             for fewer in [range(count - 1), *([k] for k in range(count))] if drawn[0][0] == drawn[0][1] else ():
                 _refuse_far(whole[list(fewer)], norms([items[k] for k in fewer])[0], tolerance, count, len(fewer))
         finally:
             for module, training in modes:
                 module.training = training
-
-
-def _rows_of(batch: Any, count: int, rows: list[int]) -> Any:
-    """A batch of some rows of another."""
-    taken = take_examples(((batch,), {}), count, rows, lambda args, kwargs: len(rows))
-    return batch if taken is None else taken[0][0]
 
 
 def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer: int) -> None:
@@ -523,16 +474,15 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
     if fewer < count and any(bool(((ratio / r - 1).abs() < tolerance).all()) for r in (step, 1 / step)):
         raise ClippingError(
             "the gradients of all examples change with the size of the batch: loss_reduction does not describe the "
-            "loss (a mean over examples is 'mean', a sum is 'sum'), or the loss of an example depends on the other "
-            "examples of its batch."
+            "loss, or the loss of an example depends on the others."
         )
     k = int(far.nonzero()[0])
     raise ClippingError(
         f"the loss of an example depends on the other examples of its batch: the gradient of one of {count} has norm "
-        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Clipping one "
-        "example then does not bound what it changes. Look for a mean over all tokens of the batch (average within "
-        "each example first), class weights or ignore_index in a mean, a root or power of the mean, contrastive terms, "
-        "mixup in collate_fn, padding on the left (pad on the right), padding without an attention mask."
+        f"{float(one[k]):.4g}, and {float(other[k]):.4g} where another one is exchanged or left out. Look for a mean "
+        "over all tokens of the batch (average within each example first), class weights or ignore_index in a mean, a "
+        "root or power of the mean, contrastive terms, mixup in collate_fn, padding on the left (pad on the right), "
+        "padding without an attention mask."
     )
 
 
@@ -541,28 +491,26 @@ def _refuse_far(one: Tensor, other: Tensor, tolerance: float, count: int, fewer:
 
 @dataclass
 class Seen:
-    """What one pass of the probe shows: the rows of every layer's input, output and output gradient.
+    """What one pass of the probe shows: the rows of every layer's input and output gradient.
 
     Attributes:
         count: How many examples it had.
-        names: Of all parameters, by their id.
         kind: "gradient" in a backward pass from all the model's outputs, "gradient of k" from the k-th.
-        rows: By layer, kind ("input", "output" or that) and how many of that kind came before.
+        rows: By layer, kind ("input" or that) and how many of that kind came before.
         outputs: The model's outputs, by rows.
         losses: Which of them are single numbers with a gradient.
-        strays: Parameters that got a gradient past the rules: they are read outside their own module.
+        elsewhere: Parameters that were read outside their own module.
         layouts: How the rows of each layer can be put together, by its path.
         written: What it wrote; see `State`.
         numbers: Where generators of random numbers stood before and behind it.
     """
 
     count: int
-    names: dict[int, str]
     kind: str = "gradient"
     rows: dict[tuple[str, str, int], Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     losses: set[str] = field(default_factory=set)
-    strays: set[str] = field(default_factory=set)
+    elsewhere: set[str] = field(default_factory=set)
     layouts: dict[str, set[str]] = field(default_factory=dict)
     written: Written = field(default_factory=dict)
     numbers: tuple[Any, Any] = (None, None)
@@ -590,19 +538,6 @@ class Seen:
             self.rows[path, kind, self.number(path, kind) if place is None else place] = sample(plain(x))
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
-    def note(self, x: Tensor) -> None:
-        """A tensor that stand-ins meet has a gradient and no examples: parameters of others may be behind it."""
-        waiting, done = [x.grad_fn], set[Any]()
-        self.strays |= {self.names[id(x)]} if id(x) in self.names else set()
-        while waiting and len(done) < _WALKED:
-            node = waiting.pop()
-            if node is None or node in done:
-                continue
-            done.add(node)
-            leaf = getattr(node, "variable", None)
-            self.strays |= {self.names[id(leaf)]} if id(leaf) in self.names else set()
-            waiting += [edge[0] for edge in node.next_functions]
-
 
 def sample(x: Tensor) -> Tensor:
     """Rows of a tensor as they are compared, a copy: of long ones some numbers of every step, and the norm of all."""
@@ -624,7 +559,7 @@ def tolerance_of(x: Tensor) -> float:
     kernels of CUDA that add up in any order round differently: a thousand units of float32 are left for that, ten of
     TF32 and of bfloat16. The mildest of the tests that mix differ by 1.4%.
     """
-    if x.dtype in (torch.bfloat16, torch.float16):
+    if x.dtype in _LOW:
         return 0.04
     if x.dtype == torch.float32:
         return 5e-3 if x.is_cuda else 1e-4  # TF32, also where cuDNN alone uses it
@@ -633,10 +568,8 @@ def tolerance_of(x: Tensor) -> float:
 
 def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: float, floor: float) -> set[str]:
     """In which layouts the rows of all but one of ``count`` examples are the same in ``x`` and ``y``."""
-    if x.shape[0] != y.shape[0] or x.shape[0] % count:
-        return set()
     apart = differences(x, y)
-    if apart is None:
+    if apart is None or x.shape[0] != y.shape[0] or x.shape[0] % count:
         return set()
     distance, size = apart
     row = torch.arange(x.shape[0])
@@ -653,11 +586,10 @@ def differences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
     """How far rows lie apart, and how large they are, on the CPU; of a dimension that is longer in one (padded to its
     longest example), what both have. None where more than one is.
     """
-    if x.shape != y.shape:
-        if x.dim() != y.dim() or sum(a != b for a, b in zip(x.shape, y.shape, strict=True)) > 1:
-            return None
-        common = tuple(slice(0, min(a, b)) for a, b in zip(x.shape, y.shape, strict=True))
-        x, y = x[common], y[common]
+    if x.dim() != y.dim() or sum(a != b for a, b in zip(x.shape, y.shape, strict=True)) > 1:
+        return None
+    common = tuple(slice(0, min(a, b)) for a, b in zip(x.shape, y.shape, strict=True))
+    x, y = x[common], y[common]
     apart, size = torch.linalg.vector_norm(torch.stack([x - y, x]).flatten(2), dim=2).cpu()
     return apart, size
 
@@ -681,11 +613,10 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
     """All tensors in a nest of containers, dataclasses and plain objects, in their order."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and isinstance(value, (Mapping, list, tuple)):
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif depth and (isinstance(value, (Mapping, list, tuple)) or _is_object(value)):
+        inner = vars(value) if not isinstance(value, (Mapping, list, tuple)) else value
+        for item in inner.values() if isinstance(inner, Mapping) else inner:
             yield from tensors_in(item, depth - 1)
-    elif depth and _is_object(value):
-        yield from tensors_in(vars(value), depth - 1)
 
 
 def _is_object(value: Any) -> bool:
@@ -698,58 +629,83 @@ def _cotangent(x: Tensor, dim: int, weights: list[float]) -> Tensor:
     shape = [1 if d == dim else s for d, s in enumerate(x.shape)]
     direction = torch.linspace(0.5, 1.5, math.prod(shape), device=x.device).view(shape)
     if x.shape[dim] == len(weights):
-        rows = torch.tensor(weights, device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
-        direction = direction * rows
+        direction = direction * _along(weights, dim, x)
     return direction.expand(x.shape).to(x.dtype)
+
+
+def _along(numbers: Sequence[float], dim: int, x: Tensor) -> Tensor:
+    """Numbers for the rows of a dimension of ``x``."""
+    return torch.tensor(list(numbers), device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
 
 
 # --- the same passes again --------------------------------------------------------------------------------------------
 
 
-def take_examples(
-    arguments: Any, batch: int, rows: Sequence[int], count: Callable[..., int], scales: Sequence[float] | None = None
-) -> Any:
-    """The arguments for some examples of a batch, cut where the batch is first or, by ``batch_of``, second; None where
-    they cannot be cut. ``scales``: what each example's numbers and pixels are multiplied by.
-    """
+@dataclass
+class Batch:
+    """What a model is called with, args and kwargs, and how many examples that is; ``count`` tells it of others."""
 
-    def whole(x: Any) -> bool:
-        return isinstance(x, PackedSequence)
+    arguments: Any
+    size: int
+    count: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None
 
-    for dim in (0, 1):
+    def take(self, rows: Sequence[int], scales: Sequence[float] | None = None) -> Any:
+        """The arguments for some examples, cut where the batch is first or, by ``batch_of``, second; None where they
+        cannot be cut. ``scales``: what each example's numbers and pixels are multiplied by.
+        """
+        for dim in (0, 1):
+            taken = tree_map(partial(self._cut, dim, rows, scales), self.arguments, is_leaf=_is_packed)
+            # If the first is not cut, examples lie in it one behind the other (bags).
+            cut = next(tensors_in(taken), None) is not next(tensors_in(self.arguments), None)
+            if cut and (self.count is None or self.count(*taken) == len(rows)):
+                return taken
+        return None
 
-        def take(x: Any, dim: int = dim) -> Any:
-            if isinstance(x, PackedSequence) and int(x.batch_sizes[0]) == batch:
-                padded, lengths = pad_packed_sequence(x, batch_first=True)
-                index = torch.tensor(list(rows))
-                some = padded.index_select(0, index.to(padded.device))
-                return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
-            if _is_object(x):
-                held = copy.copy(x)
-                vars(held).update({name: tree_map(take, value, is_leaf=whole) for name, value in vars(x).items()})
-                return held
-            if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == batch):
-                return x
-            some = x.index_select(dim, torch.tensor(list(rows), device=x.device))
-            if scales is None or not (some.is_floating_point() or some.dtype == torch.uint8):
-                return some
-            factors = torch.tensor(list(scales), device=x.device).view([-1 if d == dim else 1 for d in range(x.dim())])
-            return (some * factors).to(some.dtype)
+    def _cut(self, dim: int, rows: Sequence[int], scales: Sequence[float] | None, x: Any) -> Any:
+        if _is_packed(x) and int(x.batch_sizes[0]) == self.size:
+            padded, lengths = pad_packed_sequence(x, batch_first=True)
+            index = torch.tensor(list(rows))
+            some = padded.index_select(0, index.to(padded.device))
+            return pack_padded_sequence(some, lengths[index], batch_first=True, enforce_sorted=False)
+        if _is_object(x):
+            held = copy.copy(x)
+            cut = partial(self._cut, dim, rows, scales)
+            vars(held).update({name: tree_map(cut, value, is_leaf=_is_packed) for name, value in vars(x).items()})
+            return held
+        if not (isinstance(x, Tensor) and x.dim() > dim and x.shape[dim] == self.size):
+            return x
+        some = x.index_select(dim, torch.tensor(list(rows), device=x.device))
+        return some if scales is None or not _scales(some) else (some * _along(scales, dim, x)).to(some.dtype)
 
-        args, kwargs = tree_map(take, arguments, is_leaf=whole)
-        first = next(tensors_in((args, kwargs)), None)
-        cut = first is not next(tensors_in(arguments), None)  # if not, examples lie in it one behind the other (bags)
-        if cut and count(args, kwargs) == len(rows):
-            return args, kwargs
-    return None
+    def different(self, most: int) -> list[int]:
+        """The first rows that hold different examples."""
+        found: list[tuple[int, list[Tensor]]] = []
+        for row in range(self.size):
+            one = list(tensors_in(self.take([row])))
+            if not any(len(one) == len(x) and all(map(_same, one, x)) for _, x in found):
+                found.append((row, one))
+            if len(found) == most:
+                break
+        return [row for row, _ in found]
+
+    def largest_of(self, rows: Sequence[int]) -> int | None:
+        """Which of some examples holds the largest number, in the first tensor of numbers or pixels that has one row
+        each.
+        """
+        for x in tensors_in(self.take(rows)):
+            if x.shape[:1] == (len(rows),) and x.numel() and _scales(x):
+                sizes = x.detach().reshape(len(rows), -1).float().abs().amax(1).nan_to_num(0.0, 0.0, 0.0)
+                return int(sizes.argmax()) if x.dim() > 1 and sizes.any() else None
+        return None
 
 
-def sizes_of(arguments: Arguments, batch: int, rows: Sequence[int], count: Callable[..., int]) -> Tensor | None:
-    """The largest number of each example, in the first tensor of numbers or pixels that has one row each."""
-    for x in tensors_in(take_examples(arguments, batch, rows, count)):
-        if x.shape[:1] == (len(rows),) and x.numel() and (x.is_floating_point() or x.dtype == torch.uint8):
-            return x.detach().flatten(1).float().abs().amax(1).nan_to_num(0.0, 0.0, 0.0) if x.dim() > 1 else None
-    return None
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, PackedSequence)
+
+
+def _scales(x: Tensor) -> bool:
+    """Whether half of its numbers mean anything: not where they are indices."""
+    return x.is_floating_point() or x.dtype == torch.uint8
 
 
 # --- the same random numbers ------------------------------------------------------------------------------------------
@@ -763,13 +719,15 @@ class Numbers:
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._device = device if device.type == "cuda" else None
+        self._shared = [torch.default_generator]
+        if device.type == "cuda":
+            self._shared.append(torch.cuda.default_generators[device.index])
         held = (value for module in model.modules() for value in vars(module).values())
-        self._own = [(g, g.get_state()) for g in held if isinstance(g, torch.Generator)]
+        self._all = [*self._shared, *(value for value in held if isinstance(value, torch.Generator))]
 
     def __enter__(self) -> Numbers:
-        self._states = random.getstate(), np.random.get_state(), torch.get_rng_state()  # noqa: NPY002
-        self._on_device = None if self._device is None else torch.cuda.get_rng_state(self._device)
+        states = [generator.get_state() for generator in self._all]
+        self._states = random.getstate(), np.random.get_state(), states  # noqa: NPY002
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -779,35 +737,29 @@ class Numbers:
         """Set them back, or, for turns after the first, to some other place; returns `now`."""
         random.setstate(self._states[0])
         np.random.set_state(self._states[1])  # noqa: NPY002
-        torch.set_rng_state(self._states[2])
-        if self._on_device is not None:
-            torch.cuda.set_rng_state(self._on_device, self._device)  # type: ignore[arg-type]
-        for generator, state in self._own:
+        for generator, state in zip(self._all, self._states[2], strict=True):
             generator.set_state(state)
         if turn:
             random.seed(turn)
             np.random.seed(turn)  # noqa: NPY002
-            torch.default_generator.manual_seed(turn)
-            if self._device is not None:
-                with torch.cuda.device(self._device):
-                    torch.cuda.manual_seed(turn)
+            for generator in self._shared:
+                generator.manual_seed(turn)
         return self.now()
 
     def now(self) -> Any:
         """Where they stand, to be compared: it moves where numbers are drawn."""
-        states = [torch.get_rng_state(), *(generator.get_state() for generator, _ in self._own)]
-        states += [torch.cuda.get_rng_state(self._device)] if self._device else []
         of_numpy: Any = np.random.get_state()  # noqa: NPY002
-        return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], [state.numpy().tobytes() for state in states]
+        states = [generator.get_state().numpy().tobytes() for generator in self._all]
+        return random.getstate(), of_numpy[1].tobytes(), of_numpy[2:], states
 
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
     """A block in which dropout layers are in eval mode."""
     layers = [module for module in model.modules() if isinstance(module, AnyDropout) and module.training]
-    for layer in layers:
-        layer.training = False
     try:
+        for layer in layers:
+            layer.training = False
         yield
     finally:
         for layer in layers:
@@ -823,11 +775,11 @@ def draw_alike(one: Drawn, other: Drawn) -> bool:
 
 # --- what forward passes write ----------------------------------------------------------------------------------------
 
-Place = tuple[str, str, bool]  #: a module's path, a name in it, and whether that is a buffer
+Place = tuple[str, str, str]  #: a module's path, "buffer" or "attribute", and its name
 Written = dict[Place, Any]
 _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
 _NO_OUTPUTS = _OF_MODULES - {"_buffers"}
-_TRAINING = ("training",)
+_NOTHING = object()
 
 
 class State:
@@ -839,58 +791,52 @@ class State:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots: dict[tuple[str, bool], dict[str, Any]] = {}
-        self._persistent = set[Place]()  # asking for a state_dict would make FSDP2 let go of shards
+        self._modules = dict(model.named_modules())
         self._containers: list[tuple[Any, Any]] = []  # lists and dictionaries, each with a copy of what it holds
-        for path, module in model.named_modules():
-            self._slots[path, True], self._slots[path, False] = own_buffers(module), vars(module)
-            names = own_buffers(module).keys() - non_persistent_buffers(module)
-            self._persistent |= {(path, name, True) for name in names}
+        for module in self._modules.values():
             for value in (value for name, value in vars(module).items() if name not in _OF_MODULES):
                 inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
                 self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict))]
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
+        self._marks = {place: mark(value) for place, (value, _) in self._before.items()}
         self._caches = set[Place]()
-        self._marks = self._marks_now()
-        self.touched = set[str]()  #: names of buffers that passes have written, if only with what they held
+        self.touched = set[str]()  #: names of what passes have written, if only with what it held
+
+    def _slots(self, path: str, kind: str) -> Any:
+        return own_buffers(self._modules[path]) if kind == "buffer" else vars(self._modules[path])
 
     def _values(self) -> dict[Place, Any]:
         return {
-            (path, name, buffer): value
-            for (path, buffer), slots in self._slots.items()
-            for name, value in slots.items()
-            if name not in (_TRAINING if buffer else _OF_MODULES)
+            (path, kind, name): value
+            for path in self._modules
+            for kind in ("buffer", "attribute")
+            for name, value in self._slots(path, kind).items()
+            if kind == "buffer" or name not in _OF_MODULES
             if value is None or isinstance(value, (Tensor, int, float))
             if not isinstance(value, nn.Parameter)
         }
-
-    def _marks_now(self) -> set[tuple[str, tuple[int, int]]]:
-        return {(f"{path}.{name}".lstrip("."), mark(value)) for (path, name, b), value in self._values().items() if b}
 
     @torch.no_grad()
     def take_back(self) -> Written:
         """Everything as it was before the probe. Returns what was written since."""
         values, written = self._values(), {}
-        self.touched |= {name for name, _ in self._marks_now() ^ self._marks}
+        self.touched |= {_name(place) for place, value in values.items() if mark(value) != self._marks.get(place)}
         for place in values.keys() | self._before.keys():
-            slots, name = self._slots[place[0], place[2]], place[1]
-            held, value = self._before.get(place, (None, None))
-            now = values.get(place)
-            if place in self._before and now is held and _same(now, value):
+            now, (held, value) = values.get(place, _NOTHING), self._before.get(place, (_NOTHING, None))
+            if now is held and _same(now, value):
                 continue
-            if place in values:
+            if now is not _NOTHING:
                 written[place] = _copy(now)
-            if place not in self._before:
-                del slots[name]
+            if held is _NOTHING:
+                del self._slots(*place[:2])[place[2]]
                 continue
-            if place in values or name not in slots:
-                slots[name] = held
+            self._slots(*place[:2])[place[2]] = held
             if isinstance(held, Tensor) and not _same(held, value):
                 held.copy_(value)
         for container, items in self._containers:
             container.clear()
             container.extend(items) if isinstance(container, list) else container.update(items)
-        self._marks = self._marks_now()
+        self._marks = {place: mark(value) for place, value in self._values().items()}
         return written
 
     @torch.no_grad()
@@ -901,21 +847,20 @@ class State:
         for place in one.keys() | other.keys():
             before = self._before.get(place, (None, None))[1]
             x, y = one.get(place, before), other.get(place, before)
-            path, name, buffer = place
-            if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape:
-                self._caches |= {place} - self._persistent
+            path, kind, name = place
+            in_state_dict = kind == "buffer" and name not in non_persistent_buffers(self._modules[path])
+            if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape != y.shape and not in_state_dict:
+                self._caches.add(place)
             if place not in self._caches and _differs(x, y, before, tolerance):
                 raise ClippingError(
-                    f"the forward pass writes what depends on the examples into the "
-                    f"{'buffer' if buffer else 'attribute'} '{f'{path}.{name}'.lstrip('.')}': statistics of examples "
-                    "would leave the model without clipping or noise. Freeze them (eval mode), or use a layer without "
+                    f"the forward pass writes what depends on the examples into the {kind} '{_name(place)}', which "
+                    "would leave the model without clipping or noise. Freeze it (eval mode), or use a layer without "
                     "running statistics: lambdacgd.clipping.convert(model)."
                 )
 
 
-def mark(value: Any) -> tuple[int, int]:
-    """What changes when another tensor takes the place of this one, or somebody writes into it."""
-    return (id(value), version(value)) if isinstance(value, Tensor) and not value.is_inference() else (0, 0)
+def _name(place: Place) -> str:
+    return f"{place[0]}.{place[2]}".lstrip(".")
 
 
 @torch.no_grad()

@@ -13,9 +13,10 @@ other activation. A parameter used in any other way receives an ordinary gradien
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -90,15 +91,15 @@ class BatchSizes:
 
     A position table of 64 rows looks like a batch of 64 examples whenever the numbers agree. So each place in a model
     where the question arises (a module, an operation on a parameter; told apart by how often it was asked in this
-    forward pass) keeps what it saw: a first dimension that once differed from the batch size is not the batch, however
-    often it agrees later. The probe gives it two sizes to begin with (``learning``), by which it also finds first
-    dimensions that are a multiple of the batch: examples folded with frames, windows or tokens.
+    forward pass) keeps what its first tensor looked like, and is what that and a tensor of a batch of another size both
+    look like. The probe gives it two sizes to begin with (``learning``), by which it also finds first dimensions that
+    are a multiple of the batch (examples folded with frames, windows or tokens) and batches in dimension 1.
     """
 
     def __init__(self) -> None:
         self.batch, self.learning = 0, False
-        self._uses: dict[Hashable, int] = {}
-        self._first: dict[tuple[Hashable, int], tuple[int, int, int]] = {}  # (batch, first and second dimension)
+        self._uses: Counter[Hashable] = Counter()
+        self._first: dict[tuple[Hashable, int], tuple[int, list[tuple[str, int]]]] = {}  # (batch, what it looked like)
         self._known: dict[tuple[Hashable, int], str] = {}
         self._kinds: dict[Hashable, set[str]] = {}  # of all uses of a place
 
@@ -128,17 +129,14 @@ class BatchSizes:
             if second and _SECOND in kinds and x.dim() > 1 and x.shape[1] == batch:
                 return -1
             return first // batch if first == batch or (_FOLDED in kinds and first % batch == 0) else 0
-        use = self._uses.get(place, 0)
-        self._uses[place] = use + 1
-        key = (place, use)
+        key = (place, self._uses[place])
+        self._uses[place] += 1
         known = self._known.get(key) or self._learn(key, x)
         if known == _FREE:
             return 0
-        if known == _BATCH and first == batch:
-            return 1
         if known == _SECOND:
             return -1 if second else 0
-        if known == _FOLDED and first % batch == 0:
+        if first == batch or (known == _FOLDED and first % batch == 0):
             return first // batch
         raise ClippingError(
             f"{place}: the first dimension was the batch in earlier batches and now is {first} for {batch} examples. "
@@ -147,31 +145,29 @@ class BatchSizes:
 
     def _learn(self, key: tuple[Hashable, int], x: Tensor) -> str:
         """What this place is, if batches of two sizes have come by it; else what it looks like."""
-        batch, first, other = self.batch, x.shape[0], x.shape[1] if x.dim() > 1 else -1
-        size, first_then, other_then = self._first.setdefault(key, (batch, first, other))
-        looks = _BATCH if first == batch else _FREE
-        if looks == _FREE and self.learning:
-            looks = _FOLDED if first % batch == 0 and first else _SECOND if other == batch else _FREE
-        if size == batch:
-            if looks == _FREE or first != first_then:
-                return self._keep(key, _FREE) if not self.learning else looks
-            if not self.learning and _FREE in self._kinds.get(key[0], ()):
-                raise ClippingError(
-                    f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch ({batch} examples) first: other "
-                    "uses of it do not. Run a batch of another size first."
-                )
-            return looks
-        if first == first_then:
-            both = self.learning and other == batch and other_then == size
-            return self._keep(key, _SECOND if both else _FREE)
-        if first * size != first_then * batch or first % batch:
-            return self._keep(key, _FREE)
-        return self._keep(key, _BATCH if first == batch else _FOLDED if self.learning else _FREE)
+        looks = self._looks(x)
+        size, then = self._first.setdefault(key, (self.batch, looks))
+        both = [kind for kind in looks if kind in then]
+        if size != self.batch or (not both and not self.learning):
+            known = self._known[key] = both[0][0] if both else _FREE
+            self._kinds.setdefault(key[0], set()).add(known)
+            return known
+        if not self.learning and _FREE in self._kinds.get(key[0], ()):
+            raise ClippingError(
+                f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
+                "uses of it do not. Run a batch of another size first."
+            )
+        return looks[0][0] if looks else _FREE
 
-    def _keep(self, key: tuple[Hashable, int], kind: str) -> str:
-        self._known[key] = kind
-        self._kinds.setdefault(key[0], set()).add(kind)
-        return kind
+    def _looks(self, x: Tensor) -> list[tuple[str, int]]:
+        """What a tensor may be, with a number that does not change with the size of the batch."""
+        batch, first = self.batch, x.shape[0]
+        looks = [(_BATCH, 1)] if first == batch else []
+        if self.learning and first and first != batch and first % batch == 0:
+            looks.append((_FOLDED, first // batch))
+        if self.learning and x.dim() > 1 and x.shape[1] == batch:
+            looks.append((_SECOND, first))
+        return looks
 
 
 class ForwardPass:
@@ -218,6 +214,11 @@ class ForwardPass:
         return copy
 
 
+def mark(value: Any) -> tuple[int, int]:
+    """What changes when another tensor takes the place of this one, or somebody writes into it."""
+    return (id(value), version(value)) if isinstance(value, Tensor) and not value.is_inference() else (0, 0)
+
+
 @contextlib.contextmanager
 def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
     """Other tensors in the places of parameters; these come back at the end."""
@@ -232,6 +233,15 @@ def exchanged(places: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[Non
             slots[name] = value
 
 
+class Slot(NamedTuple):
+    """A parameter, its name in the model, and where it lies: in which dictionary, under which name."""
+
+    within: dict[str, Any]
+    local: str
+    name: str
+    value: Tensor
+
+
 @dataclass(eq=False)
 class Layer:
     """A module that owns trainable parameters.
@@ -242,7 +252,7 @@ class Layer:
         original: Its own forward.
         batched: Whether the input it runs on now has the batch in a dimension that its rule knows.
         layout: How rows are put together where an example has several; None: nobody has seen it.
-        elsewhere: Its own names of parameters that other modules read, too.
+        elsewhere: The model's names of those that other modules read, too.
     """
 
     module: nn.Module
@@ -251,18 +261,13 @@ class Layer:
     original: Callable[..., Any]
     forward_pass: ForwardPass
     backward_pass: BackwardPass
-    slots: list[tuple[dict[str, Any], str, Tensor]] = field(default_factory=list)  # where its parameters were
+    slots: list[Slot] = field(default_factory=list)
     batched: bool = False
     layout: str | None = None
     elsewhere: set[str] = field(default_factory=set)
 
     def __str__(self) -> str:
         return f"module '{self.path}'" if self.path else "the model itself"
-
-    @property
-    def parameters(self) -> dict[str, Tensor]:
-        """Its parameters by the model's names, as they were when clipping was attached."""
-        return {name: slot[2] for name, slot in zip(self.names.values(), self.slots, strict=True)}
 
     def is_batched(self, x: Tensor) -> bool:
         """Whether ``x``, an input of this module, has the batch first (examples may have several rows)."""
@@ -360,23 +365,23 @@ class Tap(torch.autograd.Function):
 class FusedTap(torch.autograd.Function):
     """A layer's operation and its tap as one node instead of two, for models that are bound by the host.
 
-    ``operation`` has ``forward(x, weight)``, which gives the output and what else to keep, and ``backward(gradient, x,
-    weight, *kept)``, which gives the gradient of x. The recorder is given x and what was kept.
+    ``forward(x, weight)`` gives the output and what to keep: x, weight, and what else ``backward(gradient, x, weight,
+    *kept)`` needs for the gradient of x. The recorder is given x and what else was kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, operation: Any, call: Call) -> Tensor:
-        y, *kept = operation.forward(x, weight)
-        ctx.operation, ctx.call = operation, call
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
+        y, x, weight, *kept = forward(x, weight)
+        ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, *kept = ctx.saved_tensors
-        below = None if weight is None else ctx.operation.backward(gradient, x, weight, *kept)
+        below = None if weight is None else ctx.operation(gradient, x, weight, *kept)
         ctx.call.deliver(gradient, x, *kept)
-        return None, below, None, None, None
+        return None, below, None, None, None, None
 
 
 def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Tensor:
@@ -387,6 +392,11 @@ def tap(layer: Layer, output: Tensor, recorder: Recorder, *saved: Tensor) -> Ten
         output = output.clone()
     saved = tuple(s.detach() for s in saved)
     return apply_tap(output, layer.backward_pass.anchor, Call(layer, recorder), *saved)
+
+
+def fused_tap(x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
+    """A layer's operation as one node; see `FusedTap`."""
+    return _apply_fused(call.layer.backward_pass.anchor, x, weight.detach(), forward, backward, call)
 
 
 def computed(m: nn.Module) -> bool:
@@ -404,4 +414,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind)
 
 
-apply_tap, apply_fused = quick_apply(Tap), quick_apply(FusedTap)
+def detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
+
+
+apply_tap, _apply_fused = quick_apply(Tap), quick_apply(FusedTap)

@@ -76,8 +76,7 @@ class Rows(Record):
     def _scatter(self, rows: slice) -> tuple[Tensor, Tensor]:
         """Indices and gradients with unused entries pointing at row 0 with gradient zero."""
         index, b = self.index[rows], self.b[rows].to(bounds.accumulator(self.b.dtype))
-        used = index >= 0
-        return index.clamp_min(0), torch.where(used.unsqueeze(2), b, torch.zeros((), dtype=b.dtype, device=b.device))
+        return index.clamp_min(0), b.masked_fill((index < 0).unsqueeze(2), 0)
 
     def materialise(self, rows: slice) -> Tensor:
         index, b = self._scatter(rows)
@@ -120,19 +119,21 @@ class Tied(Record):
         The traces stand in for the Gram norms, which they exceed: (tr₁ + tr₂)(tr₁ + tr₂) then bounds both parts' errors
         and, by Cauchy-Schwarz, the cross term's.
         """
-        kappa, tokens = 2 * bounds.folding_unit(self.head.dtype, self.head.device), self.rows.index.shape[1]
+        kappa, tokens = 2 * bounds.folding_unit(self.head.b.dtype, self.head.b.device), self.rows.index.shape[1]
         with bounds.full_float32():
             rows, head = self.rows.norm(), self.head.norm()
-            cross = torch.cat([self._cross(part) for part in in_chunks(self.examples, 2 * tokens**2, self.head.device)])
+            cross = torch.cat(
+                [self._cross(part) for part in in_chunks(self.examples, 2 * tokens**2, self.head.b.device)]
+            )
         trace_a = 2 * (rows.trace_a + head.trace_a)  # type: ignore[operator]
         trace_b = rows.trace_b + head.trace_b  # type: ignore[operator]
         square = rows.square + head.square + 2 * cross
-        gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.dtype))
+        gamma = max(rows.gamma, head.gamma, bounds.accumulation_unit(tokens, self.head.b.dtype))
         return Norm(square, trace_a, trace_b, trace_a, trace_b, gamma=gamma, kappa=kappa)
 
     def _cross(self, rows: slice) -> Tensor:
         assert isinstance(self.head.a, Tensor)
-        kept = bounds.accumulator(self.head.dtype)
+        kept = bounds.accumulator(self.head.b.dtype)
         index, b = self.rows._scatter(rows)
         inputs, outputs = self.head.a[rows].to(kept), self.head.b[rows]
         picked = outputs.gather(2, index.unsqueeze(1).expand(-1, outputs.shape[1], -1)).to(kept)  # [n, S, T]
@@ -153,17 +154,13 @@ def embedding_records(
     b = gradient.reshape(gradient.shape[0], -1, gradient.shape[-1])
     if padding is not None:
         unused = index == padding
-        index = torch.where(unused, torch.full((), -1, dtype=index.dtype, device=index.device), index)
-        b = torch.where(unused.unsqueeze(2), torch.zeros((), dtype=b.dtype, device=b.device), b)
+        index, b = index.masked_fill(unused, -1), b.masked_fill(unused.unsqueeze(2), 0)
     yield Rows(name, index, b, shape)
 
 
 def _refuse_options(layer: Layer, module: Any) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq:
-        raise layer.refuse(
-            "max_norm rewrites the table in the forward pass, depending on the batch, and scale_grad_by_freq divides "
-            "by counts over the whole batch. Leave them out."
-        )
+        raise layer.refuse("max_norm and scale_grad_by_freq depend on the whole batch. Leave them out.")
 
 
 @register(nn.Embedding, finds_batch=True, pointwise=True)
@@ -185,15 +182,12 @@ def embedding_bag(
     if m.mode == "max":
         raise layer.refuse("mode='max' has no rule. Use mode='sum' or 'mean', or an Embedding followed by amax.")
     if offsets is not None:
-        raise layer.refuse(
-            "offsets say which tokens are whose, which cannot be seen in a first dimension. Give bags as a matrix "
-            "[batch, longest], filled up with padding_idx."
-        )
+        raise layer.refuse("with offsets. Give bags as a matrix [batch, longest], filled up with padding_idx.")
     index, weights = input, per_sample_weights
     if not layer.is_batched(index):
         raise layer.refuse("its bags are not the examples of the batch. Use an Embedding followed by sum or mean.")
     if m.padding_idx is not None:
-        index = torch.where(index == m.padding_idx, torch.full_like(index, -1), index)
+        index = index.masked_fill(index == m.padding_idx, -1)
     used = index >= 0
     weights = used.to(m.weight.dtype) if weights is None else weights * used
     if m.mode == "mean":

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -21,8 +20,8 @@ from torch.nn import functional as F
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, Stored, direct, in_chunks, outer, same_type
 from lambdacgd.clipping.bounds import without_autocast
-from lambdacgd.clipping.rules import Call, Layer, apply_fused, autocast_dtype, computed, register, tap
-from lambdacgd.torch_private import foreach_copy_, own_parameters, quick_apply, repeated_padding
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
+from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
 
@@ -45,49 +44,33 @@ def linear_records(
         keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
         yield kept
     if bias is not None:
-        later = ColumnSum(bias, b)
-        yield later if keeps_b else later.formed()
+        yield ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
 
 
-class LinearTap(torch.autograd.Function):
-    """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient).
+def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """``F.linear`` whose backward gives the input's gradient and delivers (input, output gradient)."""
+    kind, bias = x.dtype, detached(bias)
 
-    One node instead of two: transformers have hundreds of Linear layers and are bound by launches in bfloat16.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
-        ctx.call, ctx.dtype = call, x.dtype
-        forward_pass = call.layer.forward_pass
-        low = autocast_dtype(x)
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        low, shift, forward_pass = autocast_dtype(x), bias, call.layer.forward_pass
         if low is not None:
             ready = forward_pass.cast_weights.get(call.layer)
             x = forward_pass.cast_input(x, low)
             if ready is not None and ready[0].dtype == low:
-                weight, bias = ready
+                weight, shift = ready
             else:
-                weight, bias = weight.to(low), None if bias is None else bias.to(low)
-        if x.dim() > 2 and bias is not None:  # F.linear would return a view here: see Tap
-            y = x.new_empty(*x.shape[:-1], weight.shape[0])
-            torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
-        else:
-            y = F.linear(x, weight, bias)
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None)
-        return y
+                weight, shift = weight.to(low), None if shift is None else shift.to(low)
+        if x.dim() <= 2 or shift is None:
+            return F.linear(x, weight, shift), x, weight
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])  # F.linear would return a view here: see Tap
+        torch.addmm(shift, x.reshape(-1, x.shape[-1]), weight.t(), out=y.view(-1, weight.shape[0]))
+        return y, x, weight
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
-        below = None
-        if weight is not None:
-            below = without_autocast(torch.matmul, gradient, weight)
-            if below.dtype != ctx.dtype:
-                below = below.to(ctx.dtype)
-        ctx.call.deliver(gradient, x)
-        return None, below, None, None, None
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        below: Tensor = without_autocast(torch.matmul, gradient, weight)
+        return below if below.dtype == kind else below.to(kind)
 
-
-apply_linear = quick_apply(LinearTap)
+    return fused_tap(x, weight, forward, backward, call)
 
 
 def tapped_linear(
@@ -102,8 +85,7 @@ def tapped_linear(
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
     shape = weight.t().shape if transposed else weight.shape
     recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
-    anchor, call = layer.backward_pass.anchor, Call(layer, recorder)
-    return apply_linear(anchor, x, weight.detach(), None if bias is None else bias.detach(), call)
+    return apply_linear(x, weight, bias, Call(layer, recorder))
 
 
 @register(nn.Linear, pointwise=True)
@@ -143,18 +125,6 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
 
-def patches(
-    x: Tensor, kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...], out: tuple[int, ...]
-) -> Tensor:
-    """A view [B, C, *out, *kernel] of a padded input [B, C, *space]; ``out`` positions are taken in each dimension."""
-    x = x.contiguous()
-    strides = x.stride()
-    size = (*x.shape[:2], *out, *kernel)
-    moves = tuple(s * step for s, step in zip(strides[2:], stride, strict=True))
-    taps = tuple(s * step for s, step in zip(strides[2:], dilation, strict=True))
-    return x.as_strided(size, (*strides[:2], *moves, *taps))
-
-
 def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Tensor:
     """Zero-pad ``x`` by the convolution's padding, and on the far side as far as ``out`` positions reach."""
     widths: list[int] = []
@@ -179,27 +149,29 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])
-    view = partial(patches, kernel=kernel, stride=geometry["stride"], dilation=geometry["dilation"], out=out)
-    spatial = len(kernel)
     response = response.flatten(2)
+    if one_by_one and groups == 1:
+        return Outer(name, image.flatten(2).transpose(1, 2), response.transpose(1, 2), shape)
+    image, spatial = image.contiguous(), len(kernel)
+    strides = image.stride()[2:]
+    moves, taps = (
+        tuple(s * k for s, k in zip(strides, geometry[steps], strict=True)) for steps in ("stride", "dilation")
+    )
+    view = image.as_strided((*image.shape[:2], *out, *kernel), (*image.stride()[:2], *moves, *taps))
 
     def rows_of_patches(rows: slice) -> Tensor:
-        # [n, C, *out, *kernel] -> [n, C, *kernel, *out] (long runs to copy) -> [n, T, C·K], positions adjacent
-        p = view(image[rows])
-        order = (0, 1, *range(2 + spatial, 2 + 2 * spatial), *range(2, 2 + spatial))
-        return p.permute(order).reshape(p.shape[0], -1, positions).transpose(1, 2)
+        # [n, groups, C, *out, *kernel] -> [n, groups, C, *kernel, *out] (long runs to copy) -> [n·groups, T, C·K],
+        # positions adjacent
+        p = view[rows].unflatten(1, (groups, -1))
+        order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
+        return p.permute(order).reshape(p.shape[0] * groups, -1, positions).transpose(1, 2)
 
     if groups == 1:
-        a = image.flatten(2).transpose(1, 2) if one_by_one else rows_of_patches
-        return Outer(name, a, response.transpose(1, 2), shape)
+        return Outer(name, rows_of_patches, response.transpose(1, 2), shape)
     parts = []
     for rows in in_chunks(examples, positions * inner * groups, response.device):
-        p = view(image[rows])
-        n = p.shape[0]
-        order = (0, 1, 2, *range(3 + spatial, 3 + 2 * spatial), *range(3, 3 + spatial))
-        p = p.unflatten(1, (groups, -1)).permute(order).reshape(n * groups, inner, positions).transpose(1, 2)
-        r = response[rows].reshape(n * groups, outer // groups, positions)
-        parts.append(bounds.bmm(r, p).view(n, *shape))
+        r = response[rows].reshape(-1, outer // groups, positions)
+        parts.append(bounds.bmm(r, rows_of_patches(rows)).view(-1, *shape))
     return Stored(name, torch.cat(parts))
 
 
@@ -210,10 +182,8 @@ def conv_records(
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
         x, response = same_type(x, gradient)
-        if geometry["transposed"]:
-            yield patch_record(names["weight"], response, x, geometry, shape)
-        else:
-            yield patch_record(names["weight"], x, response, geometry, shape)
+        image, response = (response, x) if geometry["transposed"] else (x, response)
+        yield patch_record(names["weight"], image, response, geometry, shape)
     if "bias" in names:
         yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype)))
 
@@ -231,41 +201,29 @@ def _geometry(m: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass
-class Convolution:
-    """A convolution; see `FusedTap`."""
-
-    bias: Tensor | None
-    geometry: dict[str, Any]
-
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return (torch.convolution(x, weight, self.bias, *self._arguments()),)
-
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        given = (gradient, x, weight, None, *self._arguments(), (True, False, False))
-        return torch.ops.aten.convolution_backward.default(*given)[0]
-
-    def _arguments(self) -> tuple[Any, ...]:
-        g = self.geometry
-        return g["stride"], g["padding"], g["dilation"], False, (0,) * len(g["kernel"]), g["groups"]
-
-
 @register(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def conv(layer: Layer, input: Tensor) -> Tensor:
     m: nn.Conv2d = layer.module  # type: ignore[assignment]
     low = autocast_dtype(input)
-    x = input if low is None else input.to(low)
+    x, weight, bias = input, m.weight.detach(), detached(m.bias)
+    if low is not None:
+        x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     geometry = _geometry(m)
     recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
-    weight, bias = m.weight.detach(), None if m.bias is None else m.bias.detach()
-    if low is not None:
-        weight, bias = weight.to(low), None if bias is None else bias.to(low)
-    # Padded by zeros, on both sides alike: what the geometry says is what `Convolution` computes.
+    # Padded by zeros, on both sides alike: what the geometry says is what the operation below computes.
     plain = m.padding_mode == "zeros" and m.padding != "same" and not computed(m)
     if not plain or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):
         return tap(layer, layer.hidden(x), recorder, x)
-    operation = Convolution(bias, geometry)
-    return apply_fused(layer.backward_pass.anchor, x, weight, operation, Call(layer, recorder))
+    how = (m.stride, geometry["padding"], m.dilation, False, (0,) * len(m.kernel_size), m.groups)
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        return torch.convolution(x, weight, bias, *how), x, weight
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        given = (gradient, x, weight, None, *how, (True, False, False))
+        return torch.ops.aten.convolution_backward.default(*given)[0]
+
+    return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 
 
 @register(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import Record, Stored
-from lambdacgd.clipping.rules import Call, Layer, apply_fused, autocast_dtype, computed, register, tap
+from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
 from lambdacgd.errors import ClippingError
 
 _NAMES = ("weight", "bias")
@@ -55,22 +54,6 @@ def _is_ready(m: Any, x: Tensor) -> bool:
     return not computed(m) and x.dtype in (torch.float32, torch.float64) and m.weight.dtype == x.dtype
 
 
-@dataclass
-class LayerNormOf:
-    """Layer normalisation that keeps mean and 1/deviation; see `FusedTap`."""
-
-    shape: Any
-    bias: Tensor | None
-    eps: float
-
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.native_layer_norm(x, self.shape, weight, self.bias, self.eps)
-
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-        given = (gradient, x, self.shape, mean, rstd, weight, self.bias, (True, False, False))
-        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
-
-
 @register(nn.LayerNorm, pointwise=True)
 def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     m: nn.LayerNorm = layer.module  # type: ignore[assignment]
@@ -79,9 +62,18 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
     if not _is_ready(m, x):
         normalise = partial(F.layer_norm, normalized_shape=m.normalized_shape, eps=m.eps)
         return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
+    shape, bias, eps = m.normalized_shape, detached(m.bias), m.eps
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+        return y, x, weight, mean, rstd
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        given = (gradient, x, shape, mean, rstd, weight, bias, (True, False, False))
+        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
+
     recorder = partial(recorder, normalise=_standardised, kernel=partial(gpu.layer_norm_sums, size=m.weight.numel()))
-    operation = LayerNormOf(m.normalized_shape, None if m.bias is None else m.bias.detach(), m.eps)
-    return apply_fused(layer.backward_pass.anchor, x, m.weight.detach(), operation, Call(layer, recorder))
+    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
@@ -96,25 +88,6 @@ def rms_norm(layer: Layer, x: Tensor) -> Tensor:
     normalise = partial(F.rms_norm, normalized_shape=m.normalized_shape, eps=eps)
     recorder = partial(affine_records, normalise=normalise, over=_trailing(m), names=layer.names)
     return tap(layer, layer.hidden(x), recorder, x)
-
-
-@dataclass
-class GroupNormOf:
-    """Group normalisation of contiguous inputs that keeps mean and 1/deviation; see `FusedTap`."""
-
-    groups: int
-    bias: Tensor | None
-    eps: float
-
-    def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        return torch.ops.aten.native_group_norm.default(x, weight, self.bias, *self._sizes(x), self.eps)
-
-    def backward(self, gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
-        given = (gradient.contiguous(), x, mean, rstd, weight, *self._sizes(x), (True, False, False))
-        return torch.ops.aten.native_group_norm_backward.default(*given)[0]
-
-    def _sizes(self, x: Tensor) -> tuple[int, int, int, int]:
-        return x.shape[0], x.shape[1], math.prod(x.shape[2:]), self.groups
 
 
 class FittedGroupNorm(nn.GroupNorm):
@@ -155,9 +128,18 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     if not _is_ready(m, x) or not x.is_contiguous():
         normalise = partial(F.group_norm, num_groups=groups, eps=m.eps)
         return tap(layer, layer.hidden(input), partial(recorder, normalise=normalise), input)
+    bias, eps, sizes = detached(m.bias), m.eps, (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
+
+    def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
+        return y, x, weight, mean, rstd
+
+    def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+        given = (gradient.contiguous(), x, mean, rstd, weight, *sizes, (True, False, False))
+        return torch.ops.aten.native_group_norm_backward.default(*given)[0]
+
     recorder = partial(recorder, normalise=_standardised_by_group, kernel=gpu.group_norm_sums)
-    operation = GroupNormOf(groups, None if m.bias is None else m.bias.detach(), m.eps)
-    return apply_fused(layer.backward_pass.anchor, x, m.weight.detach(), operation, Call(layer, recorder))
+    return fused_tap(x, m.weight, forward, backward, Call(layer, recorder))
 
 
 def _standardised_by_group(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from lambdacgd.torch_private import (
 #: What the clipping rule does in one layer and direction: (suffix, x, W_ih, bias, span) -> the input projection, and
 #: where to put what `Keep` sees.
 Project = Callable[[str, Tensor, Tensor, Tensor | None, "Span"], tuple[Tensor, list[Any] | None]]
-States = tuple[Tensor, Tensor, Tensor | None]  #: h of all steps [T, B, H], the last h and (LSTM) the last c, [B, H]
+States = tuple[Tensor, ...]  #: h and, for LSTM, c: [B, H] each
 
 
 # --- drop-ins ---------------------------------------------------------------------------------------------------------
@@ -96,59 +96,39 @@ def layered(m: Any, input: Any, hx: Any, project: Project) -> Any:
     """All layers and directions of ``m`` on a padded or packed batch, with results shaped like the original's."""
     packed = isinstance(input, PackedSequence)
     x: Any = pad_packed_sequence(input)[0] if packed else input
-    if x.dim() not in (2, 3):
-        raise ValueError(f"{type(m).__name__}: expected input with 2 or 3 dimensions, got {x.dim()}.")
-    single = x.dim() == 2
-    if single:
-        x = x.unsqueeze(1)
-    elif not packed and m.batch_first:
+    if x.dim() != 3:
+        raise ValueError(f"{type(m).__name__}: expected input with 3 dimensions, got {x.dim()}.")
+    if not packed and m.batch_first:
         x = x.transpose(0, 1)
     if x.shape[0] == 0:
         raise RuntimeError(f"{type(m).__name__}: expected sequences of at least one step.")
-    span = Span.of(input) if packed else Span([x.shape[1]] * x.shape[0])
+    span = Span.of(input) if packed else Span()
     directions = 2 if m.bidirectional else 1
-    hidden, cell = _start(m, x, hx, directions, single)
-    ends: list[tuple[Tensor, Tensor | None]] = []
+    lstm, shape = m.mode == "LSTM", (m.num_layers * directions, x.shape[1], m.hidden_size)
+    first = (x.new_zeros(shape),) * (2 if lstm else 1) if hx is None else tuple(hx) if lstm else (hx,)
+    for state in first:
+        m.check_hidden_size(state, shape)
+    ends: list[States] = []
     for layer in range(m.num_layers):
         outputs = []
         for d in range(directions):
-            k = layer * directions + d
-            first = (hidden[k], None if cell is None else cell[k])
-            y, end = _layer(m, x, *first, f"_l{layer}" + ("_reverse" if d else ""), span, project)
+            suffix, states = f"_l{layer}" + ("_reverse" if d else ""), tuple(s[len(ends)] for s in first)
+            y, last = _layer(m, x, states, suffix, span, project)
             outputs.append(y)
-            ends.append(end)
+            ends.append(last)
         x = torch.cat(outputs, 2)  # a copy even of one: y itself is needed as it is
         if m.dropout and m.training and layer + 1 < m.num_layers:
             x = F.dropout(x, m.dropout)
-    h = torch.stack([e[0] for e in ends])
-    c = torch.stack([e[1] for e in ends]) if cell is not None else h  # type: ignore[misc]
-    if single:
-        x, h, c = x.squeeze(1), h.squeeze(1), c.squeeze(1)
-    elif packed:
+    final = tuple(torch.stack(s) for s in zip(*ends, strict=True))
+    if packed:
         data = pack_padded_sequence(span.sort(x, 1), span.lengths).data  # type: ignore[arg-type]
         x = PackedSequence(data, input.batch_sizes, input.sorted_indices, input.unsorted_indices)
     elif m.batch_first:
         x = x.transpose(0, 1)
-    return x, (h, c) if m.mode == "LSTM" else h
+    return x, final if lstm else final[0]
 
 
-def _start(m: Any, x: Tensor, hx: Any, directions: int, single: bool) -> tuple[Tensor, Tensor | None]:
-    """The first states of all layers and directions, [layers · directions, B, H]; c for LSTM only."""
-    shape = (m.num_layers * directions, x.shape[1], m.hidden_size)
-    if hx is None:
-        zero = torch.zeros(shape, dtype=x.dtype, device=x.device)
-        return zero, zero if m.mode == "LSTM" else None
-    states = tuple(hx) if m.mode == "LSTM" else (hx,)
-    if single:
-        states = tuple(s.unsqueeze(1) for s in states)
-    for s in states:
-        m.check_hidden_size(s, shape)
-    return states[0], states[1] if m.mode == "LSTM" else None
-
-
-def _layer(
-    m: Any, x: Tensor, h: Tensor, c: Tensor | None, suffix: str, span: Span, project: Project
-) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+def _layer(m: Any, x: Tensor, states: States, suffix: str, span: Span, project: Project) -> tuple[Tensor, States]:
     """One layer in one direction: outputs [T, B, H] and the last states."""
     w_ih, w_hh = getattr(m, f"weight_ih{suffix}"), getattr(m, f"weight_hh{suffix}")
     b_ih = getattr(m, f"bias_ih{suffix}", None) if m.bias else None
@@ -157,16 +137,16 @@ def _layer(
     if m.mode != "GRU" and b_ih is not None and _is_plain(b_ih) and _is_plain(b_hh):
         b_ih, b_hh = b_ih + b_hh, None
     px, seen = project(suffix, x, w_ih, b_ih, span)
-    px, h, c = span.arrange(px, backwards), span.sort(h), None if c is None else span.sort(c)
-    y, last_h, last_c = recurrence(m.mode, px, h, c, w_hh, b_hh, span)
+    px, states = span.arrange(px, backwards), tuple(map(span.sort, states))
+    y, last = recurrence(m.mode, px, states, w_hh, b_hh, span)
     if seen is not None:
-        reset = None
+        reset, first = None, states[0].detach()
         if m.mode == "GRU":
             with torch.no_grad(), uncast(px):
                 values: list[Any] = [None if w is None else w.as_subclass(Tensor) for w in (w_hh, b_hh)]
-                reset = reset_gates(px.detach(), h.detach(), y.detach(), *values)
-        y, last_h, last_c = Keep.apply(seen, y, last_h, last_c, h.detach(), reset)
-    return span.restore(y, backwards), (span.unsort(last_h), None if last_c is None else span.unsort(last_c))
+                reset = reset_gates(px.detach(), first, y.detach(), *values)
+        y, *last = Keep.apply(seen, first, reset, y, *last)
+    return span.restore(y, backwards), tuple(map(span.unsort, last))
 
 
 class _OpenCell:
@@ -174,12 +154,11 @@ class _OpenCell:
 
     def forward(self: Any, input: Tensor, hx: Any = None) -> Any:
         mode = "LSTM" if isinstance(self, nn.LSTMCell) else "GRU" if isinstance(self, nn.GRUCell) else ""
-        h: Any = input.new_zeros(*input.shape[:-1], self.hidden_size)
-        c: Any = h
+        states: Any = (input.new_zeros(*input.shape[:-1], self.hidden_size),) * 2
         if hx is not None:
-            h, c = hx if mode == "LSTM" else (hx, None)
-        px, ph = F.linear(input, self.weight_ih, self.bias_ih), F.linear(h, self.weight_hh, self.bias_hh)
-        states = _cell(mode or f"RNN_{self.nonlinearity.upper()}", px, ph, h, c)
+            states = hx if mode == "LSTM" else (hx,)
+        px, ph = F.linear(input, self.weight_ih, self.bias_ih), F.linear(states[0], self.weight_hh, self.bias_hh)
+        states = _cell(mode or f"RNN_{self.nonlinearity.upper()}", px, ph, states)
         return states if mode == "LSTM" else states[0]
 
 
@@ -202,7 +181,6 @@ class OpenRNNCell(_OpenCell, nn.RNNCell):
 class Span:
     """When the sequences of a batch end. Recurrences see them longest first and from their first step on."""
 
-    sizes: list[int]  # how many sequences are not over at each step
     lengths: Tensor | None = None  # longest first, on the CPU; None: all are equally long
     order: Tensor | None = None  # that of the batch, where it is not theirs
     inverse: Tensor | None = None
@@ -211,7 +189,7 @@ class Span:
     def of(cls, packed: PackedSequence) -> Span:
         sizes = packed.batch_sizes
         lengths = (sizes.unsqueeze(1) > torch.arange(int(sizes[0]), device=sizes.device)).sum(0)
-        return cls(sizes.tolist(), lengths, packed.sorted_indices, packed.unsorted_indices)
+        return cls(lengths, packed.sorted_indices, packed.unsorted_indices)
 
     def sort(self, x: Tensor, dim: int = 0) -> Tensor:
         return x if self.order is None else x.index_select(dim, self.order)
@@ -229,10 +207,10 @@ class Span:
         return self.unsort(self._flip(x) if backwards else x, 1)
 
     def _flip(self, x: Tensor) -> Tensor:
-        if self.lengths is None:
-            return x.flip(0)
         ends = self.lengths
-        step = torch.arange(len(self.sizes), device=ends.device).unsqueeze(1)
+        if ends is None:
+            return x.flip(0)
+        step = torch.arange(len(x), device=ends.device).unsqueeze(1)
         source = torch.where(step < ends, ends - 1 - step, step).to(x.device)
         return x.gather(0, source.unsqueeze(2).expand_as(x))
 
@@ -246,18 +224,16 @@ class Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, seen: list[Any], y: Tensor, h: Tensor, c: Tensor | None, first: Tensor, reset: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, seen: list[Any], first: Tensor, reset: Tensor | None, y: Tensor, *last: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.seen = seen
         ctx.save_for_backward(y, first, reset)
-        return y, h, c
+        return y, *last
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         ctx.seen[:] = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        return None, *gradients, None, None
+        return None, None, None, *gradients
 
 
 class TimeFirst(Call):
@@ -308,7 +284,7 @@ def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
         anchor, call = layer.backward_pass.anchor, TimeFirst(layer, recorder, seen)
         if w_ih.requires_grad or (b_ih is not None and b_ih.requires_grad):  # computed: autograd has to see them
             return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
-        return apply_linear(anchor, x, w_ih, b_ih, call), seen
+        return apply_linear(x, w_ih, b_ih, call), seen
 
     with layer.hiding():
         return layered(m, input, hx, project)
@@ -328,58 +304,62 @@ def _behind_reset(gradient: Tensor, r: Tensor) -> Tensor:
 
 
 def recurrence(
-    mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span
-) -> States:
-    """The states of all steps from ``px`` [T, B, gates] and the first states [B, H]."""
-    given = [x for x in (px, h, c, w_hh, b_hh) if x is not None]
-    followed = torch.is_grad_enabled() and any(x.requires_grad for x in (w_hh, b_hh) if x is not None)
-    if followed or functorch_is_active() or not all(_is_plain(x) for x in given):
-        return plain(mode, px, h, c, w_hh, b_hh, span)
+    mode: str, px: Tensor, states: States, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> tuple[Tensor, States]:
+    """h of all steps [T, B, H] and the last states, from ``px`` [T, B, gates] and the first states."""
+    weights = [x for x in (w_hh, b_hh) if x is not None]
+    followed = torch.is_grad_enabled() and any(x.requires_grad for x in weights)
+    if followed or functorch_is_active() or not all(map(_is_plain, (px, *states, *weights))):
+        return plain(mode, px, states, w_hh, b_hh, span)
     if torch.is_autocast_enabled(px.device.type):
-        h, w_hh = h.to(px.dtype), w_hh.to(px.dtype)
-        c, b_hh = None if c is None else c.to(px.dtype), None if b_hh is None else b_hh.to(px.dtype)
-    elif any(x.dtype != px.dtype for x in given):
-        raise RuntimeError(f"the states given to {mode} are {h.dtype}, its input is {px.dtype}: give both one type.")
+        states, w_hh = tuple(s.to(px.dtype) for s in states), w_hh.to(px.dtype)
+        b_hh = None if b_hh is None else b_hh.to(px.dtype)
+    elif any(x.dtype != px.dtype for x in (*states, *weights)):
+        raise RuntimeError(
+            f"the states given to {mode} are {states[0].dtype}, its input is {px.dtype}: give both one type."
+        )
     with uncast(px):
-        return (fused if px.is_cuda else plain)(mode, px, h, c, w_hh, b_hh, span)
+        return (fused if px.is_cuda else plain)(mode, px, states, w_hh, b_hh, span)
 
 
-def plain(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
+def plain(
+    mode: str, px: Tensor, states: States, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> tuple[Tensor, States]:
     """In ordinary operations. A stand-in records row i as example i's: the batch is in its own order here."""
     outputs: list[Tensor] = []
-    px, h, c = span.unsort(px, 1), span.unsort(h), None if c is None else span.unsort(c)
+    px, states = span.unsort(px, 1), tuple(map(span.unsort, states))
     lengths = None if span.lengths is None else span.unsort(span.lengths.to(px.device))
     for t, step in enumerate(px.unbind(0)):
-        new_h, new_c = _cell(mode, step, F.linear(h, w_hh, b_hh), h, c)
+        new = _cell(mode, step, F.linear(states[0], w_hh, b_hh), states)
+        outputs.append(new[0])
         if lengths is not None:
             inside = (t < lengths).unsqueeze(1)
-            outputs.append(torch.where(inside, new_h, torch.zeros_like(new_h)))
-            new_h = torch.where(inside, new_h, h)
-            new_c = None if c is None or new_c is None else torch.where(inside, new_c, c)
-        else:
-            outputs.append(new_h)
-        h, c = new_h, new_c
-    return span.sort(torch.stack(outputs), 1), span.sort(h), None if c is None else span.sort(c)
+            outputs[t] = torch.where(inside, new[0], torch.zeros_like(new[0]))
+            new = tuple(torch.where(inside, a, b) for a, b in zip(new, states, strict=True))
+        states = new
+    return span.sort(torch.stack(outputs), 1), tuple(map(span.sort, states))
 
 
-def _cell(mode: str, px: Tensor, ph: Tensor, h: Tensor, c: Any) -> tuple[Tensor, Any]:
-    """One step, from both projections and the states before."""
+def _cell(mode: str, px: Tensor, ph: Tensor, states: States) -> States:
+    """The states after one step, from both projections and the states before."""
     if mode == "LSTM":
         i, f, g, o = (px + ph).chunk(4, -1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        c = torch.sigmoid(f) * states[1] + torch.sigmoid(i) * torch.tanh(g)
         return torch.sigmoid(o) * torch.tanh(c), c
     if mode == "GRU":
         xr, xz, xn = px.chunk(3, -1)
         hr, hz, hn = ph.chunk(3, -1)
         z = torch.sigmoid(xz + hz)
-        return (1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * h, None
-    return (torch.relu(px + ph) if mode == "RNN_RELU" else torch.tanh(px + ph)), None
+        return ((1 - z) * torch.tanh(xn + torch.sigmoid(xr + hr) * hn) + z * states[0],)
+    return (torch.relu(px + ph) if mode == "RNN_RELU" else torch.tanh(px + ph),)
 
 
 # --- the recurrence by PyTorch's kernels ------------------------------------------------------------------------------
 
 
-def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh: Tensor | None, span: Span) -> States:
+def fused(
+    mode: str, px: Tensor, states: States, w_hh: Tensor, b_hh: Tensor | None, span: Span
+) -> tuple[Tensor, States]:
     """``px`` is the input, so that the gradient of the input is b. In TF32 (``torch.backends.cudnn.allow_tf32``) the
     product with the identity rounds ``px`` and b as that with W_ih would round x and b.
     """
@@ -391,17 +371,16 @@ def fused(mode: str, px: Tensor, h: Tensor, c: Tensor | None, w_hh: Tensor, b_hh
         with torch.no_grad(), torch.cuda.device_of(px):
             number = torch.backends.cudnn.rnn.get_cudnn_mode(mode)
             pack_recurrent_weights(weights, inputs=gates, mode=number, hidden=hidden)
-    states: Any = h.unsqueeze(0).contiguous()
-    if c is not None:
-        states = (states, c.unsqueeze(0).contiguous())
+    given: Any = tuple(s.unsqueeze(0).contiguous() for s in states)
+    given = given if mode == "LSTM" else given[0]
     how = (weights, b_hh is not None, 1, 0.0, True, False)  # one layer, no dropout, training, one direction
     if span.lengths is None:
-        y, *ends = fused_recurrence(mode)(px, states, *how, False)
+        y, *last = fused_recurrence(mode)(px, given, *how, False)
     else:
         packed = pack_padded_sequence(px, span.lengths)
-        data, *ends = fused_recurrence(mode)(packed.data, packed.batch_sizes, states, *how)
+        data, *last = fused_recurrence(mode)(packed.data, packed.batch_sizes, given, *how)
         y = pad_packed_sequence(PackedSequence(data, packed.batch_sizes))[0]
-    return y, ends[0].squeeze(0), ends[1].squeeze(0) if c is not None else None
+    return y, tuple(s.squeeze(0) for s in last)
 
 
 def _flattens(px: Tensor) -> bool:

@@ -220,7 +220,7 @@ class Distances:
     def _look(self, x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: float, floor: float) -> set[str]:
         apart = probe.differences(x, y) if x.shape[0] == y.shape[0] and x.shape[0] % count == 0 else None
         if apart is not None:
-            relative, row = apart[0] / apart[1].clamp_min(floor), torch.arange(x.shape[0], device=x.device)
+            relative, row = apart[0] / apart[1].clamp_min(floor), torch.arange(x.shape[0])
             layouts = row // (x.shape[0] // count) != exchanged, row % count != exchanged
             self.largest = max(self.largest, min(float(relative[rows].max()) for rows in layouts))
         return self._compare(x, y, count, exchanged, tolerance, floor)

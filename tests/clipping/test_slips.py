@@ -56,6 +56,28 @@ def test_a_weight_that_another_module_reads(oracle: Oracle, run: Any) -> None:
     oracle(tied, torch.randn(6, 2, 4).double(), 6)
 
 
+def _scaled(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        size = m.last.weight.norm()
+    return m.last(m.first(x).tanh() / size) * m.w.norm()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: m.last(m.first(x).type_as(m.last.weight)),
+        lambda m, x: m.last(m.first(x).tanh().to(m.w) * m.w),
+        lambda m, x: m.last(m.first(x).tanh().to(m.w.device, m.last.weight.dtype)) * m.w.sum(),
+        _scaled,
+    ],
+    ids=["another module's", "its own", "by name", "its size"],
+)
+def test_a_parameter_that_lends_its_type_or_its_size(oracle: Oracle, run: Any) -> None:
+    """No gradient comes to it there, and what it lends it to keeps its batch."""
+    model = Net(run, first=nn.Linear(4, 4), last=nn.Linear(4, 3), w=parameter(4))
+    oracle(model, torch.randn(5, 4).double(), 5)
+
+
 def test_results_that_have_names(oracle: Oracle) -> None:
     model = Net(lambda m, x: x[:, m.w.topk(3).indices] * m.w.sort().values[:3], w=parameter(5))
     oracle(model, torch.randn(4, 5).double(), 4)
@@ -179,6 +201,11 @@ def test_a_pruned_bias(oracle: Oracle, kind: str) -> None:
     """A hook makes it before the forward pass: its share must not vanish."""
     layer = prune.l1_unstructured(WITH_BIAS[kind]().double(), "bias", 1)
     oracle(nn.Sequential(layer, nn.Tanh()), torch.randn(4, 3, 4).double(), 4)
+
+
+def test_a_model_that_is_one_pruned_layer(oracle: Oracle) -> None:
+    """Its hook runs beside those of the clipper."""
+    oracle(prune.l1_unstructured(nn.Linear(4, 3).double(), "bias", 1), torch.randn(4, 4).double(), 4)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])

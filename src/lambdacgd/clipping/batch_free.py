@@ -259,7 +259,7 @@ class Operation:
             if any(x is b for b in batched) and x.dim() > 1 and weight.dim() == 2 and own:
                 names = [t._roots[0].name if isinstance(t, BatchFree) else None for t in (weight, bias)]
                 matrix = plain(weight).t() if product else plain(weight)
-                return tapped_linear(self.layer, x, matrix, plain(bias), (names[0], names[1]), transposed=product)
+                return tapped_linear(self.layer, x, matrix, plain(bias), names, transposed=product)
         return self._vmapped({id(b) for b in batched})
 
     def _vmapped(self, with_batch: set[int]) -> Tensor:

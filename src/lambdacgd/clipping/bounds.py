@@ -247,12 +247,8 @@ def mm_into(total: Tensor, x: Tensor, y: Tensor, *, fresh: bool) -> None:
     """``total += x @ y`` (``fresh``: ``total = x @ y``), accumulated in ``total``'s float32 or float64."""
     if x.dtype in _LOW and not x.is_cuda:
         x, y = x.float(), y.float()
-    if x.dtype in _LOW:
-        if fresh:
-            torch.mm(x, y, out_dtype=torch.float32, out=total)
-        else:
-            torch.addmm(total, x, y, out_dtype=torch.float32, out=total)
-    elif fresh:
-        torch.mm(x, y, out=total)
+    wide = {"out_dtype": torch.float32} if x.dtype in _LOW else {}
+    if fresh:
+        torch.mm(x, y, out=total, **wide)
     else:
-        total.addmm_(x, y)
+        torch.addmm(total, x, y, out=total, **wide)  # type: ignore[call-overload]

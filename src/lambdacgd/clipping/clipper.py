@@ -29,7 +29,7 @@ from lambdacgd.clipping.batch_free import (
 )
 from lambdacgd.clipping.bounds import Mode
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
-from lambdacgd.clipping.probe import WRITES_PARAMETER, Loss, Probe, check_loss, refuse_gradients
+from lambdacgd.clipping.probe import WRITES_PARAMETER, Count, Loss, Probe, check_loss, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, Slot, exchanged, mark, rule_for
 from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import (
@@ -48,7 +48,6 @@ from lambdacgd.torch_private import (
     version,
 )
 
-BatchOf = Callable[[tuple[Any, ...], dict[str, Any]], int]
 _UNSEEN = 8  #: writes into a buffer that no probe saw written, until they are refused
 _MOST_MODES = 32  #: combinations of modes that are probed: a model may draw its own anew for every batch
 _LISTS = (nn.ParameterList, nn.ParameterDict)
@@ -62,7 +61,7 @@ def attach(
     *,
     loss_reduction: LossReduction = "mean",
     mode: Mode = "flat",
-    batch_of: BatchOf | None = None,
+    batch_of: Count | None = None,
 ) -> Clipper:
     """Clip per example from now on: every ``backward()`` adds Σ_i min(1, ζ/‖g_i‖) g_i to `Clipper.sums`.
 
@@ -81,7 +80,7 @@ def attach(
     Raises:
         ClippingError: The model cannot be clipped exactly; the message says what to do.
     """
-    return Clipper(model, max_grad_norm, loss_reduction, mode, batch_of=batch_of)
+    return Clipper(model, max_grad_norm, loss_reduction, mode, batch_of)
 
 
 class Clipper(BackwardPass):
@@ -98,13 +97,7 @@ class Clipper(BackwardPass):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        max_grad_norm: float,
-        loss_reduction: LossReduction,
-        mode: Mode,
-        *,
-        batch_of: BatchOf | None,
+        self, model: nn.Module, max_grad_norm: float, loss_reduction: LossReduction, mode: Mode, batch_of: Count | None
     ) -> None:
         parameters = trainable(model)
         device = compute_device(next(iter(parameters.values())))

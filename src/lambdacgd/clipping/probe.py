@@ -35,6 +35,7 @@ from lambdacgd.clipping.rules import MAJOR, MINOR, ForwardPass, Layer, mark
 from lambdacgd.errors import ClippingError, InvalidInput
 from lambdacgd.torch_private import AnyDropout, non_persistent_buffers, own_buffers, tree_map
 
+Count = Callable[[tuple[Any, ...], dict[str, Any]], int]  #: the number of examples in a model's args and kwargs
 Loss = Callable[[nn.Module, Any], Tensor]  #: loss(model, batch), for a batch of any number of examples
 _SIZES = (5, 6, 7, 8, 4, 3)  #: examples to probe with; as long as no other dimension of the model has that size
 _SETS = 3  #: numbers of examples that are tried until one tells the batch from other dimensions
@@ -56,13 +57,7 @@ class Probe:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        forward_pass: ForwardPass,
-        anchor: Tensor,
-        count: Callable[[tuple[Any, ...], dict[str, Any]], int],
-        *,
-        mean: bool,
+        self, model: nn.Module, forward_pass: ForwardPass, anchor: Tensor, count: Count, *, mean: bool
     ) -> None:
         """``mean``: whether a loss that the model returns is the mean over examples."""
         self.layers: list[Layer] = []
@@ -647,7 +642,7 @@ class Batch:
 
     arguments: Any
     size: int
-    count: Callable[[tuple[Any, ...], dict[str, Any]], int] | None = None
+    count: Count | None = None
 
     def take(self, rows: Sequence[int], scales: Sequence[float] | None = None) -> Any:
         """The arguments for some examples, cut where the batch is first or, by ``batch_of``, second; None where they

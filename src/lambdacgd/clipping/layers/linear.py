@@ -9,7 +9,7 @@ exchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -74,13 +74,7 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> 
 
 
 def tapped_linear(
-    layer: Layer,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    names: tuple[str | None, str | None],
-    *,
-    transposed: bool,
+    layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str | None], *, transposed: bool
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
     shape = weight.t().shape if transposed else weight.shape
@@ -91,15 +85,14 @@ def tapped_linear(
 @register(nn.Linear, pointwise=True)
 def linear(layer: Layer, input: Tensor) -> Tensor:
     own = own_parameters(layer.module)
-    weight, bias = cast(Tensor, own["weight"]), own["bias"]
-    names = (layer.names.get("weight"), layer.names.get("bias"))
-    return tapped_linear(layer, input, weight, bias, names, transposed=False)
+    names = [layer.names.get("weight"), layer.names.get("bias")]
+    return tapped_linear(layer, input, cast(Tensor, own["weight"]), own["bias"], names, transposed=False)
 
 
 @register("transformers.pytorch_utils.Conv1D", pointwise=True)
 def conv1d_of_hugging_face(layer: Layer, x: Tensor) -> Tensor:
     module = layer.module
-    names = (layer.names.get("weight"), layer.names.get("bias"))
+    names = [layer.names.get("weight"), layer.names.get("bias")]
     return tapped_linear(layer, x, module.weight.t(), module.bias, names, transposed=True)  # type: ignore[operator, arg-type]
 
 

@@ -145,7 +145,7 @@ def place_of(name: str, p: Any) -> Place:
 def unwrap(model: Any, world: World) -> Any:
     """The user's own module inside DistributedDataParallel; anything else as it is, unless it cannot be trained."""
     if isinstance(model, DistributedDataParallel):
-        _check_ddp(model, world)
+        _check_ddp(model, world, dict(model.module.named_parameters()))
         model = model.module
     if isinstance(model, nn.Module):
         for path, module in model.named_modules():
@@ -164,7 +164,7 @@ def unwrap(model: Any, world: World) -> Any:
     return model
 
 
-def _check_ddp(model: DistributedDataParallel, world: World) -> None:
+def _check_ddp(model: DistributedDataParallel, world: World, parameters: dict[str, nn.Parameter]) -> None:
     ranks = dist.get_world_size(model.process_group)
     if ranks != world.size:
         raise InvalidInput(
@@ -179,7 +179,7 @@ def _check_ddp(model: DistributedDataParallel, world: World) -> None:
             "never makes. Leave them out (autocast works).",
         )
     known = {id(p) for p in ddp_parameters(model)}
-    new = [name for name, p in model.module.named_parameters() if p.requires_grad and id(p) not in known]
+    new = [name for name, p in parameters.items() if p.requires_grad and id(p) not in known]
     if new:
         raise InvalidInput(
             "model",
@@ -198,6 +198,7 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
     if world.group is None:
         return
     silenced: set[int] = set()
+    own = dict(model.named_parameters())  # as they are: in the clipper's first passes others stand in for them
 
     def silence(wrapper: DistributedDataParallel) -> None:
         silenced.add(id(wrapper))
@@ -208,7 +209,7 @@ def follow(model: nn.Module, given: Any, world: World, undo: contextlib.ExitStac
     def before_forward(module: nn.Module, args: Any) -> None:
         wrapper = active_ddp()
         if wrapper is not None and wrapper.module is model and id(wrapper) not in silenced:
-            _check_ddp(wrapper, world)
+            _check_ddp(wrapper, world, own)
             silence(wrapper)
 
     of_wrappers = undo.enter_context(contextlib.ExitStack())  # wrappers come later, too

@@ -29,6 +29,10 @@ EXPERIMENTS: dict[str, tuple[str, str]] = {
         "reproduce.frontier:EXPERIMENT",
         "test accuracy on CIFAR-10 over epochs, each method at its own best batch size (needs the data: --data)",
     ),
+    "lower-noise": (
+        "reproduce.lower_noise:EXPERIMENT",
+        "test accuracy on CIFAR-10 of what might need less noise than the default (needs the data: --data)",
+    ),
     "record": (
         "reproduce.record:EXPERIMENT",
         "test accuracy on CIFAR-10 by modern recipes at little compute, beside the state of the art (needs the data)",

@@ -134,21 +134,6 @@ app.command()(stale)
 app.command("faults")(fault_table.write)
 
 
-@app.command("prior")
-def make_prior(
-    seconds: Annotated[float, typer.Option("--seconds", help="How long to train; again goes on.")] = 600.0,
-    device: Device = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Where weights are kept; results/record/prior.pt.")] = None,
-) -> None:
-    """Learn features from images that a program draws, for the recipes of record that need them."""
-    import torch
-
-    from reproduce import prior
-
-    number("seconds", seconds, above=0)
-    print(prior.learn(out or prior.FILE, seconds, torch.device(usable_device(device))))
-
-
 @app.command("pretrain")
 def make_weights(
     seconds: Annotated[float, typer.Option("--seconds", help="How long to train.")] = 600.0,

@@ -96,13 +96,13 @@ def _plans(quick: bool) -> PlanBook:
     return PlanBook(None if quick else PLANS, make=True)
 
 
-def _climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+def climb_cell(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
     """Search on the validation split: at k = 10 in full, at another k from where that ended."""
     grid = [int(size) for size in cell["rates"]]
     top = Point(cell["batch_size"], cell["epochs"])
     moves: tuple[str, ...] = FULL
     if "after" in cell:
-        ended: Point = (yield from _climb(cell["after"]))["point"]
+        ended: Point = (yield from climb_cell(cell["after"]))["point"]
         top, moves = replace(ended, epochs=cell["epochs"]), SHORT
 
     def moved(move: str, top: Point, tried: Sequence[Point]) -> list[Point]:
@@ -125,7 +125,7 @@ def _climb(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, A
 
 def frontier_search(cell: Cell) -> Search:
     """Climb on the validation split, then train on everything with ``cell["seeds"]`` seeds, and test."""
-    tuned = yield from _climb(cell)
+    tuned = yield from climb_cell(cell)
     row, _ = yield from climbed(cell, tuned)
     return row
 

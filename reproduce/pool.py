@@ -33,7 +33,7 @@ import typer
 
 from lambdacgd.cli.options import flag
 from lambdacgd.errors import InvalidInput
-from reproduce import framework
+from reproduce import framework, lower_noise
 from reproduce.framework import machine
 from reproduce.frontier import frontier_search
 from reproduce.made_with import made_with
@@ -60,6 +60,7 @@ SEARCHES = dict.fromkeys(("methods-cifar", "methods-imdb", "lstm-imdb"), method_
 )
 SEARCHES |= {
     "frontier": frontier_search,
+    "lower-noise": lower_noise.search,
     "fine-tuning": frontier_search,
     "record": record_search,
     "paper-setting": given_search,

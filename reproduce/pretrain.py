@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from reproduce.data import LENGTH, PADDING, VOCABULARY, load_imdb
+from reproduce.data import PADDING, VOCABULARY, load_imdb
 
 MASK, SPECIAL = 103, 999  # [MASK]; ids up to this one are [CLS], [SEP] and unused ones
 _SHARE = 0.15  # of the word pieces
+WIDTH, LAYERS, READ = 128, 2, 128  # BERT-tiny's, and how many word pieces it reads
 
 
 def learn(
@@ -27,9 +28,9 @@ def learn(
     seconds: float,
     device: torch.device,
     *,
-    width: int = 256,
-    layers: int = 4,
-    length: int = 128,
+    width: int = WIDTH,
+    layers: int = LAYERS,
+    length: int = READ,
     batch: int = 256,
     rate: float = 5e-4,
     steps: int | None = None,
@@ -44,7 +45,7 @@ def learn(
         device: Where to train.
         width: Of the BERT; a head for 64 of it.
         layers: Of the BERT.
-        length: How many word pieces of a review are read at a time, from a random place on.
+        length: How many word pieces of a review are read at a time, from its beginning or a random place on.
         batch: Reviews a step.
         rate: The largest learning rate of AdamW.
         steps: Stop after so many, for tests.
@@ -56,7 +57,7 @@ def learn(
     reviews = load_imdb(data).test.inputs.long().to(device)
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=width, num_hidden_layers=layers, num_attention_heads=max(1, width // 64),
-        intermediate_size=4 * width, max_position_embeddings=LENGTH,
+        intermediate_size=4 * width, max_position_embeddings=length,
     )  # fmt: skip
     model: Any = BertForMaskedLM(config)
     model.to(device).train()
@@ -75,7 +76,7 @@ def learn(
         if done % 200 == 0:
             say(f"{time.monotonic() - began:.0f} s, {done} steps, loss {float(losses) / 200:.3f}")
             losses.zero_()
-    model.bert.save_pretrained(out)
+    model.bert.half().save_pretrained(out)  # half the bytes; fine-tuning reads them as float32
     say(f"{out}: {done} steps of {batch} reviews")
 
 

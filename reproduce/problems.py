@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,10 @@ from lambdacgd.clipping import convert
 from lambdacgd.errors import InvalidInput
 from reproduce.bench_models import CNN
 from reproduce.data import LENGTH, PADDING, VOCABULARY, Examples, Splits, load_cifar10, load_digits, load_imdb
+from reproduce.framework import free
 from reproduce.fused_norm import fuse
-from reproduce.prior import PARTS, features, load, name_of
-from reproduce.record_models import PriorLinear, PriorMLP, ScatteringCNN, ScatteringLinear, WideResNet, plain
+from reproduce.patches import KINDS, DrawnFeatures
+from reproduce.record_models import Head, ScatteringCNN, ScatteringLinear, WideResNet
 from reproduce.runs import TrainingRun
 from reproduce.scattering import Scattering
 
@@ -90,13 +91,14 @@ class ReviewLSTM(nn.Module):
 
 
 class Classifier(nn.Module):
-    """A classifier of ``transformers`` as a function of tokens."""
+    """A classifier of ``transformers`` as a function of tokens: as many of them as it has positions for."""
 
-    def __init__(self, bert: nn.Module) -> None:
+    def __init__(self, bert: Any) -> None:
         super().__init__()
-        self.bert = bert
+        self.bert, self.length = bert, int(bert.config.max_position_embeddings)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        tokens = tokens[:, : self.length]
         logits: Tensor = self.bert(input_ids=tokens, attention_mask=(tokens != PADDING).long()).logits
         return logits
 
@@ -240,18 +242,13 @@ def _pieces(examples: Examples) -> Tensor:
 
 
 # Fixed features in the place of images: made once, of every image alone, and kept in 16 bits
-def origin_of(model: str) -> str:
-    """The prior that a model's features or first weights are from: what stands before the colon in its name."""
-    return model.rpartition(":")[0]
-
-
 def views_of(model: str) -> int:
     """K, how many views of an image a step reads: what stands behind "/k" in the model's name, else 1."""
     return int(model.partition("/k")[2] or 1)
 
 
 def _kind(model: str) -> str:
-    return model.partition("/k")[0].rpartition(":")[2]
+    return model.partition("/k")[0]
 
 
 @lru_cache(maxsize=1)
@@ -259,9 +256,12 @@ def _cifar10(folder: Path | None) -> Splits:
     return load_cifar10(folder)
 
 
-def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, module: nn.Module) -> Splits:
-    device, at_a_time = (torch.device("cuda"), 500) if torch.cuda.is_available() else (torch.device("cpu"), 8)
-    module.to(device)
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, device: torch.device) -> Splits:
+    at_a_time = 500 if device.type == "cuda" else 8
     splits = _cifar10(folder)
 
     @torch.no_grad()
@@ -272,19 +272,20 @@ def _fixed(make: Callable[[Tensor], Tensor], folder: Path | None, module: nn.Mod
         ]
         return Examples(torch.cat(parts), examples.labels)
 
-    return Splits(numbers(splits.train), numbers(splits.test), splits.classes)
+    made = Splits(numbers(splits.train), numbers(splits.test), splits.classes)
+    free(device)  # for the processes that train on them
+    return made
 
 
 def load_scattering(folder: Path | None = None) -> Splits:
     """CIFAR-10 as scattering coefficients, [243, 8, 8] an image, normalised within the image in groups of nine maps."""
-    module = Scattering()
-    return _fixed(lambda images: group_norm(module(images), 27), folder, module)
+    module = Scattering().to(_device())
+    return _fixed(lambda images: group_norm(module(images), 27), folder, _device())
 
 
-def load_prior(name: str, folder: Path | None = None) -> Splits:
-    """CIFAR-10 as the features of the prior of that name."""
-    module = load(name)
-    return _fixed(lambda images: features(module, images), folder, module)
+def load_drawn(kind: str, folder: Path | None = None) -> Splits:
+    """CIFAR-10 as features of that kind, which drawn images make (`reproduce.patches`)."""
+    return _fixed(DrawnFeatures(KINDS[kind], _device()), folder, _device())
 
 
 # Models whose forward passes decide things on the host, which a captured step cannot; and those too large for it.
@@ -303,15 +304,17 @@ PROBLEMS: dict[str, Problem] = {
             {"linear": ScatteringLinear, "cnn": lambda: fuse(ScatteringCNN())},
             _images,
         ),
-        Problem(
-            "cifar10-prior",
-            lambda folder: load_prior(name_of() or "none", folder),
-            {
-                "mean": lambda: PriorLinear(PARTS[:1]),
-                "linear": lambda: PriorLinear(PARTS),
-                "mlp": lambda: PriorMLP(PARTS),
-            },
-            _images,
+        *(
+            Problem(
+                f"cifar10-{name}",
+                partial(load_drawn, name),
+                {
+                    "linear": partial(Head, kind.kept),
+                    "mlp": partial(Head, kind.kept, 256),
+                },
+                _images,
+            )
+            for name, kind in KINDS.items()
         ),
         Problem("imdb", load_imdb, {"words": DistinctWords, "lstm": lambda: convert(ReviewLSTM())}, _pieces),
     )
@@ -329,10 +332,7 @@ def make_model(run: TrainingRun) -> nn.Module:
     """The run's model, with weights drawn from torch's generator or pretrained."""
     if is_pretrained(run.model):
         return Classifier(make_pretrained(run.model))
-    origin, kind = origin_of(run.model), _kind(run.model)
-    if origin and kind == "wrn":
-        return plain(load(origin))
-    return problem(run.task).models[kind]()
+    return problem(run.task).models[_kind(run.model)]()
 
 
 def capturable(run: TrainingRun) -> bool:
@@ -358,7 +358,7 @@ def sizes(every: int, run: TrainingRun) -> tuple[int, int]:
 
 
 TRAINING_EXAMPLES = {"digits": digits.TRAIN, "cifar10": 50_000, "imdb": 25_000}
-TRAINING_EXAMPLES |= {"cifar10-scattering": 50_000, "cifar10-prior": 50_000}
+TRAINING_EXAMPLES |= dict.fromkeys(("cifar10-scattering", *(f"cifar10-{kind}" for kind in KINDS)), 50_000)
 
 
 class Data:

@@ -2,8 +2,7 @@
 
 A recipe is data: features, a model, how many views of an image a step averages, and which (B, k) to try. A cell is a
 recipe under a method at an ε. Its search, on the validation split, tries learning rates at the first (B, k), then the
-other (B, k), then other clipping norms; five new seeds see the test set. ``python -m reproduce prior`` makes the
-features that the recipes called "prior" need.
+other (B, k), then other clipping norms; five new seeds see the test set.
 """
 
 from __future__ import annotations
@@ -15,14 +14,13 @@ from pathlib import Path
 
 from reproduce.framework import MORE, Cell, Experiment, Row, Settings, table
 from reproduce.frontier import DP_SGD, OURS
-from reproduce.prior import FILE, name_of
+from reproduce.patches import KINDS
 from reproduce.problems import views_of
 from reproduce.runs import PlanBook, TrainingRun, method
 from reproduce.search import CLIP, NEAR, Point, Search, centre, climb, climbed, run_at
 from reproduce.trainer import compute_with
 
 PLANS = Path(__file__).resolve().parents[1] / "results" / "training" / "record-plans.jsonl"
-PRIOR = "PRIOR"  # stands in a recipe for the name of the prior that is there
 
 Points = tuple[tuple[int, int], ...]
 
@@ -45,26 +43,31 @@ class Recipe:
     rates: tuple[float, ...] = (1.0, *NEAR)
 
     @property
-    def needs_prior(self) -> bool:
-        return PRIOR in self.model
+    def drawn(self) -> bool:
+        """Whether its features are made of images that a program drew."""
+        return self.task.removeprefix("cifar10-") in KINDS
 
 
 _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: ((4096, 80), (2048, 40), (8192, 160))}
-_ALL = (1.0, 2.0, 4.0, 8.0)
+_HIGH = (4.0, 2.0, 8.0)  # rates for linear heads, as multiples of the usual ones
 RECIPES: tuple[Recipe, ...] = (
-    Recipe("prior-linear", "linear over a prior's features", "cifar10-prior", f"{PRIOR}:linear", _FIXED),
+    Recipe(
+        "wide-linear", "linear over 16 384 drawn patches", "cifar10-wide", "linear", _FIXED,
+        moves=("edge", "points"), rates=_HIGH,
+    ),
+    Recipe(
+        "wide-mlp", "one hidden layer over 16 384 drawn patches", "cifar10-wide", "mlp", _FIXED,
+        epsilons=(8.0, 4.0, 2.0), moves=("edge", "points"),
+    ),
+    Recipe(
+        "patches-linear", "linear over 4 096 drawn patches", "cifar10-patches", "linear", _FIXED,
+        moves=("edge", "points"), rates=_HIGH,
+    ),
     Recipe(
         "scattering-linear", "linear over scattering", "cifar10-scattering", "linear",
         {OURS: ((1024, 40),), DP_SGD: ((2048, 40),)}, moves=("edge",),
     ),
     Recipe("scattering-cnn", "two convolutions over scattering", "cifar10-scattering", "cnn", _FIXED),
-    Recipe("prior-mean", "linear over a prior's 256 means", "cifar10-prior", f"{PRIOR}:mean", {OURS: _FIXED[OURS]}),
-    Recipe("prior-mlp", "one hidden layer over a prior's features", "cifar10-prior", f"{PRIOR}:mlp", _FIXED),
-    Recipe(
-        "prior-wrn", "WRN-16-4 that begins as a prior, 4 views", "cifar10", f"{PRIOR}:wrn/k4",
-        {OURS: ((1024, 10), (1024, 20)), DP_SGD: ((2048, 20),)}, epsilons=(8.0, 4.0), moves=("points",),
-        rates=(1.0, 0.5),
-    ),
     Recipe(
         "cnn-views", "the 0.3M CNN, 4 views", "cifar10", "cnn/k4",
         {OURS: ((256, 40), (128, 40)), DP_SGD: ((1024, 40),)}, epsilons=(8.0, 4.0), moves=("points",),
@@ -79,15 +82,6 @@ RECIPES: tuple[Recipe, ...] = (
     ),
 )  # fmt: skip
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
-# (recipe, method, ε) in the order of worth, where it is not the order above.
-_FIRST = tuple(
-    (name, OURS, epsilon)
-    for name, epsilons in (
-        ("prior-linear", _ALL), ("scattering-linear", _ALL), ("scattering-cnn", _ALL), ("prior-wrn", (8.0,)),
-        ("prior-mlp", (4.0, 8.0)), ("cnn-views", (8.0,)),
-    )
-    for epsilon in epsilons
-)  # fmt: skip
 # Test accuracy in percent at δ = 1e-5 by others, no public data; views in millions where told.
 ANCHORS: tuple[tuple[str, dict[float, float], float | None], ...] = (
     ("De et al. (2022), their best WideResNets", {1.0: 56.8, 2.0: 65.9, 4.0: 73.5, 8.0: 81.4}, 160.0),
@@ -104,33 +98,29 @@ COLUMNS = (
 
 
 def record_cells(settings: Settings) -> list[Cell]:
-    """In the order of worth. Recipes that need a prior are left out where none is there."""
-    prior = name_of(FILE)
+    """In the order of worth."""
     if settings.quick:
-        small = Recipe("cnn-views", "", "cifar10", "cnn/k2", {OURS: ((32, 1),), DP_SGD: ((64, 1),)}, moves=())
-        return [_cell(small, name, 8.0, prior, examples=320, seeds=2) for name in (OURS, DP_SGD)]
-    wanted = [
-        (recipe.name, name, epsilon)
+        points: dict[str, Points] = {OURS: ((32, 1),), DP_SGD: ((64, 1),)}
+        small = (
+            Recipe("wide-linear", "", "cifar10-few", "linear", points, moves=(), rates=_HIGH[:2]),
+            Recipe("cnn-views", "", "cifar10", "cnn/k2", points, moves=()),
+        )
+        return [_cell(recipe, name, 8.0, examples=320, seeds=2) for recipe in small for name in points]
+    return [
+        _cell(recipe, name, epsilon)
         for name in (OURS, DP_SGD)
         for recipe in RECIPES
         for epsilon in recipe.epsilons
         if name in recipe.points
     ]
-    return [
-        _cell(BY_NAME[recipe], name, epsilon, prior)
-        for recipe, name, epsilon in dict.fromkeys((*_FIRST, *wanted))
-        if prior is not None or not BY_NAME[recipe].needs_prior
-    ]
 
 
-def _cell(
-    recipe: Recipe, name: str, epsilon: float, prior: str | None, *, examples: int | None = None, seeds: int = 5
-) -> Cell:
+def _cell(recipe: Recipe, name: str, epsilon: float, *, examples: int | None = None, seeds: int = 5) -> Cell:
     points = recipe.points[name]
     cell: Cell = {
         "recipe": recipe.name,
         "task": recipe.task,
-        "model": recipe.model.replace(PRIOR, prior or ""),
+        "model": recipe.model,
         "method": name,
         "epsilon": epsilon,
         "batch_size": points[0][0],
@@ -209,29 +199,29 @@ def _anchors() -> str:
 
 
 def reached(rows: Sequence[Row]) -> str:
-    """Which goals were reached, by recipes without a prior and with one, and by how much the others were missed."""
+    """Which goals the rows best on validation reached, without and with drawn images, and how far the others are."""
     texts = []
     for epsilon, goal in GOALS.items():
         parts = []
-        for prior in (False, True):
+        for drawn in (False, True):
             mine = [
                 row
                 for row in rows
                 if row["epsilon"] == epsilon
-                and BY_NAME[row["recipe"]].needs_prior is prior
+                and BY_NAME[row["recipe"]].drawn is drawn
                 and (epsilon != 8.0 or row["views"] <= MOST_VIEWS)
             ]
-            which = f"with{'' if prior else 'out'} a prior"
+            which = f"with{'' if drawn else 'out'} drawn images"
             if not mine:
                 parts.append(f"{which} nothing is tested yet")
                 continue
-            top = max(mine, key=lambda row: float(row["test"]))
+            top = max(mine, key=lambda row: float(row["validation"]))
             gap = 100 * top["test"] - goal
             verdict = f"reached by {gap:.1f} points" if gap > 0 else f"missed by {-gap:.1f} points"
             what = f"{BY_NAME[top['recipe']].about}, {method(top['method']).title}"
             parts.append(f"{which} {verdict} ({_share(top['test'], top['standard_error'])}, {what})")
         texts.append(f"- ε = {epsilon:g}, goal {goal:.1f}%: {'; '.join(parts)}.")
-    return "\n".join(["Goals, and the best row for each (at ε = 8 with at most 16M views):", "", *texts])
+    return "\n".join(["Goals, and the row best on validation (at ε = 8 with at most 16M views):", "", *texts])
 
 
 def page(rows: list[Row]) -> str:
@@ -243,8 +233,8 @@ def page(rows: list[Row]) -> str:
         reached(rows),
         _found(rows),
         _anchors(),
-        "Recipes with a prior begin with weights or features learnt from images that a program drew, no photograph "
-        "among them, as Tang et al. do: their row is what to compare with. The other anchors have no such prior.",
+        "Features over drawn patches are made of images that a program drew, no photograph among them; Tang et al. "
+        "learn a network from such images. The other anchors have nothing of the kind.",
         f"Settings were chosen by {runs} runs on a validation fifth of the training set, one seed each; "
         "(ε, δ) does not cover that search.",
         MORE,

@@ -20,6 +20,7 @@ from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan, plan
 from lambdacgd.version import __version__
 from reproduce.framework import append, machine, records
+from reproduce.uncertified import found, plan_of
 
 # The λ that searches begin with, by ε. For fixed bins the paper's; for fresh ones near the smallest error.
 _FIXED = MappingProxyType({8.0: 0.95, 4.0: 0.95, 2.0: 0.9, 1.0: 0.9, 0.5: 0.9, 0.25: 0.8})
@@ -97,13 +98,24 @@ _METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ),
 )  # fmt: skip
 METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
+# What might need less noise than the default: no table of methods has them, and their plans claim nothing.
+VARIANTS = {
+    name: Method(name, title, _binned("normalized-bands", "fresh", variant=name), ours=True)
+    for name, title in (
+        ("bands-3", "three normalised bands"),
+        ("bands-4", "four normalised bands"),
+        ("epochs", "the default with a σ for each epoch"),
+        ("bands-4-epochs", "four normalised bands with a σ for each epoch"),
+    )
+}
 
 
 def method(name: str) -> Method:
     """The method of that name."""
-    if name not in METHODS:
-        raise InvalidInput("method", name, f"it must be one of {', '.join(METHODS)}")
-    return METHODS[name]
+    known = METHODS | VARIANTS
+    if name not in known:
+        raise InvalidInput("method", name, f"it must be one of {', '.join(known)}")
+    return known[name]
 
 
 Split = Literal["validation", "test"]
@@ -222,7 +234,7 @@ class PlanBook:
     Guarantee
     ---------
     σ is the plan's own: every plan read back is checked against its digest, its request is compared with what it
-    holds, and training checks the plan once more.
+    holds, and training checks the plan once more. Plans of variants say of themselves that they claim nothing.
     """
 
     def __init__(self, path: Path | None = None, *, make: bool = False) -> None:
@@ -230,7 +242,7 @@ class PlanBook:
         self._plans: dict[str, Plan] = {}
         if path is not None:
             for content in records(path):
-                known = Plan.from_json(json.dumps(content["plan"]))
+                known = _read(content)
                 if known.certificate.details.get("floating_point") == set_aside(known.epsilon, known.delta):
                     self._plans[_key(content["request"])] = known  # else of an earlier release: nothing trains under it
 
@@ -246,16 +258,30 @@ class PlanBook:
         if known is None:
             if not self.make:
                 raise MissingPlan("plan", _key(request), f"it is not in {self.path}; make it where the accountants are")
-            known = plan(**plan_arguments(request))
-            self._plans[_key(request)] = known
+            content = _content(request)
+            known = self._plans[_key(request)] = _read(content)
             if self.path is not None:
-                append(self.path, {"request": request, "plan": known.to_dict()})
+                append(self.path, content)
         _check(request, known)
         return known
 
     def for_run(self, run: TrainingRun, training_examples: int) -> Plan:
         """The plan that ``run`` trains under."""
         return self.get(run.plan_request(training_examples))
+
+
+def _content(request: dict[str, Any]) -> dict[str, Any]:
+    """A new plan as a line of the file: of a variant, the numbers that its plan is made from."""
+    if "variant" in request:
+        names = ("variant", "examples", "batch_size", "epochs", "epsilon", "delta")
+        return {"request": request, "numbers": found(**{name: request[name] for name in names})}
+    return {"request": request, "plan": plan(**plan_arguments(request)).to_dict()}
+
+
+def _read(content: dict[str, Any]) -> Plan:
+    if "numbers" in content:
+        return plan_of(content["request"], content["numbers"])
+    return Plan.from_json(json.dumps(content["plan"]))
 
 
 def _check(request: dict[str, Any], made: Plan) -> None:

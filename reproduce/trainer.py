@@ -38,6 +38,7 @@ from reproduce.problems import (
 )
 from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
 from reproduce.search import Search, answer, start, stored
+from reproduce.uncertified import noise_of_epochs
 
 AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
 _LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
@@ -132,10 +133,11 @@ def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None) -> Res
     averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
     if run.schedule == "linear":
         private.after_step.append(lambda: _anneal(rate, run.learning_rate, private))
-    for _ in _captured(private, loss, rows.tensors) if captured else _loop(private, loss):
-        if until is not None and time.monotonic() > until:
-            raise TooLate(str(run))
-    wait(data.device)
+    with noise_of_epochs(private, plan):
+        for _ in _captured(private, loss, rows.tensors) if captured else _loop(private, loss):
+            if until is not None and time.monotonic() > until:
+                raise TooLate(str(run))
+        wait(data.device)
     seconds = time.monotonic() - began
     scores = {"last": accuracy(model, *held_out)}
     for name, average in averages.items():

@@ -123,12 +123,15 @@ def test_without_matplotlib_the_rest_is_written(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_every_named_experiment_is_well_formed(name: str) -> None:
+def test_every_named_experiment_is_well_formed(name: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    (tmp_path / "model.safetensors").touch()
+    weights = tmp_path if name == "fine-tuning" else None
     experiment = load(name)
     assert experiment.name == name
     assert experiment.what
     assert EXPERIMENTS[name][1]
-    for settings in (Settings(quick=True), Settings()):
+    for settings in (Settings(quick=True, weights=weights), Settings(weights=weights)):
         cells = experiment.cells(settings)
         keys = {experiment.key(json.loads(json.dumps(cell))) for cell in cells}  # JSON alone, each only once
         assert len(keys) == len(cells) > 0

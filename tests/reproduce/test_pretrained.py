@@ -37,9 +37,9 @@ def weights(tmp_path: Path) -> Path:
 def reviews(tmp_path: Path) -> Path:
     random = np.random.default_rng(7)
     for split in ("train", "test"):
-        lengths = random.integers(4, 12, 200).astype(np.uint16)
+        lengths = random.integers(4, 12, 320).astype(np.uint16)
         tokens = random.integers(1, 30_522, lengths.sum()).astype(np.uint16)
-        labels = np.repeat(np.array([0, 1], dtype=np.uint8), 100)
+        labels = np.repeat(np.array([0, 1], dtype=np.uint8), 160)
         np.savez(tmp_path / f"{split}_wordpiece512.npz", tokens=tokens, lengths=lengths, labels=labels)
     return tmp_path
 

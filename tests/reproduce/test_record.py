@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,17 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lambdacgd.clipping import check_model
-from lambdacgd.errors import InvalidInput
-from reproduce import prior, problems, record
+from reproduce import problems, record
 from reproduce.augment import Views, moved, scrambled, seed_of
 from reproduce.data import Examples, Splits
 from reproduce.framework import Settings
 from reproduce.frontier import DP_SGD, OURS
+from reproduce.patches import KINDS, Components, DrawnFeatures, Patches
 from reproduce.pool import SEARCHES
-from reproduce.problems import Data, capturable, make_model, origin_of, physical_batch_size, views_of
+from reproduce.problems import Data, capturable, make_model, physical_batch_size, views_of
 from reproduce.random_images import dead_leaves
-from reproduce.record import BY_NAME, PLANS, RECIPES, record_cells, record_search
-from reproduce.record_models import ScatteringCNN, ScatteringLinear, StandardConv2d, WideResNet, plain
+from reproduce.record import BY_NAME, PLANS, record_cells, record_search
+from reproduce.record_models import Head, ScatteringCNN, ScatteringLinear, WideResNet
 from reproduce.runs import PlanBook, Result, TrainingRun
 from reproduce.scattering import Scattering
 from reproduce.search import stored
@@ -157,16 +156,6 @@ def test_clipping_follows_standardised_weights() -> None:
     assert "5 examples" in str(report)
 
 
-def test_a_plain_model_computes_what_the_standardised_one_does() -> None:
-    torch.manual_seed(0)
-    model = WideResNet(10, 1, 7)
-    other = plain(model, 10, 1, 10)
-    x = images(2, 3, 16)
-    torch.testing.assert_close(other.stages(x)[-1], model.stages(x)[-1], rtol=1e-4, atol=1e-5)
-    assert not any(isinstance(m, StandardConv2d) for m in other.modules())
-    assert other(x).shape == (2, 10)
-
-
 def test_heads_take_features_in_sixteen_bits() -> None:
     x = torch.randn(2, 243, 8, 8).half()
     for head in (ScatteringLinear(), ScatteringCNN()):
@@ -174,9 +163,16 @@ def test_heads_take_features_in_sixteen_bits() -> None:
         assert out.shape == (2, 10)
         assert out.dtype == torch.float32
     assert float(ScatteringLinear()(x).detach().abs().max()) < 1  # begins with its bias alone
+    flat = torch.randn(2, 8).half()
+    head = Head(6)
+    torch.nn.init.normal_(head.output.weight)
+    other = flat.clone()
+    other[:, 6:] = 0
+    assert torch.equal(head(flat), head(other))  # reads the first six
+    assert Head(6, 4)(flat).shape == (2, 10)
 
 
-# --- the prior --------------------------------------------------------------------------------------------------------
+# --- drawn images -----------------------------------------------------------------------------------------------------
 
 
 def test_random_images_come_from_their_generator_alone() -> None:
@@ -189,40 +185,44 @@ def test_random_images_come_from_their_generator_alone() -> None:
     assert float(one.float().std((1, 2, 3)).min()) > 0
 
 
-def test_views_that_belong_together_lower_the_contrast() -> None:
-    apart = torch.eye(8)
-    together = torch.cat([apart[:4], apart[:4]])
-    assert prior.contrast(together) < prior.contrast(apart)
+def test_patches_are_compared_by_shape_and_not_by_brightness_or_contrast() -> None:
+    drawn = dead_leaves(40, 16, generator=torch.Generator().manual_seed(3)).float() / 127.5 - 1
+    net = Patches(drawn, 12, 5, torch.Generator().manual_seed(1))
+    x = drawn[:4]
+    out = net(x)
+    assert out.shape == (4, 12, 12, 12)
+    torch.testing.assert_close(net(x + 0.3), out, rtol=1e-3, atol=1e-3)
+    assert float((net(3 * x) - out).norm() / out.norm()) < 0.6  # the floor aside, as long as before
+    torch.testing.assert_close(net(x[..., 2:9, 3:11]), out[..., 2:5, 3:7], rtol=1e-3, atol=1e-4)
+    # Whitened: neighbouring patches of drawn images look less alike than neighbouring pixels do.
+    assert 0.3 < float(out.std()) < 3
+    assert float(torch.corrcoef(out.movedim(1, 0).flatten(1)).fill_diagonal_(0).abs().mean()) < 0.2
 
 
-@pytest.fixture
-def learnt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tiny prior in the place of the one in results."""
-    path = tmp_path / "prior.pt"
-    small: dict[str, Any] = {"batch": 8, "images": 16, "steps": 2, "depth": 10, "width": 1, "say": lambda text: None}
-    prior.learn(path, 1.0, torch.device("cpu"), **small)
-    before = prior.name_of(path)
-    name = prior.learn(path, 1.0, torch.device("cpu"), **small)
-    about = json.loads(path.with_suffix(".json").read_text())
-    assert about["views"] == 64
-    assert about["name"] == name != before
-    load = prior.load
-    monkeypatch.setattr(problems, "load", lambda given: load(given, path))
-    monkeypatch.setattr(record, "name_of", lambda given: prior.name_of(path))
-    return name
+@pytest.mark.parametrize(("count", "numbers"), [(60, 12), (20, 30)])
+def test_components_are_uncorrelated_and_scaled_by_their_variance(count: int, numbers: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(numbers, numbers, generator=generator) * torch.linspace(1, 3, numbers)
+    rows = torch.randn(count, numbers, generator=generator) @ mixing
+    made = Components(rows.clone(), 8, 0.5)(rows)
+    covariance = made.T @ made / count
+    torch.testing.assert_close(covariance, covariance.diagonal().diag(), atol=2e-3, rtol=0)
+    torch.testing.assert_close(covariance.diagonal(), torch.ones(8), atol=0.05, rtol=0)
+    less = Components(rows.clone(), 8, 0.25)(rows).square().mean(0)
+    torch.testing.assert_close(less.mean(), torch.tensor(1.0), atol=1e-3, rtol=0)
+    assert (less.diff() < 0).all()  # the largest first, and larger
 
 
-def test_a_prior_is_known_by_its_weights(learnt: str, tmp_path: Path) -> None:
-    model = prior.load(learnt, tmp_path / "prior.pt")
+def test_drawn_features_are_of_an_image_alone_and_the_same_of_its_mirror_image() -> None:
+    net = DrawnFeatures(KINDS["few"], torch.device("cpu"))
+    again = DrawnFeatures(KINDS["few"], torch.device("cpu"))
     x = images(3, 3)
-    made = prior.features(model, x)
-    assert made.shape == (3, 64 + 256 + 128)
-    torch.testing.assert_close(made[:, :64], prior.features(model, x.flip(3))[:, :64], rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(made[1:2], prior.features(model, x[1:2]), rtol=1e-4, atol=1e-4)  # every image alone
-    with pytest.raises(InvalidInput):
-        prior.load("prior-000000000000", tmp_path / "prior.pt")
-    (tmp_path / "prior.pt").unlink()
-    assert prior.name_of(tmp_path / "prior.pt") == learnt  # what prior.json says
+    made = net(x)
+    assert made.shape == (3, KINDS["few"].kept)
+    torch.testing.assert_close(net(x.flip(3)), made, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(net(x[1:2]), made[1:2], rtol=1e-3, atol=1e-3)
+    assert torch.equal(again(x), made)  # by its seed, whatever was drawn before
+    assert not list(net.parameters())
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -242,9 +242,9 @@ def photographs(channels: tuple[int, ...] = (3, 32, 32)) -> Splits:
     return Splits(part(100), part(40), 10)
 
 
-def test_names_say_where_a_model_is_from_and_how_many_views_it_sees(learnt: str) -> None:
-    assert (origin_of("prior-1:wrn/k4"), views_of("prior-1:wrn/k4")) == ("prior-1", 4)
-    assert (origin_of("cnn"), views_of("cnn")) == ("", 1)
+def test_names_say_how_many_views_a_model_sees() -> None:
+    assert views_of("wrn/k4") == 4
+    assert views_of("cnn") == 1
     assert capturable(run_of("cnn/k4"))
     assert not capturable(run_of("wrn/k4"))
     assert physical_batch_size(run_of("wrn/k4")) == 256
@@ -259,8 +259,8 @@ def test_names_say_where_a_model_is_from_and_how_many_views_it_sees(learnt: str)
         ("cnn-plain", "cifar10", (3, 32, 32)),
         ("linear", "cifar10-scattering", (243, 8, 8)),
         ("cnn", "cifar10-scattering", (243, 8, 8)),
-        ("prior-1:mean", "cifar10-prior", (1792,)),
-        ("prior-1:mlp", "cifar10-prior", (1792,)),
+        ("linear", "cifar10-few", (32,)),
+        ("mlp", "cifar10-few", (32,)),
     ],
 )
 def test_recipes_train(model: str, task: str, shape: tuple[int, ...]) -> None:
@@ -271,20 +271,22 @@ def test_recipes_train(model: str, task: str, shape: tuple[int, ...]) -> None:
     assert result["parameters"] > 0
 
 
-def test_a_wide_network_trains_from_a_prior_with_views(learnt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(problems, "plain", lambda model: plain(model, 10, 1))
+def test_a_wide_network_trains_with_views(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(problems.PROBLEMS["cifar10"].models, "wrn", lambda: WideResNet(10, 1))
     monkeypatch.setattr(problems, "LARGE", {"wrn": 8})
     data = Data("cifar10", photographs((3, 8, 8)), torch.device("cpu"))
-    result = train(run_of(f"{learnt}:wrn/k2", name=DP_SGD), data, PlanBook(make=True))
+    result = train(run_of("wrn/k2", name=DP_SGD), data, PlanBook(make=True))
     assert result["parameters"] < 200_000
 
 
-def test_features_are_made_of_every_image_alone(monkeypatch: pytest.MonkeyPatch, learnt: str) -> None:
+def test_features_are_kept_in_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(problems, "_cifar10", lambda folder: photographs())
     scattered = problems.load_scattering(None)
     assert scattered.train.inputs.shape == (100, 243, 8, 8)
     assert scattered.train.inputs.dtype == torch.float16
-    assert len(problems.load_prior(learnt, None).test) == 40
+    drawn = problems.load_drawn("few", None)
+    assert drawn.test.inputs.shape == (40, KINDS["few"].kept)
+    assert drawn.test.inputs.dtype == torch.float16
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
@@ -322,19 +324,13 @@ def test_a_search_finds_rate_batch_size_epochs_and_clip(factor: float, clip: flo
         assert len(row["tried"]) <= 9
 
 
-def test_every_plan_of_every_recipe_is_in_the_book(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "name_of", lambda path: "prior-000000000000")
+def test_every_plan_of_every_recipe_is_in_the_book() -> None:
     cells = record_cells(Settings())
     book = PlanBook(PLANS)
     assert all(request in book for cell in cells for request in plan_requests(cell))
     assert {cell["recipe"] for cell in cells} == set(BY_NAME)
     assert len({json.dumps(cell, sort_keys=True) for cell in cells}) == len(cells)
     assert SEARCHES["record"] is record_search
-
-
-def test_without_a_prior_its_recipes_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "name_of", lambda path: None)
-    assert {cell["recipe"] for cell in record_cells(Settings())} == {r.name for r in RECIPES if not r.needs_prior}
 
 
 def test_the_page_says_what_was_reached_and_what_was_not() -> None:
@@ -345,12 +341,12 @@ def test_the_page_says_what_was_reached_and_what_was_not() -> None:
     }  # fmt: skip
     rows = [
         common | {"recipe": "scattering-linear", "method": OURS, "epsilon": 1.0, "test": 0.612, "views": 2e6},
-        common | {"recipe": "prior-linear", "method": DP_SGD, "epsilon": 2.0, "test": 0.6, "views": 2e6},
+        common | {"recipe": "wide-linear", "method": DP_SGD, "epsilon": 2.0, "test": 0.6, "views": 2e6},
         common | {"recipe": "wrn-views", "method": OURS, "epsilon": 8.0, "test": 0.9, "views": 17e6},
     ]
     text = record.page(rows)
-    assert "goal 60.9%: without a prior reached by 0.3 points (61.2 ± 1.0" in text
-    assert "with a prior missed by 7.0 points" in text
-    assert "goal 78.7%: without a prior nothing is tested yet" in text  # too many views
+    assert "goal 60.9%: without drawn images reached by 0.3 points (61.2 ± 1.0" in text
+    assert "with drawn images missed by 7.0 points" in text
+    assert "goal 78.7%: without drawn images nothing is tested yet" in text  # too many views
     assert "(ε, δ) does not cover that search" in text
     assert "24 runs" in text

@@ -170,7 +170,7 @@ def gpt2(width: int = 768, depth: int = 12, heads: int = 12, *, vocabulary: int 
     """GPT-2; by default of 124M parameters."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     config = GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=depth, n_head=heads, **rates)
     return LanguageModel(GPT2LMHeadModel(config))
 
@@ -191,7 +191,8 @@ def llama_with_lora(
         num_key_value_heads=max(1, heads // 8),
     )
     lora = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.0)
-    return LanguageModel(get_peft_model(LlamaForCausalLM(config).to(torch.bfloat16), lora))
+    base: Any = LlamaForCausalLM(config)
+    return LanguageModel(get_peft_model(base.to(torch.bfloat16), lora))
 
 
 @dataclass(frozen=True)

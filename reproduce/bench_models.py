@@ -154,6 +154,47 @@ class Bert(nn.Module):
         return self.bert(input_ids=x, position_ids=place).logits
 
 
+class LanguageModel(nn.Module):
+    """A causal model of transformers, returning each example's mean loss over its tokens."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.model(input_ids=x, use_cache=False).logits[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(x), -1).mean(1)
+
+
+def gpt2(width: int = 768, depth: int = 12, heads: int = 12, *, vocabulary: int = 50257) -> LanguageModel:
+    """GPT-2; by default of 124M parameters."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    rates: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = GPT2Config(vocab_size=vocabulary, n_embd=width, n_layer=depth, n_head=heads, **rates)
+    return LanguageModel(GPT2LMHeadModel(config))
+
+
+def llama_with_lora(
+    width: int = 2048, depth: int = 22, heads: int = 32, *, vocabulary: int = 32000, hidden: int = 5632
+) -> LanguageModel:
+    """A Llama, by default of TinyLlama's 1.1B parameters, frozen in bfloat16, with adapters of rank 16 in float32."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=depth,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 8),
+    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], lora_dropout=0.0)
+    base: Any = LlamaForCausalLM(config)
+    return LanguageModel(get_peft_model(base.to(torch.bfloat16), lora))
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of the benchmark: how to build it and one batch."""
@@ -185,5 +226,7 @@ CASES: dict[str, Case] = {
     "bert-tiny": Case(lambda: Bert(128, 2, 2), 32),
     "bert-base": Case(lambda: Bert(768, 12, 12), 32),
     "bert-large": Case(lambda: Bert(1024, 24, 16), 16),
+    "gpt2": Case(gpt2, 32, vocabulary=50257),
+    "llama-lora": Case(llama_with_lora, 16, vocabulary=32000),
     "small-transformer": Case(lambda: ViT(128, 4, 4, patch=4, image=32), 32, image=32),
 }

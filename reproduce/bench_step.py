@@ -4,7 +4,8 @@
 of a model take turns, so that a slow moment of the machine strikes them all. Opacus is measured where it is installed;
 parameters it has no rule for (a ViT's class token and positions) are frozen for it, in its favour. The modes "loop" and
 "padded-loop" are a user's loop over `privatize`'s loader with sampled batches, "plain-loop" is the loop without privacy
-over the same batches.
+over the same batches. "views-loop" takes the batches in four parts, of which every example comes as four views. A loop
+is timed behind a step that is probed, whose time stands apart, since a run has few of them; the next are 34, 55, 89.
 
 ``run_pair``: λCGD's step over DP-SGD's, to a fraction of a percent. Whole steps differ by far less than a machine's
 speed varies, so both noises act on the same model, in turns A B B A, which cancels what drifts. Each round gives one
@@ -41,16 +42,22 @@ from reproduce.problems import problem
 
 PRECISIONS = ("fp32", "tf32", "bf16")
 MODES = ("non-private", "opacus-hooks", "opacus-ghost", "clip-only", "dp-sgd", "lambda-cgd")
-LOOPS = ("plain-loop", "loop", "padded-loop")
+LOOPS = ("plain-loop", "loop", "padded-loop", "views-loop")
+_OPTIONS: dict[str, Callable[[int], dict[str, Any]]] = {  # of `privatize`, for a loop over batches of this size
+    "loop": lambda batch: {},
+    "padded-loop": lambda batch: {"pad_batches": max(1, batch // 8)},
+    "views-loop": lambda batch: {"augmentations": 4, "max_physical_batch_size": max(1, batch // 4)},
+}
 _RATE, _CLIP, _SIGMA = 1e-4, 1.0, 1.0
 _TURN = 3  # steps in a row of one mode, before the next has its turn
+_PROFILED = 2  # steps whose kernels are counted
 Step = Callable[[], None]
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor, precision: str) -> Tensor:
     with torch.autocast(x.device.type, torch.bfloat16, enabled=precision == "bf16"):
-        logits = model(x)
-    return F.cross_entropy(logits.float(), y)
+        output = model(x)
+    return output.mean() if output.dim() == 1 else F.cross_entropy(output.float(), y)  # language models give losses
 
 
 def plain_step(case: Case, device: torch.device, precision: str, batch: int) -> Step:
@@ -142,7 +149,8 @@ def opacus_step(case: Case, device: torch.device, precision: str, batch: int, *,
 
 def loop_step(case: Case, device: torch.device, precision: str, batch: int, mode: str) -> Step:
     """A step of a loop over sampled batches, of eight bins; a padded one fills them up to multiples of an eighth."""
-    model = convert(case.build()).to(device)
+    with device:
+        model = convert(case.build()).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=_RATE)
     (x, y), key = case.data(device, 8 * batch), lc.SecretKey.for_tests(1)
     sampling, mechanism = lc.BallsInBins("fixed"), lc.LambdaCGD(0.5)
@@ -151,11 +159,7 @@ def loop_step(case: Case, device: torch.device, precision: str, batch: int, mode
         drawn = (torch.as_tensor(rows, device=device) for rows in plan.sampling.batches(key, run="1"))
         batches: Iterator[Any] = ((x[rows], y[rows]) for rows in drawn)
     else:
-        options: dict[str, Any] = {
-            "max_grad_norm": _CLIP,
-            "key": key,
-            "pad_batches": max(1, batch // 8) if "padded" in mode else 1,
-        }
+        options = {"max_grad_norm": _CLIP, "key": key, **_OPTIONS[mode](batch)}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the key is for tests
             batches = iter(lc.privatize(model, optimizer, TensorDataset(x, y), plan, **options).loader)
@@ -179,25 +183,61 @@ def make_step(mode: str, case: Case, device: torch.device, precision: str, batch
     return OurStep(case, device, precision, batch, mode)
 
 
-def prepare(step: Step, device: torch.device, *, resident: int, warm_up: int) -> dict[str, Any]:
-    """Warm up, and the peak memory (on a GPU) beyond the ``resident`` bytes that other modes hold."""
-    if device.type == "cuda":
+def prepare(step: Step, device: torch.device, *, warm_up: int, loop: bool = False) -> dict[str, Any]:
+    """Warm up; on a GPU, the memory that this takes beyond what other modes hold: its peak, and what torch reserves.
+
+    A ``loop`` goes on until a step that is probed, whose time is taken.
+    """
+    cuda = device.type == "cuda"
+    held = (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) if cuda else (0, 0)
+    if cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(warm_up):
+    for _ in range(probed_from(warm_up) - 1 if loop else warm_up):
         step()
     wait(device)
-    if device.type != "cuda":
-        return {}
-    return {"peak_mib": (torch.cuda.max_memory_allocated() - resident) / 2**20}
+    found: dict[str, Any] = {"probed_ms": turn(step, device, steps=1)} if loop else {}
+    if cuda:
+        peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.memory_reserved()
+        found |= {"peak_mib": (peak - held[0]) / 2**20, "reserved_mib": (reserved - held[1]) / 2**20}
+    return found
 
 
-def turn(step: Step, device: torch.device) -> float:
+def probed_from(step: int) -> int:
+    """The first step from this one on that a private loop probes (`clipper.Watch`)."""
+    probed, following = 1, 2
+    while probed < step:
+        probed, following = following, probed + following
+    return probed
+
+
+def turn(step: Step, device: torch.device, *, steps: int = _TURN) -> float:
     """Milliseconds a step, over a few in a row as in training, where the host runs ahead of the device."""
     began = time.perf_counter()
-    for _ in range(_TURN):
+    for _ in range(steps):
         step()
     wait(device)
-    return 1e3 * (time.perf_counter() - began) / _TURN
+    return 1e3 * (time.perf_counter() - began) / steps
+
+
+def on_the_device(step: Step, device: torch.device) -> dict[str, Any]:
+    """What a step has the GPU do: how many kernels, their milliseconds, and the longest by name. Where that is far less
+    than the step takes, the host is the bound.
+    """
+    if device.type != "cuda":
+        return {}
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        turn(step, device, steps=_PROFILED)
+    events = (e for e in profiler.key_averages() if not e.key.startswith("Activity Buffer"))  # the profiler's own
+    kernels = [e for e in events if e.self_device_time_total]
+    kernels.sort(key=lambda event: -event.self_device_time_total)
+    each = 1e3 * _PROFILED
+    return {
+        "kernels": sum(event.count for event in kernels) / _PROFILED,
+        "device_ms": sum(event.self_device_time_total for event in kernels) / each,
+        "longest": {event.key[:90]: round(event.self_device_time_total / each, 4) for event in kernels[:12]},
+    }
 
 
 def measure(steps: dict[str, Step], device: torch.device, *, rounds: int) -> dict[str, dict[str, Any]]:
@@ -272,23 +312,27 @@ def _cells(
     model: str, modes: list[str], precision: str, device: torch.device, batch: int | None, warm_up: int, repeats: int
 ) -> list[dict[str, Any]]:
     """All modes of one model side by side; one that fails is recorded and left out."""
-    case, cuda = CASES[model], device.type == "cuda"
+    case = CASES[model]
     cells: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
     step: Step | None = None
     for mode in modes:
         cells[mode] = {"model": model, "mode": mode, "precision": precision, "batch": batch or case.batch}
-        resident = torch.cuda.memory_allocated() if cuda else 0
         try:
             torch.manual_seed(1)
             step = make_step(mode, case, device, precision, batch or case.batch)
-            cells[mode] |= prepare(step, device, resident=resident, warm_up=warm_up)
+            cells[mode] |= prepare(step, device, warm_up=warm_up, loop=mode in LOOPS)
             steps[mode] = step
         except Exception as error:  # whatever a peer raises must not lose the other modes
             cells[mode]["error"] = f"{type(error).__name__}: {error}"[:500]
         free(device)
     for mode, measured in measure(steps, device, rounds=-(-repeats // _TURN)).items():
         cells[mode] |= measured
+    for mode in steps.keys() & LOOPS:
+        try:
+            cells[mode] |= on_the_device(steps[mode], device)
+        except Exception as error:  # no profiler on this machine
+            cells[mode]["longest"] = {f"{type(error).__name__}: {error}"[:500]: 0.0}
     steps.clear()
     step = None
     free(device)
@@ -306,8 +350,10 @@ def _line(cell: dict[str, Any], cells: list[dict[str, Any]]) -> str:
     if "error" in cell:
         return f"{head} {cell['error'][:120]}"
     alike = [c for c in cells if all(c[k] == cell[k] for k in ("model", "precision")) and "median_ms" in c]
-    base = next((c for c in alike if c["mode"] == "non-private"), None)
+    base = next((c for c in alike if c["mode"] == ("plain-loop" if cell["mode"] in LOOPS else "non-private")), None)
     text = f"{head} {cell['median_ms']:9.2f} ms"
+    if "device_ms" in cell:
+        text += f" {cell['device_ms']:7.2f} on the device, {cell['kernels']:.0f} kernels"
     if "peak_mib" in cell:
         text += f" {cell['peak_mib']:9.0f} MiB"
     if base is not None:

@@ -28,6 +28,7 @@ PLACE = re.compile(r"(<!-- numbers: ([a-z0-9-]+) -->)(.*?)(<!-- end -->)", re.S)
 TITLES = {
     "cnn": "CNN", "wrn-40-4": "WideResNet-40-4", "wrn-16-4": "WideResNet-16-4", "vit-b": "ViT-B", "vit-l": "ViT-L",
     "vit-h": "ViT-H", "bert-tiny": "BERT-tiny", "bert-base": "BERT-base", "bert-large": "BERT-large", "lstm": "LSTM",
+    "gpt2": "GPT-2", "llama-lora": "Llama, 1.1B, LoRA",
 }  # fmt: skip
 LAMBDA_CGD = "regenerated, 2 bands"
 _PRECISIONS = {"tf32": "TF32", "bf16": "bfloat16"}
@@ -447,6 +448,31 @@ def step_table() -> str:
     return _table([*head, "faster by"], lines)
 
 
+def loop_table() -> str:
+    """A loop as users write it over the plain loop with the same sampled batches; memory over that one's."""
+    modes: dict[tuple[str, str, int], dict[str, Any]] = {}
+    for path in sorted(RESULTS.glob("loop-h200-*.json")):
+        for cell in result(path.name)["cells"]:
+            modes.setdefault((cell["model"], cell["precision"], cell["batch"]), {})[cell["mode"]] = cell
+    lines = []
+    for (model, precision, batch), by_mode in sorted(modes.items(), key=lambda item: _place(*item[0])):
+        plain, ours = by_mode["plain-loop"], by_mode["loop"]
+        padded = by_mode.get("padded-loop", {})
+
+        def over(field: str, cell: dict[str, Any], plain: dict[str, Any] = plain) -> str:
+            return f"{cell[field] / plain[field]:.2f}" if field in cell and field in plain else ""
+
+        probed = f"{ours['probed_ms']:.0f}" if "probed_ms" in ours else ""
+        on_device = " / ".join(f"{c['device_ms']:.1f}" for c in (plain, ours) if "device_ms" in c)
+        lines.append([
+            TITLES[model], str(batch), _PRECISIONS[precision], f"{plain['median_ms']:.1f}", f"{ours['median_ms']:.1f}",
+            over("median_ms", ours), over("median_ms", padded), over("peak_mib", ours), over("reserved_mib", ours),
+            over("reserved_mib", padded), on_device, probed,
+        ])  # fmt: skip
+    head = ["model", "batch", "precision", "plain", "private", "ratio", "padded", "peak", "reserved"]
+    return _table([*head, "padded, reserved", "GPU busy, plain / private", "a probed step"], lines)
+
+
 def _place(model: str, precision: str, batch: int) -> tuple[int, bool, int]:
     """Where a measurement stands in a table."""
     return list(TITLES).index(model), precision == "bf16", -batch
@@ -576,6 +602,7 @@ NUMBERS: dict[str, Callable[[], str]] = {
     "stale": stale_results,
     "fresh-accuracy": fresh_accuracy,
     "step-table": step_table,
+    "loop-table": loop_table,
     "pair-table": pair_table,
     "zoo-support": zoo_support,
     "experiments": experiments,

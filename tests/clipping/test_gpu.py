@@ -36,7 +36,8 @@ class Patches:
         flat = response.as_strided((examples, channels, positions), (channels * positions, positions, 1))
         out.view(examples, channels, columns).copy_(flat.float() @ patches.float().transpose(1, 2))
         squares.zero_()
-        squares[:, 0] = out.square().flatten(1).sum(1)
+        assert squares.shape[1] == examples
+        squares[0] = out.square().flatten(1).sum(1)
 
 
 @pytest.fixture
@@ -124,7 +125,7 @@ def test_what_kernels_write_is_float32_whatever_the_default(monkeypatch: pytest.
             gpu.group_norm_sums(x, x, some, some),
             gpu.layer_norm_sums(tokens, tokens, some, some, 16),
             gpu.column_sums([tokens, tokens]),
-            [norm.square for _, norm in gpu.gram_norms([(tokens, tokens)])],
+            [grams for _, grams, _ in gpu.gram_norms([(tokens, tokens)])],
         ]
     finally:
         torch.set_default_dtype(before)

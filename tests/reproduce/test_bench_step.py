@@ -7,8 +7,11 @@ import random
 
 import pytest
 import torch
+from torch import nn
 
+from lambdacgd.clipping import attach
 from lambdacgd.errors import InvalidInput
+from reproduce import bench_models
 from reproduce import bench_step as benchmark
 from reproduce.bench_models import CASES
 
@@ -24,6 +27,43 @@ def test_modes_take_turns(monkeypatch):
     monkeypatch.setattr(benchmark, "make_step", stand_in)
     benchmark.run(["cnn"], precisions=["fp32"], modes=["dp-sgd", "lambda-cgd"], device="cpu", warm_up=1, repeats=6)
     assert order == ["dp-sgd", "lambda-cgd"] + 2 * (3 * ["dp-sgd"] + 3 * ["lambda-cgd"])
+
+
+def test_loops_are_timed_behind_a_step_that_is_probed(monkeypatch):
+    """As a clipper probes them, whoever asks."""
+    model, passes, probed = nn.Linear(3, 2), 0, []
+    clipper = attach(model)
+    look = clipper._probe.look
+    monkeypatch.setattr(clipper._probe, "look", lambda *given: (probed.append(passes), look(*given))[1])
+    for passes in range(1, 60):  # noqa: B007  (`look` reads it)
+        model(torch.randn(4, 3)).sum(1).mean().backward()
+    assert probed == [t for t in range(1, 60) if benchmark.probed_from(t) == t]
+
+    counts: dict[str, int] = {}
+
+    def counting(mode, *_):
+        return lambda: counts.__setitem__(mode, counts.get(mode, 0) + 1)
+
+    monkeypatch.setattr(benchmark, "make_step", counting)
+    modes = ["plain-loop", "loop"]
+    result = benchmark.run(["cnn"], precisions=["fp32"], modes=modes, device="cpu", warm_up=20, repeats=6)
+    assert counts == {"plain-loop": 21 + 6, "loop": 21 + 6}
+    assert all(cell["probed_ms"] >= 0 for cell in result["cells"])
+
+
+@pytest.mark.parametrize("build", ["gpt2", "llama"])
+def test_loops_of_language_models(monkeypatch, build):
+    pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    builds = {
+        "gpt2": lambda: bench_models.gpt2(16, 2, 2, vocabulary=30),
+        "llama": lambda: bench_models.llama_with_lora(16, 2, 2, vocabulary=30, hidden=24),
+    }
+    monkeypatch.setitem(CASES, "gpt2", bench_models.Case(builds[build], 8, tokens=6, vocabulary=30))
+    modes = list(benchmark.LOOPS)
+    result = benchmark.run(["gpt2"], precisions=["bf16"], modes=modes, device="cpu", warm_up=1, repeats=3)
+    assert [cell.get("error") for cell in result["cells"]] == [None] * len(modes)
+    assert all(cell["least_ms"] > 0 for cell in result["cells"])
 
 
 def test_a_failing_mode_is_recorded_and_the_rest_goes_on(monkeypatch, tmp_path):

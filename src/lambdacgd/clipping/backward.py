@@ -36,8 +36,8 @@ _KEPT_PATCHES = 1 << 25
 
 # Stored per-example gradients up to this many elements are put side by side and summed in one product.
 _SMALL = 1 << 13
-# Layers whose norms share a launch on CUDA; several launches, so that they overlap with the rest of the backward pass.
-_TOGETHER = 24
+# Layers whose norms share a launch on CUDA, where their shapes are alike.
+_TOGETHER = 128
 # Sets of small parameters that get a buffer of their own; which take part may change with every batch (LayerDrop).
 _PACKS = 16
 
@@ -108,7 +108,9 @@ def scaled(x: Tensor, factor: Tensor) -> Tensor:
 
 @dataclass
 class Stored(Record):
-    """Per-example gradients of a parameter, [B, *shape], in float32 or float64; ``square`` [B] where it is known."""
+    """Per-example gradients of a parameter, [B, *shape], in float32 or float64; ``square``, where it is known, in parts
+    to be added up: [parts, B].
+    """
 
     name: str
     gradients: Tensor
@@ -155,7 +157,8 @@ class ColumnSum(Stored):
 
     @cached_property
     def gradients(self) -> Tensor:  # type: ignore[override]
-        return self.b.sum(1, dtype=bounds.accumulator(self.b.dtype))
+        kept = bounds.accumulator(self.b.dtype)
+        return self.b[:, 0].to(kept) if self.b.shape[1] == 1 else self.b.sum(1, dtype=kept)
 
     def folded(self, examples: int, *, minor: bool) -> Record:
         return ColumnSum(self.name, fold(self.b, examples, minor=minor).flatten(1, 2))
@@ -231,12 +234,9 @@ class Outer(Record):
         if tokens == 1:
             pair = self.left(slice(0, examples)), self.b
             traces = [torch.linalg.vector_norm(x[:, 0], dim=1, dtype=kept).square() for x in pair]
-            sums = (traces[0] * traces[1], *traces, *traces)
-        else:
-            parts = [
-                gram_parts(self.left(rows), self.b[rows]) for rows in self.in_chunks(examples, 2 * tokens * tokens)
-            ]
-            sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
+            return Norm(traces[0] * traces[1], *traces, gamma=gamma, kappa=kappa)
+        parts = [gram_parts(self.left(rows), self.b[rows]) for rows in self.in_chunks(examples, 2 * tokens * tokens)]
+        sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
         return Norm(*sums, gamma=gamma, kappa=kappa, fold_a=inner < outer)
 
     def add(self, total: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> None:
@@ -453,7 +453,8 @@ class BackwardPass:
             raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
         if weights is not None and not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
             raise ClippingError("weights must lie in [0, 1]: a larger one would raise the sensitivity.")
-        self._weights = weights
+        # On its way now, where nothing is queued that a copy would wait for.
+        self._weights = None if weights is None else weights.to(self.anchor.device, non_blocking=True)
 
     def expect_views(self, views: int) -> None:
         """Every example comes as this many rows of the model's arguments, which are neighbours.
@@ -555,8 +556,9 @@ class BackwardPass:
         groups: dict[str, list[Tensor]] = {}
         for names, norm in norm_pass.finish(records, shared):
             upper = norm.upper()
-            for name, row in zip(names, upper.reshape(len(names), -1), strict=True) if per_layer else [("", upper)]:
-                groups.setdefault(self._group(name), []).append(row)
+            apart = per_layer and len(names) > 1
+            for name, rows in zip(names, upper, strict=True) if apart else [(names[0], upper)]:
+                groups.setdefault(self._group(name), []).append(rows)
         factors = clip_factors(
             list(groups.values()),
             max_grad_norm=self.max_grad_norm,
@@ -658,7 +660,7 @@ class NormPass:
 
     def __init__(self) -> None:
         self._waiting: list[tuple[str, Tensor, Tensor]] = []
-        self._blocks: list[tuple[list[str], Norm]] = []
+        self._blocks: list[tuple[list[str], Tensor, gpu.Rounding]] = []
 
     def add(self, record: Record) -> None:
         if not isinstance(record, Outer) or not isinstance(record.a, Tensor) or record.b.device.type != gpu.DEVICE:
@@ -670,16 +672,22 @@ class NormPass:
 
     def _launch(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for members, norm in gpu.gram_norms([(a, b) for _, a, b in waiting]):
-            self._blocks.append(([waiting[k][0] for k in members], norm))
+        for members, grams, rounding in gpu.gram_norms([(a, b) for _, a, b in waiting]):
+            self._blocks.append(([waiting[k][0] for k in members], grams, rounding))
 
     def finish(self, records: list[Record], merged: set[str]) -> list[tuple[list[str], Norm]]:
         """(names, norms as rows) covering every record; ``merged`` names have several uses."""
         if self._waiting:
             self._launch()
-        blocks = [block for block in self._blocks if merged.isdisjoint(block[0])]
-        done = {name for names, _ in blocks for name in names}
-        return blocks + [([r.name], r.norm()) for r in records if r.name not in done]
+        done: dict[str, gpu.Rounding] = {}
+        grams: dict[gpu.Rounding, list[Tensor]] = {}
+        for names, block, rounding in self._blocks:
+            if merged.isdisjoint(names):
+                done |= dict.fromkeys(names, rounding)
+                grams.setdefault(rounding, []).append(block)
+        # One bound for all that round alike, whatever their shapes: it takes a dozen launches.
+        norms = [([n for n in done if done[n] == key], gpu.norm_of(torch.cat(g), key)) for key, g in grams.items()]
+        return norms + [([r.name], r.norm()) for r in records if r.name not in done]
 
 
 # --- sums -------------------------------------------------------------------------------------------------------------
@@ -708,7 +716,9 @@ def pack_small(records: list[Record]) -> list[Record]:
             kinds.setdefault(record.gradients.dtype, []).append(record)
         else:
             alone.append(record)
-    return [*alone, *(Pack(sorted(rs, key=lambda r: r.size % 64 != 0)) for rs in kinds.values())]
+    for some in kinds.values():
+        alone.append(Pack(sorted(some, key=lambda r: r.size % 64 != 0)) if len(some) > 1 else some[0])
+    return alone
 
 
 class Totals:

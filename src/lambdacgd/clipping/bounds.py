@@ -102,29 +102,36 @@ def accumulation_unit(length: int, dtype: torch.dtype) -> float:
 class Norm:
     """Per-example ‖g_i‖² of one parameter as computed, and what bounds its error.
 
-    Fields are [B], or [parameters, B] for several parameters of equal shape.
+    Fields are [B], or [rows, B]: several parameters, or what is to be added up for one.
     """
 
     square: Tensor  # may come out slightly negative
     trace_a: Tensor | None = None  # ‖a_i‖_F², ‖b_i‖_F²
     trace_b: Tensor | None = None
     gram_a: Tensor | None = None  # ‖a_i a_iᵀ‖_F, ‖b_i b_iᵀ‖_F: at least the square of the spectral norm
-    gram_b: Tensor | None = None
+    gram_b: Tensor | None = None  # (None: of one token, whose Gram matrix is its trace)
     _: KW_ONLY
     gamma: float = 0.0
     kappa: float = 0.0
     fold_a: bool = False
 
     def upper(self) -> Tensor:
-        """Upper bounds on the squares, their own errors included."""
-        if self.trace_a is None or self.trace_b is None or self.gram_a is None or self.gram_b is None:
+        """Upper bounds on the squares, their own errors included. Small tensors: what counts is how many launches."""
+        trace_a, trace_b, gram_a, gram_b, kappa = self.trace_a, self.trace_b, self.gram_a, self.gram_b, self.kappa
+        if trace_a is None or trace_b is None:
             return self.square
-        across_a, across_b = self.trace_a * self.gram_b, self.trace_b * self.gram_a
-        error = self.gamma * (across_a + across_b + self.gram_a * self.gram_b)
         # Squares too small for the type are lost from one Gram matrix, whatever the other holds: at most 2²⁶ of them.
-        error = error + torch.finfo(self.square.dtype).tiny * 2.0**26 * (self.trace_a + self.trace_b)
-        fold = self.kappa * (across_a if self.fold_a else across_b).sqrt()
-        return ((self.square.clamp_min(0) + error).sqrt() + fold).square()
+        lost = torch.finfo(self.square.dtype).tiny * 2.0**26
+        if gram_a is None or gram_b is None:  # ‖a‖²‖b‖² is all that it is made of, so √(square + error) bounds the fold
+            grown = (1 + kappa) ** 2
+            return (trace_a + trace_b).mul_(lost * grown).add_(self.square, alpha=(1 + 3 * self.gamma) * grown)
+        folded, other = (trace_a, gram_b), (trace_b, gram_a)
+        if not self.fold_a:
+            folded, other = other, folded
+        across = torch.mul(*folded)
+        error = torch.addcmul(across, *other).addcmul_(gram_a, gram_b)
+        whole = self.square.clamp_min(0).add_(error, alpha=self.gamma).add_(trace_a, alpha=lost)
+        return whole.add_(trace_b, alpha=lost).sqrt_().add_(across.sqrt_(), alpha=kappa).square_()
 
 
 def sensitivity_tolerance(dtype: torch.dtype) -> float:
@@ -167,21 +174,20 @@ def clip_factors(
     """
     squares = torch.stack([torch.cat([x.reshape(-1, x.shape[-1]) for x in group]).sum(0) for group in groups])
     slack = 1 + (2.0**-45 if squares.dtype == torch.float64 else 2.0**-18)
-    upper = squares.sqrt() * (scale * slack)
+    upper = squares.sqrt_().mul_(scale * slack)
     if weights is not None:
         weights = weights.to(upper).clamp(0, 1)  # whatever was written into them since
     total = upper[0] if len(groups) == 1 else torch.linalg.vector_norm(upper, dim=0)
-    finite = torch.isfinite(total)
+    finite = total < math.inf  # no NaN is; torch.isfinite takes four launches
     if mode == "automatic":  # flat
         weight = max_grad_norm / (upper + AUTOMATIC_STABILITY)
     else:
         share = max_grad_norm / layers**0.5 if mode == "per-layer" else max_grad_norm
-        weight = (share / upper).clamp_max(1.0)  # a zero gradient gives inf, so 1
+        weight = (share / upper).clamp_max_(1.0)  # a zero gradient gives inf, so 1
     if weights is not None:
         weight = weight * weights
     keep = finite if weights is None else finite & (weights != 0)
-    weight = torch.where(keep, weight * scale, torch.zeros((), dtype=weight.dtype, device=weight.device))
-    return Factors(weight, keep, total, finite)
+    return Factors(weight.mul_(scale).masked_fill_(~keep, 0.0), keep, total, finite)
 
 
 # --- products in float32 ----------------------------------------------------------------------------------------------

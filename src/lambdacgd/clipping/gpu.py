@@ -53,11 +53,22 @@ def _fits(a: Tensor, b: Tensor) -> bool:
     return a.shape[1] * max(a.stride(1), b.stride(1)) < 1 << 31  # the limit of an index, where time comes first
 
 
-def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Norm]]:
+Rounding = tuple[float, float, bool]  #: gamma, kappa and fold_a of `Norm`
+
+
+def norm_of(grams: Tensor, rounding: Rounding) -> Norm:
+    """What `gram_norms` found, [layers, B, 5], as a norm of as many rows."""
+    square, trace_a, trace_b = grams[..., :3].unbind(2)
+    gamma, kappa, fold_a = rounding
+    return Norm(square, trace_a, trace_b, *grams[..., 3:].sqrt().unbind(2), gamma=gamma, kappa=kappa, fold_a=fold_a)
+
+
+def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Tensor, Rounding]]:
     """Norms of Σ_t b_t a_tᵀ for those pairs (a [B, T, in], b [B, T, out]) that fit a launch.
 
     Returns:
-        For every launch, positions in the list, and their norms as rows.
+        For every launch, positions in the list, and for each of them and each example ⟨G_a, G_b⟩, tr G_a, tr G_b,
+        ‖G_a‖² and ‖G_b‖²; `norm_of` knows them.
     """
     groups: dict[tuple[Any, ...], list[int]] = {}
     for k, (a, b) in enumerate(pairs):
@@ -79,11 +90,8 @@ def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Norm
             LOW=dtype == torch.bfloat16, TILE=_TILE, DEPTH=_DEPTH if dtype == torch.bfloat16 else _DEPTH // 2,
             num_warps=4, num_stages=3,
         )  # fmt: skip
-        square, trace_a, trace_b, gram_a, gram_b = out.sum(2).unbind(2)  # each [layers, B]
-        gamma = bounds.accumulation_unit(max(inner, outer), dtype)
-        kappa = bounds.folding_unit(dtype, device)
-        parts = (square, trace_a, trace_b, gram_a.sqrt(), gram_b.sqrt())
-        norms.append((members, Norm(*parts, gamma=gamma, kappa=kappa, fold_a=inner < outer)))
+        gamma, kappa = bounds.accumulation_unit(max(inner, outer), dtype), bounds.folding_unit(dtype, device)
+        norms.append((members, out.sum(2), (gamma, kappa, inner < outer)))
         start += len(members)
     return norms
 
@@ -136,8 +144,8 @@ def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, siz
 
 
 def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms [B];
-    None where the kernel does not fit.
+    """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms in
+    parts, [parts, B]; None where the kernel does not fit.
 
     ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
     up in float32.
@@ -160,14 +168,14 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     rows, inner = _tile(outer, 128), _tile(columns, 64)
     tiles = -(-outer // rows) * -(-columns // inner)
     out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
-    squares = torch.empty(examples, tiles, dtype=torch.float32, device=image.device)
+    squares = torch.empty(tiles, examples, dtype=torch.float32, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
         image, response, out, squares, outer, positions, width, columns, height * across, across,
         *geometry["stride"], *geometry["dilation"],
         KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
         DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,
     )  # fmt: skip
-    return out, squares.sum(1)
+    return out, squares
 
 
 def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor | None, *, fresh: bool) -> bool:

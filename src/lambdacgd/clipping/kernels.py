@@ -85,7 +85,8 @@ def patch_gradient_kernel(
         total = tl.dot(b, tl.trans(a), total, input_precision="tf32")
     mask = (o < channels)[:, None] & (n < columns)[None, :]
     tl.store(out + (example * channels + o[:, None]) * columns + n[None, :], total, mask)
-    tl.store(squares + example * tl.num_programs(0) + tile, tl.sum(total * total))  # outside the mask all are zero
+    # outside the mask all are zero
+    tl.store(squares + tile.to(tl.int64) * tl.num_programs(1) + example, tl.sum(total * total))
 
 
 @triton.jit(do_not_specialize=["examples"])

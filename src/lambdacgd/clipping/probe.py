@@ -21,7 +21,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -288,11 +288,10 @@ class Probe:
         layers = {layer.path: layer for layer in self.layers}
         mixing: dict[str, str] = {}
         calls = [Counter((path, kind) for path, kind, _ in seen.rows) for seen in (whole, other)]
-        floors = {kind: _floor(x for (_, k, _), x in whole.rows.items() if k == kind) for _, kind in calls[0]}
         for (path, kind, number), x in whole.rows.items():
             if calls[0][path, kind] != calls[1][path, kind]:
                 continue  # a call for every step of the longest example, which was exchanged: others have their turn
-            y, floor = other.rows.get((path, kind, number)), floors[kind]
+            y, floor = other.rows.get((path, kind, number)), whole.floors[kind]
             layouts = set() if y is None else layouts_of(x, y, whole.count, exchanged, whole.tolerance, floor)
             if not layouts and kind == "input":
                 raise layers[path].refuse(_MIXES.format(what=kind))
@@ -368,7 +367,10 @@ def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) ->
         if gradient.any():
             raise ClippingError(why)
 
-    with_gradients = {place: x for place, x in outputs_of(model, output).items() if x.requires_grad}
+    outputs = _returned(output)
+    if not suspects.keys() <= outputs.keys() or not any(x.requires_grad for x in outputs.values()):
+        outputs |= _held(model)  # walks the whole model: milliseconds for a transformer, so not in every pass
+    with_gradients = {place: x for place, x in outputs.items() if x.requires_grad}
     for place in with_gradients.keys() & suspects.keys():
         with_gradients[place].register_hook(partial(refuse, suspects[place]))
     return bool(with_gradients)
@@ -378,15 +380,23 @@ def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
     """What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
     attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
     """
-    return {str(place): x for place, x in enumerate(tensors_in(output))} | _held(model)
+    return _returned(output) | _held(model)
+
+
+def _returned(output: Any) -> dict[str, Tensor]:
+    return {str(place): x for place, x in enumerate(tensors_in(output))}
 
 
 def _held(model: nn.Module) -> dict[str, Tensor]:
     held: dict[str, Tensor] = {}
+    done = set[int]()  # a configuration is an attribute of every module
     for path, module in model.named_modules():
         for name, value in vars(module).items():
+            if name in _NO_OUTPUTS or id(value) in done:
+                continue
             if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
                 continue
+            done.add(id(value))
             tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
             held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
@@ -502,6 +512,12 @@ class Seen:
     tolerance: float = 0.0
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
 
+    @cached_property
+    def floors(self) -> dict[str, float]:
+        """Of each kind, what passes for rounding; asked for when all rows are there."""
+        kinds = {kind for _, kind, _ in self.rows}
+        return {kind: _floor(x for (_, k, _), x in self.rows.items() if k == kind) for kind in kinds}
+
     @property
     def shapes(self) -> dict[tuple[str, str, int], torch.Size]:
         return {place: x.shape for place, x in self.rows.items()}
@@ -551,7 +567,7 @@ def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: floa
     if apart is None or x.shape[0] != y.shape[0] or x.shape[0] % count:
         return set()
     distance, size = apart
-    row = torch.arange(x.shape[0], device=x.device)
+    row = torch.arange(x.shape[0])
     kept = {MAJOR: row // (x.shape[0] // count) != exchanged, MINOR: row % count != exchanged}
     far = distance > tolerance * size.clamp_min(floor)
     layouts = {name for name, rows in kept.items() if not far[rows].any()}
@@ -562,14 +578,15 @@ def layouts_of(x: Tensor, y: Tensor, count: int, exchanged: int, tolerance: floa
 
 
 def differences(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-    """How far rows lie apart, and how large they are; of a dimension that is longer in one (padded to its longest
-    example), what both have. None where more than one is.
+    """How far rows lie apart, and how large they are, on the CPU; of a dimension that is longer in one (padded to its
+    longest example), what both have. None where more than one is.
     """
     if x.dim() != y.dim() or sum(a != b for a, b in zip(x.shape, y.shape, strict=True)) > 1:
         return None
     common = tuple(slice(0, min(a, b)) for a, b in zip(x.shape, y.shape, strict=True))
-    x, y = x[common].flatten(1), y[common].flatten(1)
-    return torch.linalg.vector_norm(x - y, dim=1), torch.linalg.vector_norm(x, dim=1)
+    x, y = x[common], y[common]
+    apart, size = torch.linalg.vector_norm(torch.stack([x - y, x]).flatten(2), dim=2).cpu()
+    return apart, size
 
 
 def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: float) -> bool:
@@ -582,7 +599,8 @@ def _alike(one: Tensor, two: Tensor, count: int, exchanged: int, tolerance: floa
 
 def _floor(rows: Iterable[Tensor]) -> float:
     """Rows this small are rounding of larger ones: gradients that cancel out (a bias before a softmax)."""
-    sizes = sorted(float(torch.linalg.vector_norm(x.flatten(1), dim=1).max()) for x in rows)
+    largest = [torch.linalg.vector_norm(x.flatten(1), dim=1).max() for x in rows]
+    sizes = sorted(torch.stack([x.double() for x in largest]).tolist()) if largest else []
     return 1e-3 * sizes[len(sizes) // 2] + 1e-30 if sizes else 1e-30
 
 
@@ -755,6 +773,7 @@ def draw_alike(one: Drawn, other: Drawn) -> bool:
 Place = tuple[str, str, str]  #: a module's path, "buffer" or "attribute", and its name
 Written = dict[Place, Any]
 _OF_MODULES = frozenset(vars(nn.Module()))  # parameters, hooks and the like, which are torch's own
+_NO_OUTPUTS = _OF_MODULES - {"_buffers"}
 _NOTHING = object()
 
 
@@ -787,8 +806,9 @@ class State:
             for path in self._modules
             for kind in ("buffer", "attribute")
             for name, value in self._slots(path, kind).items()
+            if kind == "buffer" or name not in _OF_MODULES
             if value is None or isinstance(value, (Tensor, int, float))
-            if name != "training" and not isinstance(value, nn.Parameter)
+            if not isinstance(value, nn.Parameter)
         }
 
     @torch.no_grad()

@@ -445,8 +445,8 @@ class Loop:
         if self.shards is not None:
             self.shards.expect(chunk.step, last=chunk.last)
             self.clipper.allow_probe(chunk.least > 1)
-        rows = torch.arange(len(chunk.indices))
-        self.clipper.weigh((rows < len(rows) - chunk.padding).float() if chunk.padding else None)
+        own = len(chunk.indices) - chunk.padding
+        self.clipper.weigh(torch.tensor([1.0] * own + [0.0] * chunk.padding) if chunk.padding else None)
 
     def drop_batch(self) -> None:
         """Forget the logical batch under way, which will be handed out again. Nothing of it was released."""

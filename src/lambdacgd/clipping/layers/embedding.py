@@ -48,7 +48,8 @@ class Rows(Record):
             parts = [self._from_rows(rows) for rows in in_chunks(self.examples, 2 * tokens * width, self.b.device)]
             # A row is a sum over equal tokens: its error is that of Σ_t b_t, at most γ(T) √(tr G_b ‖G_a‖), as κ's is.
             kappa, gamma = bounds.accumulation_unit(tokens, self.b.dtype), 0.0
-        return Norm(*(torch.cat(p) for p in zip(*parts, strict=True)), gamma=gamma, kappa=kappa)
+        sums = parts[0] if len(parts) == 1 else tuple(torch.cat(p) for p in zip(*parts, strict=True))
+        return Norm(*sums, gamma=gamma, kappa=kappa)
 
     @staticmethod
     def _from_gram(index: Tensor, b: Tensor) -> tuple[Tensor, ...]:

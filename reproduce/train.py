@@ -81,8 +81,6 @@ def run(task: str | None, given: dict[str, Any], plan: Path | None, resume: Path
     spent = session.private.spent()
     if math.isinf(session.plan.epsilon):
         console.print("[bold red]NOT PRIVATE: ε = inf adds no noise and clips nothing. For debugging only.")
-    elif session.plan.certificate.kind != "bound":
-        console.print("[bold red]NOT CERTIFIED: the plan's σ is a point estimate, which claims nothing.")
     where = f"{session.config.task}, {session.plan.mechanism.name}, {spent}"
     console.print(f"{where}\nfolder {session.folder}", highlight=False)
     try:

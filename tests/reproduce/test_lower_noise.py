@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
 import lambdacgd as lc
-from lambdacgd.errors import NotPrivateWarning
 from lambdacgd.mechanisms import Horizon, LambdaCGD, error_norms
 from reproduce.framework import Settings
 from reproduce.frontier import PLANS
@@ -100,7 +100,9 @@ def test_each_epoch_has_its_own_noise() -> None:
     plan = plan_of(ASKED, numbers)
     model = torch.nn.Linear(60, 60, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with pytest.warns(NotPrivateWarning, match="NOT CERTIFIED"):
+    with pytest.raises(lc.InvalidInput, match="an estimate that claims nothing"):
+        lc.privatize(model, optimizer, torch.zeros(400, 60), plan, max_grad_norm=0.3)
+    with patch("lambdacgd.training.privatize.check_plan"):  # as `trainer.train` does
         private = lc.privatize(model, optimizer, torch.zeros(400, 60), plan, max_grad_norm=0.3)
     spreads = []
     with noise_of_epochs(private, plan):

@@ -131,8 +131,9 @@ class Rows(Examples):
 
     def __getitems__(self, chunk: Chunk) -> list[Tensor]:
         tensors = self._dataset.tensors
-        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)], device=tensors[0].device)
-        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in tensors]
+        rows = torch.tensor([i for i in chunk.indices for _ in range(self._views)])
+        places = {t.device: rows.to(t.device, non_blocking=True) for t in tensors}  # nobody waits for a GPU
+        return [tensor.index_select(0, places[tensor.device]) for tensor in tensors]
 
     @staticmethod
     def collate(batch: list[Tensor]) -> list[Tensor]:

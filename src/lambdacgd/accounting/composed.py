@@ -243,9 +243,10 @@ def dominating_pair(quantum: float, remove: dict[int, float], add: dict[int, flo
     if last.below or first.index >= 0:
         raise AccountingError("the bounds on δ say nothing on one side of ε = 0")
     q = np.array([*(_bends(*hull[i - 1 : i + 2]) for i in range(1, len(hull) - 1)), _fall(hull[-2], last)])
-    index, x = np.array([point.index for point in hull[1:]], dtype=np.int64), np.array([point.x for point in hull[1:]])
+    index = np.array([point.index for point in hull[1:]], dtype=np.int64)
+    p = q * np.array([point.x for point in hull[1:]])
     q_infinite = first.value / first.x * (1 + SAFETY) + GUARD
-    pair = DiscretePair(quantum, index, q * x, q, last.value + GUARD, q_infinite)
+    pair = DiscretePair(quantum, index, p, q, last.value + GUARD, q_infinite)
     _check(pair, hull)
     return pair
 

@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,22 +106,23 @@ def composed(losses: Losses, copies: int, epsilon: float) -> Tail:
         return Tail(lost * safety, lost, 0.0)
     values, logs = index * h, np.log(masses)
 
-    def cumulant(theta: float) -> float:
-        return float(logsumexp(logs + theta * values))
+    def cumulant(theta: Any) -> Any:
+        return logsumexp(logs + np.multiply.outer(theta, values), axis=-1)
 
     # Tilted so that losses near ε are the likely ones.
     most = 600.0 / max(float(np.abs(values).max()), 1e-12)
     tilt = float(minimize_scalar(lambda t: copies * cumulant(t) - t * epsilon, bounds=(0.0, most), method="bounded").x)
-    log_mgf = cumulant(tilt)
+    log_mgf = float(cumulant(tilt))
     tilted = np.exp(logs + tilt * values - log_mgf)
     # Chernoff: beyond `high`, and below `low`, lies at most e^−40 of the tilted law.
     spread = math.sqrt(copies * float(tilted @ (values - tilted @ values) ** 2)) + h
     moves = np.geomspace(0.1, 100.0, 40) / spread
-    high, far = min(((40 + copies * (cumulant(tilt + t) - log_mgf)) / t, tilt + t) for t in moves)
-    low = max((40 + copies * (cumulant(tilt - t) - log_mgf)) / -t for t in moves)
+    ends = (40 + copies * (cumulant(tilt + moves) - log_mgf)) / moves
+    high, far = float(ends.min()), tilt + float(moves[ends.argmin()])
+    low = -float(((40 + copies * (cumulant(tilt - moves) - log_mgf)) / moves).min())
     start = max(math.floor(min(low, epsilon) / h), first)
     stop = min(math.ceil(max(high, epsilon + 2 * h) / h), last + 1)
-    beyond = math.exp(min(copies * cumulant(far) - far * stop * h, 0.0)) if stop <= last else 0.0
+    beyond = math.exp(min(copies * float(cumulant(far)) - far * stop * h, 0.0)) if stop <= last else 0.0
     length = 1 << max(4, (stop - start).bit_length())
     if length > LONGEST:
         raise TooLong(copies)
@@ -244,9 +246,9 @@ def dominating_pair(quantum: float, remove: dict[int, float], add: dict[int, flo
         raise AccountingError("the bounds on δ say nothing on one side of ε = 0")
     q = np.array([*(_bends(*hull[i - 1 : i + 2]) for i in range(1, len(hull) - 1)), _fall(hull[-2], last)])
     index = np.array([point.index for point in hull[1:]], dtype=np.int64)
-    ratios = np.array([point.x for point in hull[1:]])
+    p = q * np.array([point.x for point in hull[1:]])
     q_infinite = first.value / first.x * (1 + SAFETY) + GUARD
-    pair = DiscretePair(quantum, index, q * ratios, q, last.value + GUARD, q_infinite)
+    pair = DiscretePair(quantum, index, p, q, last.value + GUARD, q_infinite)
     _check(pair, hull)
     return pair
 

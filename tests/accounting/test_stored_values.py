@@ -41,7 +41,7 @@ STORED = [
     (lc.LambdaCGD(0.9, True), cyclic(40, 3), 0.5, 1e-07, 15.734877301472102, "analytic"),
     (lc.BISR(4), cyclic(40, 3), 1.0, 1e-06, 9.320513507115654, "analytic"),
     (lc.BandMF(4), cyclic(20, 3), 4.0, 1e-05, 2.6307080732507306, "analytic"),
-    (lc.BLT(2), cyclic(20, 3), 1.0, 1e-05, 9.694943600512394, "analytic"),
+    (lc.BLT(2, (0.9, 0.4), (0.45, 0.06)), cyclic(20, 3), 1.0, 1e-05, 10.057315858608641, "analytic"),
     (lc.BandInvMF(3), cyclic(20, 2), 2.0, 1e-06, 4.66147276835607, "analytic"),
     (lc.Identity(), poisson(40, 3), 2.0, 1e-05, 0.9780888707157479, "pld"),
     (lc.Identity(), poisson(10, 2), 8.0, 1e-06, 0.7366584979753789, "pld"),

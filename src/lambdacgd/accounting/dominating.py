@@ -31,7 +31,7 @@ from scipy.optimize import linprog, minimize
 from scipy.signal import correlate, lfilter
 
 from lambdacgd.accounting.certificate import Array
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA, cost
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
@@ -48,8 +48,6 @@ SAFETY = 1 + 1e-9
 """for the rounding of sums of non-negative terms, and of powers of λ"""
 GRID = 64
 """points on the unit circle for each coefficient: the maximum of |r|² exceeds that on the grid by .12% at most"""
-MOST_WORK = 1e8
-"""real operations a frequency that columns over several epochs may take: a certified σ has some thousand frequencies"""
 _SAMPLED_ROWS = 64
 _FREQUENCIES = 48
 _LAMBDAS = 1.0 - np.geomspace(0.7, 0.003, 12)
@@ -121,16 +119,13 @@ def dominating(
     inner = _Inner(mechanism, steps)
     # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
-    if restarts:
-        goal = _Goal(inner, allowed / horizon.epochs)
-    else:
-        goal = _Goal(inner, math.log1p(math.expm1(allowed) / horizon.epochs), folded=horizon)
+    k = horizon.epochs
+    goal = _Goal(inner, allowed / k if restarts else math.log1p(math.expm1(allowed) / k))
     choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
     best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
-    columns = goal.affordable(best.lam, best.columns) or best.columns
-    return replace(best, columns=columns, loss=goal.loss(best.lam, columns))
+    return replace(best, loss=goal.loss(best.lam, best.columns))
 
 
 def first_guess(
@@ -234,12 +229,9 @@ def _at_budget(upper: dict[int, Array], steps: int, budget: float) -> float:
 
 
 class _Goal:
-    """What is minimised: log E W² at the σ where the mechanism itself meets ``budget``, of columns that are affordable.
+    """What is minimised: log E W² at the σ where the mechanism itself meets ``budget``."""
 
-    With fixed bins (``folded``) columns are summed up over epochs, and not all are affordable.
-    """
-
-    def __init__(self, inner: _Inner, budget: float, *, folded: Horizon | None = None) -> None:
+    def __init__(self, inner: _Inner, budget: float) -> None:
         b = self.steps = inner.steps
         rows = _spread(b)
         if b > MOST_PAIRWISE:
@@ -248,18 +240,6 @@ class _Goal:
             wanted = set(rows.tolist())
             self.upper = {i: row for i, row in inner.from_last() if i in wanted}
         self.budget, self.precision = budget, _at_budget(self.upper, b, budget)
-        self.folded = folded
-
-    def affordable(self, lam: float, columns: Columns) -> Columns | None:
-        """These columns or, where they take too long, those that do not feel the last step, or None."""
-        if self.folded is None or self.folded.epochs == 1 or lam == 0:
-            return columns
-        b, k = self.folded.steps_per_epoch, self.folded.epochs
-        sigma = math.sqrt(k / self.precision)
-        for tried in (columns, replace(columns, tail=0.0)):
-            if cost(tried.over(lam, b, k, sigma), 5.0) <= MOST_WORK:
-                return tried
-        return None
 
     def loss(self, lam: float, columns: Columns) -> float:
         """About how much more σ these columns need, relatively."""
@@ -273,17 +253,16 @@ class _Goal:
 
     def excess(self, lam: float, columns: Columns) -> float:
         """log E W² of these columns: the less the better."""
-        taken = self.affordable(lam, columns)
-        if taken is None or (taken.chain + taken.nugget) * self.precision > 650:
+        if (columns.chain + columns.nugget) * self.precision > 650:
             return math.inf
         if lam == 0:
-            return math.log1p(math.expm1((taken.chain + taken.nugget) * self.precision) / self.steps)
+            return math.log1p(math.expm1((columns.chain + columns.nugget) * self.precision) / self.steps)
         powers = lam ** np.arange(2 * self.steps + 1.0)
 
         def row(i: int) -> Array:
             left = self.steps - i
-            values = taken.chain * (powers[:left] - taken.tail * powers[2 * left : left : -1])
-            values[0] += taken.nugget
+            values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
+            values[0] += columns.nugget
             return np.asarray(values)
 
         return _log_moment({i: row(i) for i in self.upper}, self.steps, self.precision)

@@ -14,7 +14,7 @@ from reproduce.search import NEAR, Point, Search, centre, climb, climbed, run_at
 from reproduce.trainer import compute_with
 from reproduce.uncertified import BANDS
 
-# (variant, ε) in the order of worth. Where a variant's RMSE is less than 2% below the default's, accuracy cannot tell.
+# (variant, ε) in the order of worth. Variants whose RMSE is less than 2% below the default's are not trained.
 TRAINED = (
     ("bands-4-epochs", 8.0), ("bands-4-epochs", 2.0), ("bands-4", 8.0), ("epochs", 2.0), ("epochs", 8.0),
     ("bands-3", 8.0),

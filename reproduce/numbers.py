@@ -239,8 +239,8 @@ def fine_tuned() -> str:
         )
     words = _tested(rows_of("methods-imdb"))[frontier.OURS, 8.0]
     return _block(
-        "**Fine-tuning**: a BERT of BERT-tiny's size, pretrained here on the texts of the test reviews, without labels, "
-        f"then fine-tuned privately on IMDb, has {'; '.join(said)} (`fine-tuning`; test accuracy, 95% intervals in "
+        "**Fine-tuning**: a BERT of BERT-tiny's size, pretrained here on the texts of the test reviews, without labels "
+        f"and then fine-tuned privately on IMDb, has {'; '.join(said)} (`fine-tuning`; test accuracy, 95% intervals in "
         f"brackets). A bag of words from scratch is better than either: {words}% at ε = 8 (`methods-imdb`)."
     )
 
@@ -546,8 +546,8 @@ def record_claim() -> str:
     )
     apart = max(abs(ours[place] - theirs[place]) for place in ours.keys() & theirs.keys())
     return _block(
-        "**Features decide more than the mechanism**: a linear layer over patches of images that a program drew, no photograph "
-        f"among them, has {', '.join(most)} and {last} on CIFAR-10 (`record`; the row best on validation, "
+        "**Features decide more than the mechanism**: a linear layer over patches of images that a program drew, no "
+        f"photograph among them, has {', '.join(most)} and {last} on CIFAR-10 (`record`; the row best on validation, "
         f"{len(rows[0]['scores'])} seeds). Over such features normalised λCGD and DP-SGD "
         f"are within {100 * apart:.1f} points of each other at every ε."
     )

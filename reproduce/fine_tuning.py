@@ -47,8 +47,8 @@ def cells(settings: Settings) -> list[Cell]:
 
 
 def _cell(common: Cell, name: str, epsilon: float, batch_sizes: tuple[int, ...], book: PlanBook) -> Cell:
-    cell: Cell = {"method": name, "epsilon": epsilon} | common
-    cell |= {"batch_size": batch_sizes[len(batch_sizes) // 2], "lam": "auto" if method(name).lam else None}
+    middle, lam = batch_sizes[len(batch_sizes) // 2], "auto" if method(name).lam else None
+    cell: Cell = {"method": name, "epsilon": epsilon, **common, "batch_size": middle, "lam": lam}
     rates = {str(size): centre(cell, Point(size, cell["epochs"]), book) / SMALLER for size in batch_sizes}
     return cell | {"rates": rates}
 

@@ -176,13 +176,13 @@ def _share(value: float, error: float | None) -> str:
 
 
 def _found(rows: list[Row]) -> str:
-    header = ["ε", "recipe", "method", "test %", "views", "parameters", "minutes a run", "B", "k", "runs of the search"]
+    header = ["ε", "recipe", "method", "test %", "views", "parameters", "seconds a run", "B", "k", "runs of the search"]
     lines = [
         [
             f"{row['epsilon']:g}", BY_NAME[row["recipe"]].about, method(row["method"]).title,
             _share(row["test"], row["standard_error"]), f"{row['views'] / 1e6:.1f}M",
             None if row["parameters"] is None else f"{row['parameters'] / 1e6:.2f}M",
-            None if row["gpu_seconds"] is None else f"{row['gpu_seconds'] / 60:.2f}",
+            None if row["gpu_seconds"] is None else f"{row['gpu_seconds']:.1f}",
             row["batch_size"], row["epochs_chosen"], len(row["tried"]),
         ]
         for row in sorted(rows, key=lambda row: (row["epsilon"], -row["test"]))
@@ -198,24 +198,29 @@ def _anchors() -> str:
     return table(["by others, test %", *(f"ε = {e:g}" for e in GOALS), "views"], lines)
 
 
+def best(rows: Sequence[Row], epsilon: float, *, drawn: bool) -> Row | None:
+    """The row best on validation at an ε, with or without drawn images; at ε = 8 among those with few views."""
+    mine = [
+        row
+        for row in rows
+        if row["epsilon"] == epsilon
+        and BY_NAME[row["recipe"]].drawn is drawn
+        and (epsilon != 8.0 or row["views"] <= MOST_VIEWS)
+    ]
+    return max(mine, key=lambda row: float(row["validation"]), default=None)
+
+
 def reached(rows: Sequence[Row]) -> str:
     """Which goals the rows best on validation reached, without and with drawn images, and how far the others are."""
     texts = []
     for epsilon, goal in GOALS.items():
         parts = []
         for drawn in (False, True):
-            mine = [
-                row
-                for row in rows
-                if row["epsilon"] == epsilon
-                and BY_NAME[row["recipe"]].drawn is drawn
-                and (epsilon != 8.0 or row["views"] <= MOST_VIEWS)
-            ]
             which = f"with{'' if drawn else 'out'} drawn images"
-            if not mine:
+            top = best(rows, epsilon, drawn=drawn)
+            if top is None:
                 parts.append(f"{which} nothing is tested yet")
                 continue
-            top = max(mine, key=lambda row: float(row["validation"]))
             gap = 100 * top["test"] - goal
             verdict = f"reached by {gap:.1f} points" if gap > 0 else f"missed by {-gap:.1f} points"
             what = f"{BY_NAME[top['recipe']].about}, {method(top['method']).title}"

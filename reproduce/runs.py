@@ -98,7 +98,7 @@ _METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ),
 )  # fmt: skip
 METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
-# What might need less noise than the default: no table of methods has them, and their plans claim nothing.
+# What might need less noise than the default: no table of methods has them. Plans of a ``variant`` claim nothing.
 VARIANTS = {
     name: Method(name, title, _binned("normalized-bands", "fresh", variant=name), ours=True)
     for name, title in (
@@ -108,6 +108,10 @@ VARIANTS = {
         ("bands-4-epochs", "four normalised bands with a σ for each epoch"),
     )
 }
+# It is certified, and stores one buffer of the model's size.
+VARIANTS["one-buffer"] = Method(
+    "one-buffer", "one buffer, normalised", _binned("blt", "fresh", buffers=1, normalized=True, amplified=True)
+)
 
 
 def method(name: str) -> Method:

@@ -87,10 +87,11 @@ def page(rows: list[Row]) -> str:
             "δ = 1e-5. Test accuracy in percent, mean ± standard error of "
             f"{len(first['scores'])} seeds; Welch intervals of 95%.",
             table(header, lines),
-            "All but the buffer, which is as large as the model, store nothing. One σ is certified. A σ for each epoch is *simulated*: nothing may be claimed for these "
-            "runs, and the library trains no such thing. Each variant began where the default's search ended, tried "
-            "half and twice that rate (rate · RMSE / B kept) and one further out, so B, ζ and the schedule are those "
-            "that suit the default. The default's runs are `frontier`'s.",
+            "All but the buffer, which is as large as the model, store nothing. One σ is certified. A σ for each epoch "
+            "is *simulated*: nothing may be claimed for these runs, and the library trains no such thing. Each variant "
+            "began where the default's search ended, tried half and twice that rate (rate · RMSE / B kept) and one "
+            "further out, so B, ζ and the schedule are those that suit the default. The default's runs are "
+            "`frontier`'s.",
         )
     )
 

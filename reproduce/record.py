@@ -52,6 +52,14 @@ _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: 
 _HIGH = (4.0, 2.0, 8.0)  # rates for linear heads, as multiples of the usual ones
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
+        "roots-linear", "linear over roots of 8 192 drawn patches", "cifar10-roots", "linear", _FIXED,
+        epsilons=(8.0,), moves=("edge", "points"), rates=_HIGH,
+    ),
+    Recipe(
+        "roots-mlp", "one hidden layer over roots of 8 192 drawn patches", "cifar10-roots", "mlp", _FIXED,
+        epsilons=(8.0,), moves=("edge", "points"), rates=(4.0, 2.0, 1.0),
+    ),
+    Recipe(
         "wide-linear", "linear over 16 384 drawn patches", "cifar10-wide", "linear", _FIXED,
         moves=("edge", "points"), rates=_HIGH,
     ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from reproduce.runs import PlanBook, Result, TrainingRun
 from reproduce.scattering import Scattering
 from reproduce.search import stored
 from reproduce.trainer import plan_requests, train
+
+FEW = KINDS["few"]
 
 
 def images(count: int = 3, channels: int = 1, size: int = 32) -> Tensor:
@@ -214,15 +217,25 @@ def test_components_are_uncorrelated_and_scaled_by_their_variance(count: int, nu
 
 
 def test_drawn_features_are_of_an_image_alone_and_the_same_of_its_mirror_image() -> None:
-    net = DrawnFeatures(KINDS["few"], torch.device("cpu"))
-    again = DrawnFeatures(KINDS["few"], torch.device("cpu"))
+    net = DrawnFeatures(FEW, torch.device("cpu"))
+    again = DrawnFeatures(FEW, torch.device("cpu"))
     x = images(3, 3)
     made = net(x)
-    assert made.shape == (3, KINDS["few"].kept)
+    assert made.shape == (3, FEW.kept)
     torch.testing.assert_close(net(x.flip(3)), made, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(net(x[1:2]), made[1:2], rtol=1e-3, atol=1e-3)
     assert torch.equal(again(x), made)  # by its seed, whatever was drawn before
     assert not list(net.parameters())
+
+
+def test_roots_are_taken_of_numbers_with_their_sign_before_components() -> None:
+    plain, rooted = (DrawnFeatures(kind, torch.device("cpu")) for kind in (FEW, replace(FEW, exponent=0.5)))
+    x = images(3, 3)
+    before, after = plain._raw(x), rooted._raw(x)
+    assert (before < 0).any()
+    torch.testing.assert_close(after * after.abs(), before, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rooted(x), rooted.components(after))
+    assert not torch.allclose(rooted(x), plain(x))
 
 
 # --- runs -------------------------------------------------------------------------------------------------------------
@@ -285,7 +298,7 @@ def test_features_are_kept_in_sixteen_bits(monkeypatch: pytest.MonkeyPatch) -> N
     assert scattered.train.inputs.shape == (100, 243, 8, 8)
     assert scattered.train.inputs.dtype == torch.float16
     drawn = problems.load_drawn("few", None)
-    assert drawn.test.inputs.shape == (40, KINDS["few"].kept)
+    assert drawn.test.inputs.shape == (40, FEW.kept)
     assert drawn.test.inputs.dtype == torch.float16
 
 

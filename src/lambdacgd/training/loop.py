@@ -52,8 +52,8 @@ _HALF_LOADED = (
     "the optimizer anew, privatize, and load again"
 )
 _LOST = (
-    "a backward pass failed while it added to the sums, and what earlier physical batches of this logical batch had put "
-    "there was lost. Loop over private.loader anew, which yields the whole batch again"
+    "a backward pass failed while it added to the sums, so what earlier parts of this logical batch had added was lost. "
+    "Loop over private.loader anew, which yields the whole batch again"
 )
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (

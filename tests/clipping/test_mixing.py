@@ -93,6 +93,57 @@ def test_mixing_is_seen(name: str, batch: int) -> None:
     assert clipper.norms.numel() == 0
 
 
+class Zero(nn.Module):
+    """A branch whose parameters are zero, so that no output shows what it was given."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(4, 4), nn.Linear(4, 3)
+        made: dict[str, Callable[[], nn.Module]] = {
+            "LSTM": lambda: nn.LSTM(4, 4, batch_first=True),
+            "first states": lambda: nn.RNN(4, 4, batch_first=True),
+            "bags": lambda: nn.EmbeddingBag(8, 4, mode="sum"),
+            "weighted bags": lambda: nn.EmbeddingBag(8, 4, mode="sum"),
+            "lookup": lambda: nn.Embedding(8, 4),
+            "bilinear": lambda: nn.Bilinear(4, 4, 4),
+        }
+        self.branch = made.get(kind, nn.Identity)()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        for p in (self.weight, *self.branch.parameters()):
+            nn.init.zeros_(p)
+        convert(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h, bag = self.first(x), torch.arange(8).expand(len(x), 8)
+        mixed = h.detach() - h.detach().mean(0)
+        kinds: dict[str, Callable[[], Tensor]] = {
+            "linear": lambda: F.linear(mixed, self.weight),
+            "einsum": lambda: torch.einsum("bi,ij->bj", mixed, self.weight),
+            "mean of all": lambda: self.weight[0] * x.mean(0),
+            "number of all": lambda: self.weight[0] * x.mean(),
+            "LSTM": lambda: self.branch(mixed.unsqueeze(1))[1][0][0],
+            "first states": lambda: self.branch(x.unsqueeze(1), mixed.unsqueeze(0))[1][0],
+            "bags": lambda: self.branch((mixed > 0).long()),
+            "weighted bags": lambda: self.branch(bag, per_sample_weights=mixed.repeat(1, 2)),
+            "lookup": lambda: self.branch((x.mean(0) > 0).long()).sum(0),
+            "bilinear": lambda: self.branch(h, mixed),
+        }
+        out: Tensor = self.last(h + kinds[self.kind]() + 0 * self.weight[0])
+        return out
+
+
+ZERO = "linear, einsum, bilinear, mean of all, number of all, LSTM, first states, bags, weighted bags, lookup"
+
+
+@pytest.mark.parametrize("kind", ZERO.split(", "))
+def test_mixing_behind_which_everything_is_zero(kind: str) -> None:
+    """A zero weight's gradient holds its input whole, and nothing behind it shows that input."""
+    model = Zero(kind)
+    attach(model)
+    with pytest.raises(ClippingError, match="mixes the examples"):
+        step(model, torch.randn(8, 4))
+
+
 @pytest.mark.parametrize("name", ["statistics", "detached statistics", "fake quantisation"])
 @pytest.mark.parametrize("shape", ["dataclass", "dict", "flat", "time first"])
 def test_whatever_the_output_is(name: str, shape: str) -> None:

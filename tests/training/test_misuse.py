@@ -353,6 +353,28 @@ def test_padding_weighs_nothing_when_a_backward_pass_is_made_again():
     assert_own_examples_alone(private, len(batch[0]))
 
 
+def test_trying_again_does_not_replace_the_parts_that_a_failure_took_along():
+    """The sums of both parts are lost. Two passes over the second are as many rows, but each example counts twice."""
+    private, module, optimizer = start(max_physical_batch_size=4)
+    batches = iter(private.loader)
+    while private.cycle.before_last != 4:  # the second part of a logical batch, as large as the first
+        batch = next(batches)
+        if private.cycle.handed_out == 8:
+            break
+        backward(module, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    failing = mock.patch.object(Totals, "finish", side_effect=KeyboardInterrupt)
+    with failing, pytest.raises(KeyboardInterrupt):
+        backward(module, batch)
+    for _ in range(2):
+        with pytest.raises(TrainingError, match="was lost"):
+            backward(module, batch)
+        with pytest.raises(TrainingError, match="was lost"):
+            optimizer.step()
+    check_same_end(private, module, optimizer, max_physical_batch_size=4)
+
+
 def test_padding_weighs_nothing_after_a_look_at_the_loss():
     private, _, batches = begin(module := oracle.model(), pad_batches=40)
     batch = next(batches)

@@ -174,6 +174,7 @@ class Operation:
             kinds = {min(kinds)}
         batched = [x for x, each in zip(others, rows, strict=True) if each in kinds]
         self._refuse_what_is_lost(batched)
+        self._compare(batched)
         if not batched or name == "expand_as":
             out = self.on([plain(x) for x in flat])
             if any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(out)):
@@ -198,6 +199,14 @@ class Operation:
         """Tell a pass of the probe which parameters are read outside their own module."""
         if self.layer.forward_pass.watch is not None:
             self.layer.forward_pass.watch.elsewhere |= {root.name for root in self.roots if root.elsewhere}
+
+    def _compare(self, batched: list[Tensor]) -> None:
+        """Show a pass of the probe what parameters meet. Where they are split, it sees each example's own gradient."""
+        with_batch = {id(x) for x in batched}
+        for x in () if self.name in _CASTING else self.flat:
+            free = id(x) not in with_batch
+            if isinstance(x, Tensor) and not isinstance(x, BatchFree) and (free or self.name not in _ELEMENTWISE):
+                self.layer.compare(x, free=free)
 
     def _refuse_what_is_lost(self, batched: list[Tensor]) -> None:
         """Only ``x += w`` on a tensor with the batch first leaves the tensor that was written to with w's gradient. And

@@ -464,9 +464,8 @@ def _by_rule(layer: Layer, rule: Any, *args: Any, **kwargs: Any) -> Any:
         output = rule(layer, *args, **kwargs)
     else:
         return _followed(layer, *args, **kwargs)
-    watch = layer.forward_pass.watch
-    if watch is not None and rows:
-        watch.add(layer.path, "input", x.flatten(0, 1) if rows < 0 else x)
+    if rows:
+        layer.compare(x.flatten(0, 1) if rows < 0 else x)
     return output
 
 

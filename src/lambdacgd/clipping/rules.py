@@ -271,7 +271,17 @@ class Layer:
 
     def is_batched(self, x: Tensor) -> bool:
         """Whether ``x``, an input of this module, has the batch first (examples may have several rows)."""
-        return self.forward_pass.sizes.rows(self, x) > 0
+        batched = self.forward_pass.sizes.rows(self, x) > 0
+        if batched:
+            self.compare(x)
+        return batched
+
+    def compare(self, x: Tensor, *, free: bool = False) -> None:
+        """In a pass of the probe: compare the rows of ``x``, which records are made of. The output need not show what
+        they hold: a parameter may be zero still. ``free``: ``x`` has no batch, so it must hold nothing of examples.
+        """
+        if self.forward_pass.watch is not None:
+            self.forward_pass.watch.add(self.path, "input", x.expand(self.forward_pass.batch, *x.shape) if free else x)
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""

@@ -51,6 +51,10 @@ _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments. Call detach(), build the model and "
     "the optimizer anew, privatize, and load again"
 )
+_LOST = (
+    "a backward pass failed while it added to the sums, so what earlier parts of this logical batch had added was lost. "
+    "Loop over private.loader anew, which yields the whole batch again"
+)
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (
     "GradScaler does not fit: its scale would change what is clipped. Use torch.autocast with bfloat16, which needs no "
@@ -312,6 +316,8 @@ class Cycle:
         size, rows = self.handed_out - self.before_last, seen - self.before_last
         if rows == size:
             return
+        if rows < 0:
+            raise TrainingError(_LOST)
         if rows == 0:
             raise TrainingError(
                 f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
@@ -467,6 +473,8 @@ class Loop:
         """
         if not self.resting:
             self.cycle.refuse_half_done()
+            if self.cycle.phase is not Phase.IDLE and self.clipper.examples < self.cycle.before_last:
+                raise TrainingError(_LOST)  # this batch's examples, twice, would count as many as all parts
             self.gradients.stop_sharing()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

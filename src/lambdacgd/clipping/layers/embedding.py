@@ -169,6 +169,7 @@ def embedding(layer: Layer, input: Tensor) -> Tensor:
     _refuse_options(layer, m)
     recorder = partial(embedding_records, name=layer.names["weight"], padding=m.padding_idx, shape=m.weight.shape)
     if not layer.batched:
+        layer.compare(input, free=True)
         return lookup(layer, layer.hidden(input), input, recorder)
     return tap(layer, layer.hidden(input), recorder, input)
 
@@ -192,6 +193,7 @@ def embedding_bag(
     weights = used.to(m.weight.dtype) if weights is None else weights * used
     if m.mode == "mean":
         weights = weights / used.sum(1, keepdim=True).clamp_min(1)
+    layer.compare(weights)
 
     def recorder(gradient: Tensor, index: Tensor, weights: Tensor) -> Iterator[Record]:
         yield Rows(layer.names["weight"], index, gradient.unsqueeze(1) * weights.unsqueeze(2), m.weight.shape)

@@ -286,6 +286,8 @@ def recurrent(layer: Layer, input: Any, hx: Any = None) -> Any:
             return apply_tap(_projection(suffix, x, w_ih, b_ih, span)[0], anchor, call, x.detach()), seen
         return apply_linear(x, w_ih, b_ih, call), seen
 
+    for state in (hx,) if isinstance(hx, Tensor) else hx or ():
+        layer.compare(state.transpose(0, 1))
     with layer.hiding():
         return layered(m, input, hx, project)
 

@@ -14,7 +14,7 @@ from lambdacgd import cache
 from lambdacgd.accounting import Accountant, AccountingError, accountant_for, accountants, check_epsilon, methods
 from lambdacgd.accounting.certificate import Bound
 from lambdacgd.accounting.gaussian import gaussian_delta, gaussian_sigma
-from lambdacgd.accounting.reference import gram, quadrature
+from reproduce.reference import gram, quadrature
 
 
 def fixed(b: int, k: int) -> lc.Sampling:

@@ -28,9 +28,8 @@ from lambdacgd.accounting.composed import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns, first_guess
-from lambdacgd.accounting.exact import METHOD as EXACT
-from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, TransferMatrix
+from lambdacgd.accounting.exact.accountant import METHOD as EXACT
 from lambdacgd.accounting.gaussian import METHOD as ANALYTIC
 from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.poisson import METHOD as POISSON

@@ -41,7 +41,6 @@ INTERNALS: shared.Internals = {
         "save_checkpoint": "checkpoint filepath storage_options", "load_checkpoint": "checkpoint_path weights_only",
         "load_model_state_dict": "checkpoint strict", "load_optimizer_state_dict": "checkpoint",
     },
-    SingleDeviceStrategy: {"setup_environment": ""},
     DDPStrategy: {"configure_ddp": ""},
     Precision: {"_after_closure": "model optimizer"},
     Trainer: {"_results": None},
@@ -267,18 +266,6 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
     def __init__(self, plan: Plan, dataset: Any, *, device: str | torch.device | None = None, **settings: Any) -> None:
         super().__init__(device=torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu")))
         self._take(plan, dataset, **settings)
-
-    def setup_environment(self) -> None:
-        """As Lightning's own.
-
-        Raises:
-            InvalidInput: The Trainer has another accelerator than the strategy's device.
-        """
-        kind = type(self.accelerator).__name__
-        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
-            wrong = f"the Trainer has a {kind}: give the strategy a device, or the Trainer the accelerator that fits"
-            raise InvalidInput("device", str(self.root_device), wrong)
-        super().setup_environment()
 
 
 class LambdaCGDDDPStrategy(Privatising, _DDP):

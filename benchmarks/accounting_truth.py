@@ -24,8 +24,8 @@ from lambdacgd import cache
 from lambdacgd.accounting.accountants import accountant_for
 from lambdacgd.accounting.certificate import OneWay
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.reference import gram, quadrature
 from reproduce.framework import measured_on
+from reproduce.reference import gram, quadrature
 from reproduce.sampled import Sampled
 from reproduce.simulated import Pool, Simulation
 

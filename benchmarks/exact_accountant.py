@@ -21,9 +21,9 @@ import numpy as np
 from benchmarks import peers
 from lambdacgd import cache
 from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.reference import gram, sampled
 from lambdacgd.errors import AccountingError
 from reproduce.framework import measured_on
+from reproduce.reference import gram, sampled
 
 DELTA = 1e-5
 PAPER = [(lam, 390, 10, e) for lam in (0.9, 0.95, 0.975) for e in (8.0, 4.0, 2.0, 1.0, 0.5, 0.25)]

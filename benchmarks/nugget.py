@@ -29,8 +29,8 @@ from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate, loss_law
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.reference import dense_strategy, quadrature
 from reproduce.framework import measured_on
+from reproduce.reference import dense_strategy, quadrature
 from reproduce.sampled import Sampled
 from reproduce.simulated import Pool, Simulation, estimate_sigma
 

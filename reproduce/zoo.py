@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping import attach, convert, probe
-from lambdacgd.clipping.check import clipped_sum, per_example_gradients
+from lambdacgd.clipping.check import clipped_sum, example, gradients_of
 from lambdacgd.clipping.probe import tensors_in
 from lambdacgd.errors import ClippingError
 from reproduce.framework import Cell, Experiment, Row, Settings, table
@@ -102,7 +102,7 @@ def ours(name: str) -> str:
     convert(model).eval()  # dropout differs between an example alone and together with others
     with torch.no_grad():  # RWKV's weights are rescaled by its first pass in this mode
         model(**batch)
-    expected = per_example_gradients(model, loss, batch, EXAMPLES)
+    expected = gradients_of(model, loss, [example(batch, i) for i in range(EXAMPLES)])
     zeta = _median_norm(expected)
     clipper = attach(model, zeta)
     clipper.backward(loss(model, batch))
@@ -117,7 +117,7 @@ def opacus(name: str) -> str:
     model, batch = build(name)
     model = ModuleValidator.fix(model) if ModuleValidator.validate(model, strict=False) else model
     _without_dropout(model.double().train())  # it sees layers in train mode only
-    expected = per_example_gradients(model, loss, batch, EXAMPLES)
+    expected = gradients_of(model, loss, [example(batch, i) for i in range(EXAMPLES)])
     sampled = GradSampleModule(model)
     loss(sampled, batch).backward()
     zeta = _median_norm(expected)

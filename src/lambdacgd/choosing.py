@@ -469,17 +469,11 @@ def _optimise(bands: int, search: AmplifiedError) -> list[float]:
 
     gamma = _best(GammaBIFR(bands), "gamma", "amplified-rmse", search.setting).value
     starts = [GammaBIFR(bands, gamma), BISR(bands), BandInvMF(bands).resolve(block)]
-    points = [_logs(np.asarray(start.noising(block.steps))[1:], bands - 1) for start in starts]
+    tails = [start.noising(block.steps)[1:] for start in starts]
+    points = [np.log(np.maximum(-tail, _SMALLEST)) for tail in tails]  # what is not negative becomes tiny
     # Amplification wants less correlation: first shrink each start as a whole, then let the best one move freely.
     shrunk = [point + shift for point in points for shift in (0.0, *np.log1p(-np.array(_SHRINK)))]
     best = min(shrunk, key=error)
     simplex = np.vstack([best, best - 0.1 * np.eye(bands - 1)])
     options = {"initial_simplex": simplex, "xatol": 5e-3, "fatol": 1e-4, "maxfev": _EVALUATIONS * (bands - 1)}
     return list(coefficients(minimize(error, best, method="Nelder-Mead", options=options).x))
-
-
-def _logs(tail: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """log|a_j| of the negative coefficients; others become tiny."""
-    padded = np.zeros(size)
-    padded[: len(tail)] = tail[:size]
-    return np.log(np.maximum(-padded, _SMALLEST))

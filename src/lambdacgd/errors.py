@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from decimal import ROUND_CEILING, Context, Decimal
 from numbers import Integral, Real
 from typing import Any
 
@@ -84,16 +85,15 @@ def counted(count: int, what: str) -> str:
 
 def rounded_up(value: float | str, digits: int = 4) -> str:
     """So many digits, never less than the value: a bound must not be rounded down."""
-    if isinstance(value, str) or value == 0 or not math.isfinite(value):
+    if isinstance(value, str) or not math.isfinite(value):
         return str(value)
-    unit = 10.0 ** (math.floor(math.log10(value)) - digits + 1)
-    return f"{math.ceil(value / unit) * unit:.{digits}g}"
+    above = Context(prec=digits, rounding=ROUND_CEILING).plus(Decimal(repr(float(value))))
+    return f"{float(above):.{digits}g}"
 
 
 def at_least(value: float) -> str:
     """A number of a claim, as people write it where six digits are enough; never less than it is."""
-    short = f"{value:g}"
-    return short if float(short) >= value else rounded_up(value, 6)
+    return rounded_up(value, 6)
 
 
 def brief(text: object, length: int = 200) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lambdacgd.errors import LedgerError
+from lambdacgd.errors import LedgerError, integer
 from lambdacgd.files import read_bytes, replace_file, sync_folder, users_folder, write_all
 
 _PART = 1 << 20  # bytes that are read at a time, and more than the longest line has
@@ -88,7 +88,7 @@ class Ledger:
             LedgerError: The run is unknown, or released a later step before; the file is damaged, or cannot be written.
             ValueError: ``step`` is not an integer of at least 0.
         """
-        step = _checked(step)
+        step = integer("step", step, minimum=0)
 
         def check(contents: _Contents) -> None:
             contents.check_remembered(run_id)
@@ -115,7 +115,7 @@ class Ledger:
             LedgerError: The run is unknown; the file is damaged, or cannot be written.
             ValueError: ``after_step`` is not an integer of at least 0.
         """
-        record = {"event": "destroyed", "run": run_id, "after": _checked(after_step)}
+        record = {"event": "destroyed", "run": run_id, "after": integer("after_step", after_step, minimum=0)}
         self._append(record, lambda contents: contents.releases_of(run_id))
 
     def newest(self, run_id: str) -> Release | None:
@@ -137,7 +137,7 @@ class Ledger:
         """
         contents = self._read()
         releases = contents.releases_of(run_id)
-        step = _checked(step)
+        step = integer("step", step, minimum=0)
         contents.check_remembered(run_id)
         if not releases:
             if step != 0:
@@ -300,10 +300,10 @@ class _Contents:
         if event == "run":
             self.releases.setdefault(run_id, [])
         elif event == "release":
-            release = Release(_checked(record["step"]), str(record["digest"]), str(record["kind"]))
+            release = Release(integer("step", record["step"], minimum=0), str(record["digest"]), str(record["kind"]))
             self.releases[run_id].append(release)
         elif event == "destroyed":
-            after = _checked(record["after"])
+            after = integer("after", record["after"], minimum=0)
             self.releases[run_id] = [release for release in self.releases[run_id] if release.step <= after]
         else:
             return False
@@ -357,9 +357,3 @@ def _lock_file(descriptor: int, *, wait: bool) -> None:
     except ImportError:
         raise LedgerError("this system has no file locks (fcntl), which a ledger needs: use Linux or macOS") from None
     fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def _checked(step: int) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ValueError(f"step is {step!r}; it must be an integer of at least 0")
-    return step

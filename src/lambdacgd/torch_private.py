@@ -8,7 +8,7 @@ drops one fails there first, and not in the middle of somebody's training.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,10 +52,8 @@ version: Callable[[Tensor], int] = attrgetter("_version")
 backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This process's shard of a ``DTensor``, without ``to_local``'s autograd node."""
-    local: Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    return local
+#: This process's shard of a ``DTensor``, without ``to_local``'s autograd node.
+local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
 def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:
@@ -120,10 +118,8 @@ non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persi
 repeated_padding: Callable[[nn.Module], Sequence[int]] = attrgetter("_reversed_padding_repeated_twice")
 
 
-def ddp_parameters(model: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
-    """The parameters that DistributedDataParallel reduces by itself."""
-    parameters: list[nn.Parameter] = model._module_parameters
-    return parameters
+#: The parameters that DistributedDataParallel reduces by itself.
+ddp_parameters: Callable[[nn.Module], list[nn.Parameter]] = attrgetter("_module_parameters")
 
 
 def active_ddp() -> nn.parallel.DistributedDataParallel | None:
@@ -137,9 +133,8 @@ SCALES_BY_ITSELF = "_step_supports_amp_scaling"
 GIVEN_BY_SCALER = ("grad_scale", "found_inf")
 
 
-def projects_together(attention: nn.MultiheadAttention) -> bool:
-    """Whether query, key and value share one projection matrix."""
-    return bool(attention._qkv_same_embed_dim)
+#: Whether query, key and value share one projection matrix.
+projects_together: Callable[[nn.MultiheadAttention], bool] = attrgetter("_qkv_same_embed_dim")
 
 
 def fused_recurrence(mode: str) -> Callable[..., Any]:
@@ -148,20 +143,14 @@ def fused_recurrence(mode: str) -> Callable[..., Any]:
     return kernel
 
 
-def recurrent_weight_names(layer: nn.RNNBase) -> list[str]:
-    """Names of an RNN's weights in the order in which its kernels take them."""
-    names: list[str] = layer._flat_weights_names
-    return names
+#: Names of an RNN's weights in the order in which its kernels take them.
+recurrent_weight_names: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
 
+#: Whether the weights that an RNN's kernel sees are not its parameters any more.
+recurrent_weights_have_changed: Callable[[nn.RNNBase], bool] = methodcaller("_weights_have_changed")
 
-def recurrent_weights_have_changed(layer: nn.RNNBase) -> bool:
-    """Whether the weights that an RNN's kernel sees are not its parameters any more."""
-    return bool(layer._weights_have_changed())
-
-
-def packs_recurrent_weights() -> bool:
-    """Whether this build of torch can pack an RNN's weights for cuDNN."""
-    return bool(torch._use_cudnn_rnn_flatten_weight())
+#: Whether this build of torch can pack an RNN's weights for cuDNN.
+packs_recurrent_weights: Callable[[], bool] = torch._use_cudnn_rnn_flatten_weight
 
 
 def pack_recurrent_weights(weights: list[Tensor], *, inputs: int, mode: int, hidden: int) -> None:

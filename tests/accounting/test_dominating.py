@@ -16,8 +16,8 @@ from lambdacgd.accounting.dominating import dominating, exact_columns
 from lambdacgd.accounting.exact import TransferMatrix
 from lambdacgd.accounting.exact.accountant import Precision, Scale, evaluate, loss_law
 from lambdacgd.accounting.exact.lattice import Chain, Columns
-from lambdacgd.accounting.reference import dense_strategy, quadrature, sampled
 from lambdacgd.errors import AccountingError, InvalidInput
+from reproduce.reference import dense_strategy, quadrature, sampled
 from reproduce.sampled import Sampled
 from reproduce.simulated import simulate
 

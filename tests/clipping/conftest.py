@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lambdacgd.clipping import attach
-from lambdacgd.clipping.check import clipped_sum, example, per_example_gradients
+from lambdacgd.clipping.check import clipped_sum, example, gradients_of
 
 
 def probe_loss(model: nn.Module, batch: Any) -> Tensor:
@@ -35,7 +35,7 @@ def compare(
     batches.
     """
     model = model.double()
-    gradients = per_example_gradients(model, loss, batch, examples)
+    gradients = gradients_of(model, loss, [example(batch, i) for i in range(examples)])
     norms = torch.stack([torch.stack([g.square().sum() for g in e.values()]).sum().sqrt() for e in gradients])
     clip = max(float(norms.median()), 1e-3)
     wanted = clipped_sum(gradients, clip, mode=options.get("mode", "flat"))

@@ -6,7 +6,6 @@ import pytest
 from huggingface_hub import HfApi
 
 from lambdacgd.errors import InvalidInput
-from lambdacgd.integrations.huggingface import adapt
 from tests.integrations import hf
 
 
@@ -75,10 +74,3 @@ def test_a_saved_folder_may_be_uploaded(kind, lora, tmp_path):
             assert needle not in content, f"{what} is in {name}"
         if not name.endswith(".safetensors"):
             assert not any(value in content for value in losses), name
-
-
-def test_losses_do_not_go_to_a_space(tmp_path):
-    args = hf.arguments(tmp_path)
-    args.report_to, args.trackio_space_id = ["trackio"], "me/space"
-    with pytest.raises(InvalidInput, match="must not go to a Space"):
-        adapt(args, hf.make_plan())

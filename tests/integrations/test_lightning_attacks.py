@@ -24,6 +24,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lambdacgd.integrations.lightning import LambdaCGDStrategy
 from tests.integrations.lit import Module, fit, make
@@ -49,11 +50,7 @@ def test_a_loader_from_the_module_works_and_another_is_refused(tmp_path):
         ("gradient_clip_val", 1.0),
         ("max_epochs", 7),
         ("max_steps", 3),
-        ("limit_train_batches", 2),
-        ("limit_train_batches", 1),
         ("fast_dev_run", True),
-        ("overfit_batches", 1),
-        ("reload_dataloaders_every_n_epochs", 1),
     ],
 )
 def test_settings_that_cannot_hold_are_refused_with_advice(name, value, tmp_path):
@@ -62,6 +59,29 @@ def test_settings_that_cannot_hold_are_refused_with_advice(name, value, tmp_path
         trainer.fit(module, strategy.loader)
     assert len(str(caught.value)) > 50
     assert strategy.private is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [({"limit_train_batches": 2}, 4), ({"overfit_batches": 1}, 2), ({"reload_dataloaders_every_n_epochs": 1}, 8)],
+    ids=str,
+)
+def test_fewer_batches_are_the_plans_first_steps(settings, steps, tmp_path):
+    """They stop the run early, which costs nothing: the logical batches are the plan's, in their order."""
+
+    class Remembers(Module):
+        def training_step(self, batch, batch_idx):
+            rows.append(batch[0].tolist())
+            return super().training_step(batch, batch_idx)
+
+    seen = []
+    for given in ({}, settings):
+        rows = []
+        module, strategy, trainer = make(tmp_path, key=lc.SecretKey.for_tests(1), module=Remembers(), **given)
+        trainer.fit(module, strategy.loader)
+        seen.append(rows)
+    assert strategy.private.steps_taken == steps
+    assert seen[1] == seen[0][: 3 * steps]
 
 
 @pytest.mark.parametrize(
@@ -158,17 +178,12 @@ def test_a_tuner_is_refused(tmp_path):
 
 
 def test_modules_that_cannot_hold_are_refused(tmp_path):
-    class Clips(Module):
-        def configure_gradient_clipping(self, *args, **kwargs):
-            pass
-
     manual = Module()
     manual.automatic_optimization = False
-    for module, says in ((manual, "privatize"), (Clips(), "max_grad_norm")):
-        module, strategy, trainer = make(tmp_path, module=module)
-        with pytest.raises(InvalidInput, match=says):
-            trainer.fit(module, strategy.loader)
-    with pytest.raises(InvalidInput, match="the accelerator that fits"):
+    module, strategy, trainer = make(tmp_path, module=manual)
+    with pytest.raises(InvalidInput, match="privatize"):
+        trainer.fit(module, strategy.loader)
+    with pytest.raises(MisconfigurationException, match="Device should be CPU"):  # Lightning's own
         fit(tmp_path, strategy={"device": "cuda:0"})
     with pytest.raises(AttributeError, match="nothing"):
         fit(tmp_path, strategy={"submodule": "nothing"})

@@ -9,9 +9,9 @@ import pytest
 
 from lambdacgd.accounting import Calibration, accountant_for
 from lambdacgd.accounting.composed import METHOD, FreshBins
-from lambdacgd.accounting.reference import dense_strategy, gram, quadrature
 from lambdacgd.mechanisms import BISR, BLT, BSR, BandInvMF, BandMF, Diagonal, GammaBIFR, Horizon, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
+from reproduce.reference import dense_strategy, gram, quadrature
 from reproduce.simulated import Simulation, estimate_sigma, simulate
 
 STEPS = 12

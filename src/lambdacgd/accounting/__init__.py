@@ -4,12 +4,4 @@ from lambdacgd.accounting.accountants import Accountant, accountant_for, check_e
 from lambdacgd.accounting.certificate import Calibration, Certificate
 from lambdacgd.errors import AccountingError
 
-__all__ = [
-    "Accountant",
-    "AccountingError",
-    "Calibration",
-    "Certificate",
-    "accountant_for",
-    "check_epsilon",
-    "methods",
-]
+__all__ = ["Accountant", "AccountingError", "Calibration", "Certificate", "accountant_for", "check_epsilon", "methods"]

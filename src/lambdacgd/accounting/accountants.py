@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import math
 from dataclasses import asdict, dataclass, replace
-from decimal import ROUND_CEILING, Context, Decimal
 from functools import cached_property
 from operator import attrgetter
 from typing import Any, ClassVar, Literal
@@ -29,14 +28,13 @@ from lambdacgd.accounting.composed import LARGEST_EPSILON as LARGEST_COMPOSED
 from lambdacgd.accounting.composed import METHOD as COMPOSED
 from lambdacgd.accounting.composed import FreshBins
 from lambdacgd.accounting.dominating import Dominating, dominating, exact_columns, first_guess
-from lambdacgd.accounting.exact import METHOD as EXACT
-from lambdacgd.accounting.exact import TransferMatrix
-from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA
+from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, TransferMatrix
+from lambdacgd.accounting.exact.accountant import METHOD as EXACT
 from lambdacgd.accounting.gaussian import METHOD as ANALYTIC
 from lambdacgd.accounting.gaussian import Unamplified
 from lambdacgd.accounting.poisson import METHOD as POISSON
 from lambdacgd.accounting.poisson import poisson_accountant
-from lambdacgd.errors import AccountingError, InvalidInput, number
+from lambdacgd.errors import AccountingError, InvalidInput, at_least, number
 from lambdacgd.mechanisms import LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Cyclic, Poisson, Sampling
 
@@ -173,7 +171,7 @@ class Accountant:
             ) from error
         if not math.isfinite(claim.epsilon):
             raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
-        return replace(claim, epsilon=_rounded_up(claim.epsilon))
+        return replace(claim, epsilon=float(at_least(max(claim.epsilon, SMALLEST_EPSILON))))
 
     def delta(self, sigma: float, epsilon: float) -> Certificate:
         """The smallest δ that is certified at noise multiplier σ and ε.
@@ -366,9 +364,3 @@ class _FreshBins(_FixedBins):
         composed = self._exact or self._columns(epsilon, delta)[0]
         assert isinstance(composed, FreshBins)
         return composed.epsilons(sigma, delta)
-
-
-def _rounded_up(epsilon: float) -> float:
-    """ε rounded up to six digits, and to the smallest that is stated."""
-    value = Decimal(repr(max(epsilon, SMALLEST_EPSILON)))
-    return float(Context(prec=6, rounding=ROUND_CEILING).plus(value))

@@ -19,6 +19,7 @@ from lambdacgd.auditing.conformance import Check, Measured, checks
 from lambdacgd.auditing.floating import floating_point
 from lambdacgd.errors import InvalidInput, integer, number
 from lambdacgd.planning import Plan
+from lambdacgd.training.step import check_is_plan
 from lambdacgd.version import __version__
 
 FORMAT = "lambdacgd-audit-1"
@@ -189,8 +190,7 @@ def audit(
 
 def _sizes(plan: Plan, runs: int | None, canaries: int | None) -> tuple[int, int]:
     """How often canaries are trained, and how many of them; refuses a plan that cannot be audited."""
-    if not isinstance(plan, Plan):
-        raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
+    check_is_plan(plan)
     plan.check()
     if not plan.sigma or not math.isfinite(plan.epsilon):
         raise InvalidInput("plan", "The plan has no noise, so it claims nothing that could be audited.")

@@ -339,6 +339,7 @@ class BackwardPass:
         totals: Where the sums are kept.
         looking: None, or where the probe of a loss wants norms put, and nothing added.
         low: Whether a gradient of 16 bits came meanwhile.
+        before_adding: Called before a backward pass writes the sums.
         sharded: Whether sums are formed one parameter at a time, because nobody holds them all at once (FSDP2).
     """
 
@@ -367,7 +368,7 @@ class BackwardPass:
         self.sharded = False
         self._norms: list[tuple[Tensor, Tensor | None]] = []  # of each pass, and the examples' weights
         self._weights: Tensor | None = None  # for the next pass
-        self._before_adding: Callable[[], None] | None = None
+        self.before_adding: Callable[[], None] | None = None
         self._over = -1  # the number of the newest forward pass that saw an earlier batch than the one under way
         self._for_parameters = (-1, False)  # of the last pass that was asked about: its number, and the answer
         self.reset()
@@ -463,10 +464,6 @@ class BackwardPass:
         """
         self.views = views
 
-    def call_before_adding(self, callback: Callable[[], None] | None) -> None:
-        """Call this before a backward pass writes the sums."""
-        self._before_adding = callback
-
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -496,8 +493,8 @@ class BackwardPass:
                     "a backward pass inside another one (a hook, reentrant checkpointing) would clip parts of a "
                     "gradient. Use torch.utils.checkpoint(..., use_reentrant=False)."
                 )
-            if self._before_adding is not None and self.looking is None:
-                self._before_adding()
+            if self.before_adding is not None and self.looking is None:
+                self.before_adding()
             self._task, self._batch, self._forward = task, batch, forward
             after_backward(self._finish)
         if forward.number <= self._over:

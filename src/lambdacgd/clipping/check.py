@@ -201,11 +201,6 @@ def example(batch: Any, i: int) -> Any:
     return tree_map(lambda x: x[i : i + 1] if isinstance(x, Tensor) and x.dim() > 0 else x, batch)
 
 
-def per_example_gradients(model: nn.Module, loss: Loss, batch: Any, examples: int) -> list[dict[str, Tensor]]:
-    """g_i for every example: the gradient of the loss of the batch that holds it alone."""
-    return gradients_of(model, loss, [example(batch, i) for i in range(examples)])
-
-
 def gradients_of(model: nn.Module, loss: Loss, batches: list[Any]) -> list[dict[str, Tensor]]:
     """The gradient of the loss of each batch, by plain autograd; what forward passes write is taken back."""
     every, state = [], State(model)

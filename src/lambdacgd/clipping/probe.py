@@ -51,7 +51,7 @@ class Probe:
     Attributes:
         layers: The layers that are clipped.
         read_elsewhere: Those whose parameters other modules read, too.
-        suspects: By the model's mode, the outputs that no gradient may come from (see `outputs_of`), and why.
+        suspects: By the model's mode, the outputs that no gradient may come from, and why.
         compared: Buffers that its passes have written, and whose values it has compared.
         looked: Whether any probe has come to its end.
     """
@@ -249,7 +249,8 @@ class Probe:
                 "another batch size, or call clipper.allow_probe(False) and see to that yourself."
             ) from error
         refuse_stand_ins(output, count)
-        outputs = {k: x for k, x in outputs_of(self._model, output).items() if not any(x is old for old in held)}
+        made = _returned(output) | _held(self._model)
+        outputs = {place: x for place, x in made.items() if not any(x is old for old in held)}
         self._shapes[count] = {place: x.shape for place, x in outputs.items()}
         other = next((shapes for number, shapes in self._shapes.items() if number != count), {})
         together: dict[str, list[tuple[Tensor, Tensor]]] = {}
@@ -376,11 +377,8 @@ def refuse_gradients(model: nn.Module, output: Any, suspects: dict[str, str]) ->
     return bool(with_gradients)
 
 
-def outputs_of(model: nn.Module, output: Any) -> dict[str, Tensor]:
-    """What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
-    attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
-    """
-    return _returned(output) | _held(model)
+# What a loss can be made of: the tensors that a model returns, and those with a graph that its modules keep as
+# attributes, alone or in a list, a dictionary or a plain object (the balancing loss of a mixture of experts, say).
 
 
 def _returned(output: Any) -> dict[str, Tensor]:

@@ -42,10 +42,10 @@ __all__ = ["LambdaCGDTrainer"]
 # What this Trainer replaces of the Trainer's own, and in the last lines calls, with the parameters that it counts on.
 INTERNALS: shared.Internals = {
     Trainer: {
-        "train": "resume_from_checkpoint trial", "training_step": "model inputs num_items_in_batch",
+        "train": "resume_from_checkpoint", "training_step": "model inputs num_items_in_batch",
         "get_train_dataloader": "", "get_batch_samples": "epoch_iterator num_batches device",
         "compute_loss": "model inputs return_outputs num_items_in_batch", "floating_point_ops": "inputs",
-        "log": "logs start_time", "hyperparameter_search": "", "save_model": "output_dir _internal_call",
+        "log": "logs start_time", "save_model": "output_dir _internal_call",
         "create_model_card": "language license tags model_name", "_clip_grad_norm": "model",
         "push_to_hub": "commit_message blocking token revision", "_get_grad_norm": "model grad_norm",
         "_maybe_log_save_evaluate": "tr_loss grad_norm model trial", "_save_checkpoint": "model trial",
@@ -63,10 +63,6 @@ _CHECKED_EXAMPLES = 8
 _ASKED = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _Trainer: Any = Trainer  # its attributes are annotated as optional where they are not
 
-_NO_SEARCH = (
-    "Every trial trains on the private data at its own (ε, δ), and choosing among them is not covered. Choose "
-    "hyperparameters on public data, or make a plan and a Trainer for each trial and add up what they cost."
-)
 _NO_UPLOAD = (
     "The output folder, checkpoints and the Trainer's model card hold training losses and the run's identity, which "
     "must not be uploaded. After training call save_model(folder) or lc.export, and upload what they write: "
@@ -143,21 +139,15 @@ class LambdaCGDTrainer(_Trainer):
             )
         if self.compute_loss_func is None and type(self).compute_loss is LambdaCGDTrainer.compute_loss:
             kind_of(self.model)  # refused now, not at the first step
-        if looks_at_evaluation(args):
-            chosen = "weights or learning rates are chosen by looking at eval_dataset"
-            warnings.warn(f"{chosen}: if that is private, the result is not covered by the plan's (ε, δ)", stacklevel=2)
         self.callback_handler.callbacks.insert(0, _Position(self))
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def train(
-        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train the plan's steps, or the rest of them.
 
         Args:
             resume_from_checkpoint: True to go on from the newest checkpoint in the output folder, or that folder.
-            trial: Refused: every trial of a search is a run with its own cost.
             *args: Passed on to the Trainer, as is ``kwargs``.
 
         Returns:
@@ -168,8 +158,6 @@ class LambdaCGDTrainer(_Trainer):
                 another run's.
             TrainingError: This Trainer has trained already.
         """
-        if trial is not None:
-            raise InvalidInput("trial", _NO_SEARCH)
         world = World.of(None)
         with world.together("starting to train"):
             self._check_first(resume_from_checkpoint)
@@ -182,7 +170,7 @@ class LambdaCGDTrainer(_Trainer):
                 dataset, collate = self._data()
                 count = min(_CHECKED_EXAMPLES, max(2, self.args.train_batch_size))
                 self.private.check_loss(self._losses, a_few(dataset, count), collate)
-            return super().train(folder, None, *args, **kwargs)
+            return super().train(folder, *args, **kwargs)
         finally:
             self.private.detach()
 
@@ -190,7 +178,9 @@ class LambdaCGDTrainer(_Trainer):
         adapt(self.args, self.plan)  # they may have been changed since, by accelerator_config too
         if self.train_dataset is None:
             raise InvalidInput("train_dataset", None, "training needs the dataset that the plan was made for")
-        if self.eval_dataset is self.train_dataset and looks_at_evaluation(self.args):
+        saves, schedule = (str(getattr(x, "value", x)) for x in (self.args.save_strategy, self.args.lr_scheduler_type))
+        chosen = self.args.load_best_model_at_end or saves == "best" or schedule == "reduce_lr_on_plateau"
+        if chosen and self.eval_dataset is self.train_dataset:
             why = "eval_dataset is the training data: weights would follow losses that no noise protects"
             raise InvalidInput("eval_dataset", f"{why}. Evaluate on public data, or do not choose by it.")
         if resume_from:
@@ -420,14 +410,6 @@ class LambdaCGDTrainer(_Trainer):
 
     # --- what is refused whatever is given ---------------------------------------------------------------------------
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: every trial is a run with its own cost.
-
-        Raises:
-            InvalidInput: Always.
-        """
-        raise InvalidInput("hyperparameter_search", _NO_SEARCH)
-
     def push_to_hub(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused: write a folder with ``save_model`` or ``lc.export`` and upload that yourself.
 
@@ -520,9 +502,6 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
         raise InvalidInput(
             "args", f"Set CUDA_VISIBLE_DEVICES to one of {args.n_gpu} GPUs, or start processes with torchrun."
         )
-    where = [getattr(args, name, None) for name in ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")]
-    if "trackio" in (args.report_to or []) and any(where):
-        raise InvalidInput("report_to", "Training losses are not private and must not go to a Space of trackio.")
     adapted = copy.copy(args)
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
@@ -532,12 +511,6 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
             raise InvalidInput("gradient_checkpointing_kwargs", how, "it hides layers: say use_reentrant=False")
         adapted.gradient_checkpointing_kwargs = {**how, "use_reentrant": False}
     return adapted
-
-
-def looks_at_evaluation(args: TrainingArguments) -> bool:
-    """Whether weights, or the learning rates that make them, are chosen by an evaluation."""
-    saves, schedule = (str(getattr(x, "value", x)) for x in (args.save_strategy, args.lr_scheduler_type))
-    return args.load_best_model_at_end or saves == "best" or schedule == "reduce_lr_on_plateau"
 
 
 def _check_horizon(args: TrainingArguments, plan: Plan) -> None:

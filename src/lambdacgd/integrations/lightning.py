@@ -29,7 +29,6 @@ from lightning.pytorch.plugins.precision import Precision  # noqa: E402
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy  # noqa: E402
 from lightning.pytorch.trainer import Trainer  # noqa: E402
 from lightning.pytorch.trainer.states import TrainerFn  # noqa: E402
-from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
 __all__ = ["LambdaCGDDDPStrategy", "LambdaCGDStrategy", "read_checkpoint"]
 
@@ -42,7 +41,6 @@ INTERNALS: shared.Internals = {
         "save_checkpoint": "checkpoint filepath storage_options", "load_checkpoint": "checkpoint_path weights_only",
         "load_model_state_dict": "checkpoint strict", "load_optimizer_state_dict": "checkpoint",
     },
-    SingleDeviceStrategy: {"setup_environment": ""},
     DDPStrategy: {"configure_ddp": ""},
     Precision: {"_after_closure": "model optimizer"},
     Trainer: {"_results": None},
@@ -269,18 +267,6 @@ class LambdaCGDStrategy(Privatising, _SingleDevice):
         super().__init__(device=torch.device(device or ("cuda:0" if torch.cuda.is_available() else "cpu")))
         self._take(plan, dataset, **settings)
 
-    def setup_environment(self) -> None:
-        """As Lightning's own.
-
-        Raises:
-            InvalidInput: The Trainer has another accelerator than the strategy's device.
-        """
-        kind = type(self.accelerator).__name__
-        if (kind == "CPUAccelerator") != (self.root_device.type == "cpu"):
-            wrong = f"the Trainer has a {kind}: give the strategy a device, or the Trainer the accelerator that fits"
-            raise InvalidInput("device", str(self.root_device), wrong)
-        super().setup_environment()
-
 
 class LambdaCGDDDPStrategy(Privatising, _DDP):
     """As `LambdaCGDStrategy`, with a whole model in each of several processes.
@@ -325,9 +311,8 @@ _DEFAULT_EPOCHS = (None, -1, 1000)  # what Lightning makes of a max_epochs that 
 
 def check_trainer(trainer: Any, plan: Plan) -> None:
     """Refuse what would change gradients, batches or their number behind the plan's back; set what it fixes."""
-    for name, allowed, advice in _SETTINGS:
-        given = getattr(trainer, name, allowed[0])
-        if not any(type(given) is type(value) and given == value for value in allowed):  # 1 is a batch, 1.0 is all
+    for name, allowed, advice in (("accumulate_grad_batches", 1, _ACCUMULATE), ("gradient_clip_val", None, _CLIP)):
+        if (given := getattr(trainer, name)) != allowed:
             raise InvalidInput(name, given, advice)
     for kind, advice in _CALLBACKS:  # ``Tuner.lr_find`` and ``Tuner.scale_batch_size`` put one in place for a fit
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
@@ -359,19 +344,13 @@ def check_monitors(trainer: Any) -> None:
 
 
 def check_module(module: Any, optimizers: list[Any]) -> None:
-    """Refuse modules whose hooks would step, clip or move batches by themselves."""
+    """Refuse modules that step by themselves, or with more than one optimizer."""
     if not module.automatic_optimization:
         raise InvalidInput(
             "automatic_optimization", False, "the strategy steps by itself. Write a loop of your own with lc.privatize"
         )
     if len(optimizers) != 1:
         raise InvalidInput("configure_optimizers", f"It returned {len(optimizers)} optimizers: return one.")
-    for hook, advice in (
-        ("configure_gradient_clipping", _CLIP),
-        ("on_before_batch_transfer", "change batches in the dataset or in collate_fn"),
-    ):
-        if is_overridden(hook, module):
-            raise InvalidInput(hook, f"The module overrides {hook}: {advice}.")
 
 
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
@@ -385,15 +364,6 @@ _STEERED = (
     "beforehand, or monitor what validation_step logs of public data"
 )
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
-_LIMIT = "the plan fixes which examples come when. Leave it out; to debug, train with a plan for epsilon=inf"
-_SETTINGS: tuple[tuple[str, tuple[Any, ...], str], ...] = (  # of the Trainer: what each may be, and why
-    ("accumulate_grad_batches", (1,), _ACCUMULATE),
-    ("gradient_clip_val", (None,), _CLIP),
-    ("limit_train_batches", (None, 1.0), _LIMIT),
-    ("overfit_batches", (0, 0.0), _LIMIT),
-    ("fast_dev_run", (False, 0), _LIMIT),
-    ("reload_dataloaders_every_n_epochs", (0,), "the plan's loader stays the same for the whole run"),
-)
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (callbacks.LearningRateFinder, _SEARCH),
     (callbacks.BatchSizeFinder, "the physical batch size is max_physical_batch_size of the strategy. " + _SEARCH),

@@ -8,14 +8,6 @@ from lambdacgd.training.noiser import Noiser
 from lambdacgd.training.privatize import Private, privatize
 
 __all__ = [
-    "EMA",
-    "CheckpointError",
-    "Epoch",
-    "Noiser",
-    "NotPrivateWarning",
-    "Private",
-    "Spent",
-    "TrainingError",
-    "export",
+    "EMA", "CheckpointError", "Epoch", "Noiser", "NotPrivateWarning", "Private", "Spent", "TrainingError", "export",
     "privatize",
-]
+]  # fmt: skip

@@ -110,9 +110,6 @@ class Examples(Dataset[Any]):
     def __init__(self, dataset: Any, run: str, views: int) -> None:
         self._dataset, self._run, self._views = dataset, run, views
 
-    def __len__(self) -> int:
-        return len(self._dataset)
-
     def __getitems__(self, chunk: Chunk) -> list[Any]:
         together = getattr(self._dataset, "__getitems__", None)
         own = len(chunk.indices) - chunk.padding
@@ -365,7 +362,7 @@ class Loop:
         else:
             undo.callback(vars(optimizer).pop, SCALES_BY_ITSELF, None)
         setattr(optimizer, SCALES_BY_ITSELF, True)  # GradScaler then calls step(), whose hook refuses it
-        clipper.call_before_adding(self._before_adding)
+        clipper.before_adding = self._before_adding
         for hook in (
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),

@@ -23,10 +23,10 @@ from lambdacgd.accounting.composed import (
 )
 from lambdacgd.accounting.exact.accountant import Evaluation
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.reference import gram, quadrature
 from lambdacgd.errors import AccountingError, InvalidInput
 from lambdacgd.mechanisms import Horizon, Identity, LambdaCGD, Mechanism
 from lambdacgd.sampling import BallsInBins, Bins
+from reproduce.reference import gram, quadrature
 from reproduce.simulated import simulate
 
 

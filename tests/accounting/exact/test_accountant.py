@@ -32,9 +32,9 @@ from lambdacgd.accounting.exact.accountant import (
 )
 from lambdacgd.accounting.exact.lattice import AVAILABLE
 from lambdacgd.accounting.gaussian import gaussian_epsilon
-from lambdacgd.accounting.reference import gram, quadrature, sampled
 from lambdacgd.accounting.root import smallest
 from lambdacgd.errors import AccountingError
+from reproduce.reference import gram, quadrature, sampled
 
 # Slack turned down until only errors could hide in what is left.
 TIGHT = Precision(smoothing=0.02, lattice=1e-6, scales=1e-6, negligible=1e-6, wrap=1e-6, rounding=8e-3)

@@ -29,8 +29,8 @@ from lambdacgd.accounting.exact.lattice import (
     value_grid,
 )
 from lambdacgd.accounting.gaussian import jensen_add, one_bin_delta
-from lambdacgd.accounting.reference import gram, quadrature
 from lambdacgd.errors import AccountingError
+from reproduce.reference import gram, quadrature
 
 lams = st.floats(0.01, 0.995)
 sizes = st.integers(2, 12)

@@ -52,7 +52,7 @@ _HALF_LOADED = (
     "the optimizer anew, privatize, and load again"
 )
 _LOST = (
-    "a backward pass failed while it added to the sums, so what earlier parts of this logical batch had added was lost. "
+    "a backward pass failed while it added to the sums, so what earlier parts of this logical batch had added is lost. "
     "Loop over private.loader anew, which yields the whole batch again"
 )
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"

@@ -95,7 +95,7 @@ def test_a_class_that_was_changed_is_not_answered_for_as_it_was(how, given, tmp_
     assert (after.sigma, after.epsilon) == pytest.approx((anew.sigma, anew.epsilon), rel=0.05)
 
 
-@pytest.mark.parametrize("said", ["strategy", "noising"])
+@pytest.mark.parametrize("said", ["strategy", "noising", "strategy_bands"])
 def test_a_class_that_tells_accountants_something_else_is_refused(said):
     class Two(Further):
         pass
@@ -110,6 +110,37 @@ def test_coefficients_may_be_a_list_or_an_array(kind):
     given, known = BandedInverse(kind([1.0, -0.4])), BandedInverse((1.0, -0.4))
     assert given == known
     assert hash(given) == hash(known)
+
+
+def test_a_recurrence_derived_from_one_of_the_three_is_refused():
+    """Its columns, which accountants ask for, need not be those of the noise that training makes of its numbers."""
+
+    class Denied(BandedInverse):
+        def strategy(self, n: int) -> np.ndarray:
+            return np.eye(1, n)[0]
+
+    class Two(Further):
+        def recurrence(self, n: int) -> BandedInverse:
+            return Denied((1.0, -0.9))
+
+    with pytest.raises(lc.InvalidInput, match="returned a Denied"):
+        lc.plan(**SMALL, epsilon=2.0, mechanism=Two(0.5), sampling=lc.Cyclic())
+
+
+@pytest.mark.parametrize("scale", [-0.01, 0.0, np.nan, np.inf])
+@pytest.mark.parametrize("how", [lc.Cyclic(), lc.Poisson(), lc.BallsInBins("fresh")], ids=lambda how: how.name)
+def test_column_scales_that_are_not_positive_numbers_are_refused(scale, how):
+    """The largest of ‖C[:, t]‖/d_t did not see columns with a negative d_t: σ was a hundredth of what they need."""
+
+    class Scaled(lc.Mechanism):
+        def recurrence(self, n: int) -> BandedInverse:
+            return BandedInverse((1.0,))
+
+        def column_scales(self, n: int) -> np.ndarray:
+            return np.concatenate([[scale], np.ones(n - 1)])
+
+    with pytest.raises(lc.InvalidInput, match="positive finite numbers"):
+        lc.plan(**SMALL, epsilon=2.0, mechanism=Scaled(), sampling=how)
 
 
 def test_a_recurrence_of_another_type_is_a_sentence():

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
+
+import numpy as np
 
 from lambdacgd.accounting import Calibration, Certificate, accountant_for, check_epsilon, methods
 from lambdacgd.accounting.certificate import DELTA_SHARE, claimed_epsilon, listening, set_aside
@@ -502,20 +504,23 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
 
     Training follows the recurrence.
     """
-    recurrence = mechanism.recurrence(n)
-    if not isinstance(recurrence, Recurrence):
+    recurrence, scales = mechanism.recurrence(n), mechanism.column_scales(n)
+    if type(recurrence) not in get_args(Recurrence):
         raise InvalidInput(
             "mechanism",
             f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
             f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
         )
-    for name in ("strategy", "noising"):
+    for name in ("strategy", "noising", "strategy_bands"):
         if getattr(getattr(mechanism, name), "__func__", None) is not getattr(Mechanism, name):
             raise InvalidInput(
                 "mechanism",
                 f"{mechanism.name} has a {name}() of its own, and training follows its recurrence(): override "
                 "recurrence() alone, and column_scales() where columns are scaled.",
             )
+    if scales is not None and not (np.shape(scales) == (n,) and np.isfinite(scales).all() and np.min(scales) > 0):
+        wanted = f"column_scales() of {mechanism.name} must return {n} positive finite numbers, one a step"
+        raise InvalidInput("mechanism", f"{wanted}, and it returned {brief(scales)}.")
 
 
 def _plain(value: Any) -> Any:

@@ -157,7 +157,7 @@ class _Inner:
         if not np.isfinite(column).all():
             raise AccountingError("C has entries that are not finite numbers")
         if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
-            raise AccountingError(f"{steps} steps an epoch are too many to certify {mechanism.name} with fresh bins")
+            raise AccountingError(f"noise of {mechanism.name} correlated over {steps} steps is too long to certify")
         self._dense = None
         if scales is not None:
             self._dense = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))

@@ -3,10 +3,10 @@
 A forward pass that is probed is preceded by others over a few examples of its batch: all of them, and then again with
 one of them exchanged for its neighbour, for each in turn. *Values* are compared. What the other examples have in every
 layer's input and output gradient (`Layer.compare`), and in the model's outputs, must be the same as before; what the
-forward pass writes (buffers, plain attributes of modules) must be, too, since it would leave the model without clipping or noise.
-Passes over two numbers of examples come first. They show which dimensions hold the examples (`rules.BatchSizes`), how
-rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
-module (`Layer.elsewhere`).
+forward pass writes (buffers, plain attributes of modules) must be, too, since it would leave the model without clipping
+or noise. Passes over two numbers of examples come first. They show which dimensions hold the examples
+(`rules.BatchSizes`), how rows are put together where one example has several (`Layer.layout`), and which parameters are
+read outside their own module (`Layer.elsewhere`).
 
 Generators of random numbers are set back before each pass (`Numbers`): dropout is no difference. Rounding is hardly
 one, since all shapes stay the same (`tolerance_of`). When a probe is due is the clipper's question (`clipper.Watch`).

@@ -52,8 +52,8 @@ _HALF_LOADED = (
     "the optimizer anew, privatize, and load again"
 )
 _INTERRUPTED = (
-    "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it added "
-    "to the sums, and what earlier parts had added was lost. Loop over private.loader anew, which yields it again"
+    "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it "
+    "added to the sums, and what earlier parts had added was lost. Loop over private.loader anew, which yields it again"
 )
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (

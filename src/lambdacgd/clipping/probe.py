@@ -85,14 +85,17 @@ class Probe:
                 it.
         """
         kind, batch = self._anchor.device.type, Batch(arguments, size, self._count)
+        suspects = dict(self.suspects.get(mode, {}))
         # What mixes does so in any precision: without autocast rounding hides less.
         for low in (False, True) if torch.is_autocast_enabled(kind) else (False,):
             try:
                 with torch.autocast(kind, enabled=low):
-                    return self._look(batch, self.suspects.setdefault(mode, {}))
+                    told = self._look(batch, suspects)
+                    self.suspects[mode] = suspects
+                    return told
             except _Failed as failed:  # some kernels are for 16 bits alone
                 error = failed
-        if not self.looked:  # it has worked before: if this batch is at fault, the pass itself will say so
+        if mode not in self.suspects:  # it has worked before: if this batch is at fault, the pass itself will say so
             raise ClippingError(str(error)) from error.__cause__
         return True
 

@@ -378,6 +378,26 @@ def test_what_happens_every_third_time() -> None:
         _train(model, 3)
 
 
+def test_a_mode_in_which_a_few_examples_fail() -> None:
+    """That they did well in another mode tells nothing of this one."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.first(x).tanh()
+        if not m.training:
+            if len(x) < 16:
+                raise ValueError("too few")
+            h = h - h.mean(0)
+        out: Tensor = m.last(h)
+        return out
+
+    model = Net(run)
+    attach(model)
+    step(model, torch.randn(16, 4))
+    model.eval()
+    with pytest.raises(ClippingError, match="too few"):
+        step(model, torch.randn(16, 4))
+
+
 def test_what_begins_later() -> None:
     """A probe is repeated at passes 1, 2, 3, 5, 8, …"""
     model = Net(lambda m, x: m.last(m.first(x - x.mean(0) if m.calls > 5 else x)))

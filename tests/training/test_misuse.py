@@ -270,6 +270,21 @@ def test_an_interrupt_while_a_batch_is_handed_out():
     check_same_end(private, module, optimizer, max_physical_batch_size=5)
 
 
+def test_an_earlier_batch_is_none_in_place_of_one_whose_handing_out_was_interrupted():
+    private, module, optimizer = start(max_physical_batch_size=4)
+    batches = iter(private.loader)
+    backward(module, earlier := next(batches))
+    optimizer.step()
+    interrupted = mock.patch.object(private.clipper, "begin_batch", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        next(batches)
+    with pytest.raises(TrainingError, match="handing it out was interrupted"):
+        backward(module, earlier)
+    with pytest.raises(TrainingError, match="handing it out was interrupted"):
+        optimizer.step()
+    check_same_end(private, module, optimizer, max_physical_batch_size=4)
+
+
 def test_a_gradient_left_over_is_no_way_to_the_sums():
     private, module, optimizer = start()
     batches = iter(private.loader)

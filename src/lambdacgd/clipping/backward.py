@@ -454,8 +454,9 @@ class BackwardPass:
             raise ClippingError(f"weights must be one number per example, got shape {tuple(weights.shape)}.")
         if weights is not None and not is_capturing(weights) and not bool(((weights >= 0) & (weights <= 1)).all()):
             raise ClippingError("weights must lie in [0, 1]: a larger one would raise the sensitivity.")
-        # On its way now, where nothing is queued that a copy would wait for.
-        self._weights = None if weights is None else weights.to(self.anchor.device, non_blocking=True)
+        # On its way now, where nothing is queued that a copy would wait for. To the host it must have come.
+        device = self.anchor.device
+        self._weights = None if weights is None else weights.to(device, non_blocking=device.type == "cuda")
 
     def expect_views(self, views: int) -> None:
         """Every example comes as this many rows of the model's arguments, which are neighbours.

@@ -4,10 +4,9 @@ A forward pass that is probed is preceded by others over a few examples of its b
 one of them exchanged for its neighbour, for each in turn. *Values* are compared. What the other examples have in every
 layer's input and output gradient (`Layer.compare`), and in the model's outputs, must be the same as before; what the
 forward pass writes (buffers, plain attributes of modules) must be, too, since it would leave the model without clipping
-or noise.
-Passes over two numbers of examples come first. They show which dimensions hold the examples (`rules.BatchSizes`), how
-rows are put together where one example has several (`Layer.layout`), and which parameters are read outside their own
-module (`Layer.elsewhere`).
+or noise. Passes over two numbers of examples come first. They show which dimensions hold the examples
+(`rules.BatchSizes`), how rows are put together where one example has several (`Layer.layout`), and which parameters are
+read outside their own module (`Layer.elsewhere`).
 
 Generators of random numbers are set back before each pass (`Numbers`): dropout is no difference. Rounding is hardly
 one, since all shapes stay the same (`tolerance_of`). When a probe is due is the clipper's question (`clipper.Watch`).
@@ -86,14 +85,17 @@ class Probe:
                 it.
         """
         kind, batch = self._anchor.device.type, Batch(arguments, size, self._count)
+        suspects = dict(self.suspects.get(mode, {}))
         # What mixes does so in any precision: without autocast rounding hides less.
         for low in (False, True) if torch.is_autocast_enabled(kind) else (False,):
             try:
                 with torch.autocast(kind, enabled=low):
-                    return self._look(batch, self.suspects.setdefault(mode, {}))
+                    told = self._look(batch, suspects)
+                    self.suspects[mode] = suspects
+                    return told
             except _Failed as failed:  # some kernels are for 16 bits alone
                 error = failed
-        if not self.looked:  # it has worked before: if this batch is at fault, the pass itself will say so
+        if mode not in self.suspects:  # it has worked before: if this batch is at fault, the pass itself will say so
             raise ClippingError(str(error)) from error.__cause__
         return True
 

@@ -51,9 +51,9 @@ _HALF_LOADED = (
     "loading a checkpoint failed half-way, so the weights may be of two moments. Call detach(), build the model and "
     "the optimizer anew, privatize, and load again"
 )
-_LOST = (
-    "a backward pass failed while it added to the sums, so what earlier parts of this logical batch had added is lost. "
-    "Loop over private.loader anew, which yields the whole batch again"
+_INTERRUPTED = (
+    "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it "
+    "added to the sums, and what earlier parts had added was lost. Loop over private.loader anew, which yields it again"
 )
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (
@@ -313,8 +313,6 @@ class Cycle:
         size, rows = self.handed_out - self.before_last, seen - self.before_last
         if rows == size:
             return
-        if rows < 0:
-            raise TrainingError(_LOST)
         if rows == 0:
             raise TrainingError(
                 f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
@@ -433,6 +431,7 @@ class Loop:
         if cycle.phase is Phase.IDLE:
             return
         cycle.refuse_half_done()
+        self._refuse_interrupted()
         cycle.check_backward(self.clipper.examples)
         if cycle.phase is Phase.WHOLE:
             late = (
@@ -452,6 +451,12 @@ class Loop:
         own = len(chunk.indices) - chunk.padding
         self.clipper.weigh(torch.tensor([1.0] * own + [0.0] * chunk.padding) if chunk.padding else None)
 
+    def _refuse_interrupted(self) -> None:
+        """Raise if the logical batch under way was not handed out whole, or the sums of its earlier parts are gone."""
+        cycle = self.cycle
+        if cycle.phase is not Phase.IDLE and (self.reading is None or self.clipper.examples < cycle.before_last):
+            raise TrainingError(_INTERRUPTED)
+
     def drop_batch(self) -> None:
         """Forget the logical batch under way, which will be handed out again. Nothing of it was released."""
         self.cycle.refuse_half_done()
@@ -470,8 +475,7 @@ class Loop:
         """
         if not self.resting:
             self.cycle.refuse_half_done()
-            if self.cycle.phase is not Phase.IDLE and self.clipper.examples < self.cycle.before_last:
-                raise TrainingError(_LOST)  # this batch's examples, twice, would count as many as all parts
+            self._refuse_interrupted()  # an earlier batch, or this one twice, could count as many examples
             self.gradients.stop_sharing()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -491,6 +495,7 @@ class Loop:
         if cycle.phase is Phase.NOISED:  # the optimizer failed half-way, and is called again
             return
         cycle.check_taken()
+        self._refuse_interrupted()
         seen = self.clipper.examples
         try:
             cycle.check_backward(seen)

@@ -245,3 +245,11 @@ def test_a_buffer_is_chosen_and_beats_what_needs_no_memory() -> None:
     for wrong in ({"buffers": 2}, {"decays": (0.5,), "weights": (0.2,)}):
         with pytest.raises(InvalidInput, match="amplified"):
             lc.BLT(amplified=True, **wrong)
+
+
+def test_a_search_that_ends_near_independent_columns_names_a_chain_that_accountants_take() -> None:
+    """It named λ = 7e-12, which they refuse: δ of what σ was certified for came out 16 000 times as large."""
+    asked = accountant_for(lc.Diagonal(), lc.BallsInBins("fixed", examples=1000, steps_per_epoch=200, epochs=10))
+    answer = asked.delta(26.475, 0.2285)
+    assert answer.method == "transfer-matrix"
+    assert answer.delta <= 1.2e-5

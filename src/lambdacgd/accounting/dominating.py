@@ -356,8 +356,8 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
 
 
 def _lam(x: float) -> float:
-    """λ from a number that is searched over all reals."""
-    return min(-math.expm1(-math.exp(min(float(x), 1.9))), 0.9985)
+    """λ from a number that is searched over all reals: one that the accountants take."""
+    return min(max(-math.expm1(-math.exp(min(float(x), 1.9))), SMALLEST_LAMBDA), 0.9985)
 
 
 def _by_norm(inner: _Inner, goal: _Goal) -> Dominating:

@@ -180,8 +180,7 @@ class Clipper(BackwardPass):
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if batch % self.views:
             raise ClippingError(
-                f"the model was given {batch} rows, no multiple of augmentations={self.views}. Run other data through "
-                "it under torch.no_grad()."
+                f"{batch} rows are no multiple of augmentations={self.views}: other data goes in no_grad."
             )
         if backward_task() != -1:  # a recomputation by checkpointing
             self._forward_pass.batch = batch
@@ -495,9 +494,7 @@ _MIXES = (
 
 def _guard(path: str, m: nn.Module, args: Any) -> None:
     if _uses_the_batch(m) and torch.is_grad_enabled():
-        raise ClippingError(
-            f"module '{path}' ({type(m).__name__}) {_MIXES} (It was in eval mode when clipping was attached.)"
-        )
+        raise ClippingError(f"module '{path}' ({type(m).__name__}) {_MIXES} (It was in eval mode before.)")
     if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
         raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
@@ -547,9 +544,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         if not p.is_floating_point():
             raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
     if not parameters:
-        raise ClippingError(
-            "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
-        )
+        raise ClippingError("the model has no trainable parameter. Unfreeze some: requires_grad_(True).")
     return parameters
 
 

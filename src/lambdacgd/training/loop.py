@@ -203,9 +203,7 @@ class Loader:
         """Begin to read at a step, ahead of the loop if there are workers."""
         plan, world, dataset = self._plan, self._loop.world, self._dataset
         if len(dataset) != plan.examples:
-            raise TrainingError(
-                f"the dataset now has {len(dataset)} examples and the plan {plan.examples}; it must not change mid-run"
-            )
+            raise TrainingError(f"the dataset now has {len(dataset)} examples, not {plan.examples}: it must not change")
         self._given = given = deque[Chunk]()
 
         def chunks() -> Iterator[Chunk]:
@@ -300,9 +298,7 @@ class Cycle:
         if self.done == self.steps:
             raise TrainingError(f"all {self.steps} steps of the plan are done: more steps need a new plan")
         what = f"step {self.done} is done" if self.done else "no batch was taken"
-        raise TrainingError(
-            f"optimizer.step() was called without a new batch ({what}); the same gradients are never used twice"
-        )
+        raise TrainingError(f"optimizer.step() without a new batch ({what}): the same gradients are never used twice")
 
     def check_backward(self, seen: int) -> None:
         """Raise unless the backward passes have covered what was handed out: ``seen`` is the number of examples."""
@@ -310,9 +306,7 @@ class Cycle:
         if rows == size:
             return
         if rows == 0:
-            raise TrainingError(
-                f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
-            )
+            raise TrainingError(f"backward() was not called on the last physical batch ({size} examples): call it once")
         if rows > size and rows % size == 0:
             raise TrainingError(
                 f"backward() was called {rows // size} times on one physical batch: its examples would count as often. "
@@ -396,9 +390,7 @@ class Loop:
     def check_own_weights(self) -> None:
         """Raise while the model holds an average: what is trained, saved or loaded then is not the run's weights."""
         if any(average.in_use for average in self.averages):
-            raise CheckpointError(
-                "the model holds an average now: leave ema.applied() before you train on, save or load"
-            )
+            raise CheckpointError("the model holds an average now: leave ema.applied() before you train, save or load")
 
     def compare_weights(self) -> None:
         """An error on every rank unless all have the same weights. All must call it."""
@@ -603,9 +595,7 @@ class Gradients:
                         "was added or unfrozen after privatize. Detach, change the model, privatize anew"
                     )
         if held != len(self._clipped):
-            raise TrainingError(
-                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with"
-            )
+            raise TrainingError(f"the optimizer now holds {held} of the {len(self._clipped)} parameters that it had")
 
     def check_clear(self, done: int) -> None:
         """Nothing is left in ``p.grad`` from step ``done`` or from somebody else."""

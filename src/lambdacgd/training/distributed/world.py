@@ -36,9 +36,7 @@ class World:
         """The world of a process group; by default the whole job's, if ``torch.distributed`` is initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
-                raise InvalidInput(
-                    "process_group", "Before a process group is given, call torch.distributed.init_process_group()."
-                )
+                raise InvalidInput("process_group", "Call torch.distributed.init_process_group() first.")
             if int(os.environ.get("WORLD_SIZE") or "1") > 1:
                 raise InvalidInput(
                     "process_group",

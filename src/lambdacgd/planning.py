@@ -504,18 +504,13 @@ def _check_columns(mechanism: Mechanism, n: int) -> None:
     """
     recurrence = mechanism.recurrence(n)
     if not isinstance(recurrence, Recurrence):
-        raise InvalidInput(
-            "mechanism",
-            f"recurrence() of {mechanism.name} must return a BandedInverse, BandedStrategy or BufferedToeplitz "
-            f"(of lambdacgd.mechanisms), and it returned a {type(recurrence).__name__}.",
-        )
+        wanted = "a BandedInverse, BandedStrategy or BufferedToeplitz (of lambdacgd.mechanisms)"
+        given = f"recurrence() of {mechanism.name} must return {wanted}, and it returned a {type(recurrence).__name__}"
+        raise InvalidInput("mechanism", f"{given}.")
     for name in ("strategy", "noising"):
         if getattr(getattr(mechanism, name), "__func__", None) is not getattr(Mechanism, name):
-            raise InvalidInput(
-                "mechanism",
-                f"{mechanism.name} has a {name}() of its own, and training follows its recurrence(): override "
-                "recurrence() alone, and column_scales() where columns are scaled.",
-            )
+            own = f"{mechanism.name} has a {name}() of its own, which training does not follow"
+            raise InvalidInput("mechanism", f"{own}: override recurrence() alone, and column_scales().")
 
 
 def _plain(value: Any) -> Any:

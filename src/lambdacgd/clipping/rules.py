@@ -150,10 +150,7 @@ class BatchSizes:
             self._kinds.setdefault(key[0], set()).add(known)
             return known
         if not self.learning and _FREE in self._kinds.get(key[0], ()):
-            raise ClippingError(
-                f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
-                "uses of it do not. Run a batch of another size first."
-            )
+            raise ClippingError(f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch first. Run other sizes.")
         return looks[0][0] if looks else _FREE
 
     def _looks(self, x: Tensor) -> list[tuple[str, int]]:

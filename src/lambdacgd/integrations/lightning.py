@@ -347,14 +347,8 @@ def check_module(module: Any, optimizers: list[Any]) -> None:
 
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
 _ACCUMULATE = "leave it at 1: the plan's logical batches are split by max_physical_batch_size of the strategy"
-_SEARCH = (
-    "it trains on the private data and goes back to the weights before, so that the run's noise serves twice. Choose "
-    "on public data, or with a plan and a strategy for each trial, which add up"
-)
-_STEERED = (
-    "training logged without noise: what follows it is not covered by the plan's (ε, δ). Use a schedule fixed "
-    "beforehand, or monitor what validation_step logs of public data"
-)
+_SEARCH = "it trains on private data and goes back, so that noise serves twice. Choose on public data"
+_STEERED = "training logged without noise. Fix schedules, or monitor what validation_step logs of public data"
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (callbacks.LearningRateFinder, _SEARCH),

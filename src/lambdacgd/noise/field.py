@@ -168,10 +168,7 @@ class NoiseField:
         if bits & 2:
             raise NoiseError("the step counter in device memory left the run (1 … horizon); the results are NaN")
         if bits & 1:
-            raise NonFiniteSum(
-                "a clipped sum holds a NaN or an infinity, so this step is refused: do not apply it to the weights. "
-                "Look for overflow in the loss or the model (a lower learning rate, a wider dtype)"
-            )
+            raise NonFiniteSum("a clipped sum holds a NaN or an infinity, so this step is refused: look for overflow")
 
     def __repr__(self) -> str:
         return f"<NoiseField run {self.run_id}, layout {self.layout.digest[:8]}, {self.layout.elements} elements>"

@@ -23,10 +23,7 @@ from lambdacgd.training.step import PrivateStep
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
-_NOT_PUT_BACK = (
-    "preparing a captured step failed, and so did putting the weights back. Call detach(), build the model and the "
-    "optimizer anew, privatize, and load the newest checkpoint"
-)
+_NOT_PUT_BACK = "a captured step failed, and so did putting the weights back: build anew, load the newest checkpoint"
 
 
 class CapturedStep:

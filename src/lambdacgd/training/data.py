@@ -92,12 +92,9 @@ def check_no_repeats(dataset: Any) -> None:
     examples, times = np.unique(np.unique(owners, return_inverse=True)[1] * most + index, return_counts=True)
     if (times > 1).any():
         first = int(np.argmax(times > 1))
-        raise InvalidInput(
-            "dataset",
-            f"The {type(dataset).__name__} holds example {examples[first] % most} {times[first]} times "
-            f"({int((times - 1).sum())} repetitions), so it would move a sum as often. Give each example once; to make "
-            "a class count for more, multiply its examples' losses.",
-        )
+        twice = f"The {type(dataset).__name__} holds example {examples[first] % most} {times[first]} times "
+        twice += f"({int((times - 1).sum())} repetitions), so it would move a sum as often"
+        raise InvalidInput("dataset", f"{twice}. Give each example once, and weigh its loss instead.")
 
 
 def _sources(dataset: Any) -> np.ndarray:

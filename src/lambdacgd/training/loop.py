@@ -39,18 +39,9 @@ from lambdacgd.training.distributed.models import is_sharded, local, reshard
 from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
-_ALONE = (
-    "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
-    "ranks from the newest checkpoint"
-)
-_LOADED_BY_HAND = (
-    "optimizer.load_state_dict() was called in a private run, which goes on by private.load(path) or "
-    "private.resume(path) alone. To begin a new run with such state, at its own (ε, δ), load it before privatize"
-)
-_HALF_LOADED = (
-    "loading a checkpoint failed half-way, so the weights may be of two moments. Call detach(), build the model and "
-    "the optimizer anew, privatize, and load again"
-)
+_ALONE = "a step failed on this rank, and none goes on alone: stop, and resume all ranks from the newest checkpoint"
+_LOADED_BY_HAND = "optimizer.load_state_dict() was called in a private run: use private.load, or load before privatize"
+_HALF_LOADED = "loading a checkpoint failed half-way: detach(), build model and optimizer anew, privatize, load again"
 _CLOSURE = "optimizer.step(closure) would use the batch twice: call backward(), then optimizer.step() without a closure"
 _SCALER = (
     "GradScaler does not fit: its scale would change what is clipped. Use torch.autocast with bfloat16, which needs no "
@@ -286,9 +277,8 @@ class Cycle:
     def refuse_half_done(self) -> None:
         if self.phase is Phase.NOISED:
             raise TrainingError(
-                f"the optimizer failed in the middle of step {self.current}: the weights may be half updated, and "
-                "the same noise must not serve another sum. Call optimizer.step() again if the cause is gone, or "
-                "resume from a checkpoint"
+                f"the optimizer failed in the middle of step {self.current}: the weights may be half updated. Call "
+                "optimizer.step() again if the cause is gone, or resume from a checkpoint"
             )
 
     def check_taken(self) -> None:
@@ -308,14 +298,8 @@ class Cycle:
         if rows == 0:
             raise TrainingError(f"backward() was not called on the last physical batch ({size} examples): call it once")
         if rows > size and rows % size == 0:
-            raise TrainingError(
-                f"backward() was called {rows // size} times on one physical batch: its examples would count as often. "
-                "Add the losses up and call it once. The batch was dropped; the loader yields it again"
-            )
-        raise TrainingError(
-            f"the backward passes covered {rows} rows for a batch of {size} examples. One item of the dataset must be "
-            "one row of the model's input: check collate_fn, and leave out other data's losses"
-        )
+            raise TrainingError(f"backward() was called {rows // size} times on one physical batch: call it once")
+        raise TrainingError(f"the backward passes covered {rows} rows for a batch of {size} examples: check collate_fn")
 
 
 # --- the hooks -------------------------------------------------------------------------------------------------------

@@ -165,11 +165,8 @@ def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
     scales = plan.mechanism.column_scales(plan.block.steps)
     least = plan.sigma * (1.0 if scales is None else float(np.min(scales)))
     if plan.examples > 2.0**29 * least:
-        raise InvalidInput(
-            "plan",
-            f"A sum of {plan.examples} examples can be more than 2^29 times as large as the noise of a step, "
-            f"{least:.2g} of the clipping norm, too much for float64. Plan for a smaller ε.",
-        )
+        large = f"A sum of {plan.examples} examples can be more than 2^29 times the noise of a step, {least:.2g} ζ"
+        raise InvalidInput("plan", f"{large}, too much for float64. Plan for a smaller ε.")
     return cover(
         plan.mechanism,
         steps=plan.steps,

@@ -202,10 +202,7 @@ def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World)
     if len(fsdp_modules(model)) != sharded_modules:
         raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
     if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise TrainingError(
-            f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "
-            "train by itself. Call init_process_group() first, then wrap, then privatize"
-        )
+        raise TrainingError("torch.distributed was initialised after privatize: do that first, wrap, then privatize")
 
 
 @torch.no_grad()

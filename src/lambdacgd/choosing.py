@@ -225,11 +225,8 @@ def _objective(parameter: str, objective: Objective | None, setting: Setting) ->
     if objective in _AMPLIFIED and not amplified:
         raise InvalidInput("objective", objective, "without amplification it must be rmse or maxse")
     if objective in _AMPLIFIED and setting.epsilon is None:
-        raise InvalidInput(
-            parameter,
-            f"An automatic {'λ' if parameter == 'lam' else 'γ'} is chosen for an ε (by {objective}). With a "
-            "noise_multiplier give a number, or the objective 'rmse'.",
-        )
+        why = f"is chosen for an ε (by {objective}). With a noise_multiplier give a number, or the objective 'rmse'"
+        raise InvalidInput(parameter, f"An automatic {'λ' if parameter == 'lam' else 'γ'} {why}.")
     return objective
 
 

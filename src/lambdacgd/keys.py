@@ -286,10 +286,7 @@ class SecretKey:
                 _overwrite_and_remove(path)
         self._path = None
         if replaced:
-            raise KeyFileError(
-                f"{path} holds another key by now and was left alone; this key is forgotten in memory. If its file was "
-                f"moved, destroy it there"
-            )
+            raise KeyFileError(f"{path} holds another key by now and was left alone; this key is forgotten in memory")
 
     def _may_be_in(self, path: Path) -> bool:
         try:

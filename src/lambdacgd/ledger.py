@@ -94,10 +94,7 @@ class Ledger:
             contents.check_remembered(run_id)
             newest = contents.newest_of(run_id)
             if newest is not None and step < newest.step:
-                raise LedgerError(
-                    f"run {run_id} released step {newest.step} and wants to release step {step}: this process went "
-                    f"back. Stop it, so that no noise covers two sums"
-                )
+                raise LedgerError(f"run {run_id} released step {newest.step}, now {step}: this process went back. Stop")
 
         record = {"event": "release", "run": run_id, "step": step, "digest": str(digest), "kind": str(kind)}
         self._append(record, check)

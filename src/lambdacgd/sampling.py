@@ -353,12 +353,10 @@ class Poisson(Sampling):
     def fitted(self, mechanism: Mechanism) -> Self:
         bands, b = mechanism.strategy_bands(self.steps), self.steps_per_epoch
         if bands > b:
-            raise InvalidInput(
-                "sampling",
-                self.name,
-                f"C of {mechanism.name} has {bands} bands, and Poisson sampling takes at most as many as an epoch has "
-                f"steps, {b}: use balls-in-bins or cyclic, or bandmf, bsr or dp-sgd",
+            why = (
+                f"C of {mechanism.name} has {bands} bands, and Poisson takes at most as many as an epoch has steps, {b}"
             )
+            raise InvalidInput("sampling", self.name, f"{why}: use balls-in-bins or cyclic, or bandmf, bsr or dp-sgd")
         return self if bands == max(1, self.groups) else self._bound_to(groups=bands)
 
     def _batches(self, key: SecretKey, run: str, start_step: int) -> Iterator[Indices]:

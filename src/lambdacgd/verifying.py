@@ -59,11 +59,8 @@ def verify(source: Plan | str | os.PathLike[str]) -> Certificate:
         mechanism, sampling = mechanism_from_dict(data["mechanism"]), sampling_from_dict(data["sampling"])
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         if isinstance(error, InvalidInput) and error.parameter == "mechanism":
-            raise InvalidInput(
-                "source",
-                f"{path} is of a mechanism that is not in this package, and a file does not hold its class: nothing "
-                "was verified. Where you have the class, lc.plan certifies it anew.",
-            ) from None
+            own = f"{path} is of a mechanism that is not in this package: nothing was verified"
+            raise InvalidInput("source", f"{own}. Where you have its class, lc.plan certifies it anew.") from None
         raise InvalidInput("source", f"{path} is not a whole privacy card ({brief(error)}).") from None
     if sentence is not None:  # or it says that nothing is claimed
         _check_sums(path, runs, stated, (float(sentence[1]), float(sentence[2])))
@@ -101,7 +98,5 @@ def _certify(
     except AccountingError as error:
         holds, least = False, str(error)
     if not holds:
-        raise InvalidInput(
-            "source", f"This {source} is false: it claims ε = {claim[0]:g} at δ = {claim[1]:g}, but {least}."
-        )
+        raise InvalidInput("source", f"This {source} is false: for ε = {claim[0]:g}, δ = {claim[1]:g}, {least}.")
     return replace(certificate, epsilon=claim[0], delta=claim[1])

@@ -70,12 +70,8 @@ def check_epsilon(sampling: Sampling, epsilon: float) -> None:
     """
     low, high = _who(sampling).epsilons
     if not (math.isinf(epsilon) or low <= epsilon <= high):
-        raise InvalidInput(
-            "epsilon",
-            epsilon,
-            f"{sampling.kind} is accounted for from {low:g} to {high:g}; use cyclic sampling, which takes any, or "
-            "inf to train without noise",
-        )
+        allowed = f"{sampling.kind} is accounted for from {low:g} to {high:g}; use cyclic sampling, which takes any"
+        raise InvalidInput("epsilon", epsilon, allowed)
 
 
 def _who(sampling: Sampling) -> type[Accountant]:
@@ -166,9 +162,7 @@ class Accountant:
         try:
             claim = self._certified("epsilon", sigma, delta).certificate
         except AccountingError as error:
-            raise AccountingError(
-                f"σ = {sigma:g} has no certified ε at δ = {delta:g} ({error}); plan for an ε instead"
-            ) from error
+            raise AccountingError(f"σ = {sigma:g} has no certified ε at δ = {delta:g}: {error}") from error
         if not math.isfinite(claim.epsilon):
             raise AccountingError(f"σ = {sigma:g} has no finite ε at δ = {delta:g}: use more noise")
         return replace(claim, epsilon=float(at_least(max(claim.epsilon, SMALLEST_EPSILON))))

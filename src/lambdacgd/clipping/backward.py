@@ -501,10 +501,7 @@ class BackwardPass:
         if forward.number <= self._over:
             raise refuse("its forward pass saw an earlier one than the loader's last batch. Run the model on that.")
         if not forward.seen:
-            raise ClippingError(
-                "whether examples are kept apart in the model's output could not be seen: it holds no tensor with a "
-                "gradient. Return tensors, or containers or dataclasses of them."
-            )
+            raise ClippingError("whether examples are kept apart could not be seen: return tensors or containers.")
         if forward.clipped:
             raise refuse("an earlier backward pass clipped this forward pass. Add the losses up, call backward() once.")
         if forward is not self._forward:

@@ -70,10 +70,7 @@ def plain(value: Any) -> Any:
 def refuse_stand_ins(output: Any, batch: int) -> None:
     """Refuse a model's output that is a stand-in still: it does not have the batch first."""
     if any(isinstance(x, BatchFree) for x in tree_leaves(output)):
-        raise ClippingError(
-            f"the model's output does not have the batch ({batch} examples) first. Keep the batch as the first "
-            "dimension of every layer's input."
-        )
+        raise ClippingError(f"the model's output does not have the batch ({batch} examples) first. Keep it first.")
 
 
 def _leaf(layer: Layer, name: str, value: Tensor) -> Tensor:
@@ -236,9 +233,7 @@ class Operation:
         elif x.dim() == depth and x.shape[0] == 1:
             shape = (rows, *x.shape[1:])
         else:
-            raise self.refuse(
-                f"it has shape {tuple(x.shape)} and is combined with a tensor of {depth} dimensions along the batch"
-            )
+            raise self.refuse(f"its shape {tuple(x.shape)} meets a tensor of {depth} dimensions along the batch")
         value, own = _graph_value(x), x._roots
         call = Call(self.layer, lambda gradient: _pull_back(value, own, gradient))
         return _Split.apply(self.layer.backward_pass.anchor, value.detach(), call, shape)

@@ -179,10 +179,7 @@ class Clipper(BackwardPass):
         if batch == 0:
             raise ClippingError("the batch is empty. Leave it out: without a backward pass, take() gives zeros.")
         if batch % self.views:
-            raise ClippingError(
-                f"the model was given {batch} rows, no multiple of augmentations={self.views}. Run other data through "
-                "it under torch.no_grad()."
-            )
+            raise ClippingError(f"{batch} rows are no multiple of augmentations={self.views}: others under no_grad.")
         if backward_task() != -1:  # a recomputation by checkpointing
             self._forward_pass.batch = batch
             return
@@ -332,10 +329,7 @@ class Watch:
         """
         for name, p, trained, shape, dtype in self._parameters:
             if p.requires_grad != trained or (trained and (p.shape != shape or p.dtype != dtype)):
-                raise ClippingError(
-                    f"parameter '{name}' was frozen or unfrozen, or changed its shape or type, after clipping was "
-                    "attached. Detach, change the model, attach again."
-                )
+                raise ClippingError(f"parameter '{name}' was frozen or unfrozen, or changed its shape: detach first.")
             if trained and backward_hooks(p):
                 raise ClippingError(
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "
@@ -486,17 +480,12 @@ def _stray(name: str, parameter: Tensor) -> None:
 
 # --- what is refused at the door --------------------------------------------------------------------------------------
 
-_MIXES = (
-    "mixes the examples of a batch, so no example has a gradient of its own. Use GroupNorm: "
-    "lambdacgd.clipping.convert(model) replaces it in place."
-)
+_MIXES = "mixes the examples of a batch. Use GroupNorm: lambdacgd.clipping.convert(model) replaces it in place."
 
 
 def _guard(path: str, m: nn.Module, args: Any) -> None:
     if _uses_the_batch(m) and torch.is_grad_enabled():
-        raise ClippingError(
-            f"module '{path}' ({type(m).__name__}) {_MIXES} (It was in eval mode when clipping was attached.)"
-        )
+        raise ClippingError(f"module '{path}' ({type(m).__name__}) {_MIXES} (It was in eval mode before.)")
     if m.training and m.running_mean is not None:  # PyTorch's kernels write them without counting it
         raise _quiet(f"would write the statistics of '{path}' ({type(m).__name__})")
 
@@ -515,10 +504,7 @@ def refuse_modules(model: nn.Module) -> None:
         if isinstance(m, (AnyBatchNorm, AnyLazyNorm)) and (_uses_the_batch(m) or learns):
             why = _MIXES
         elif isinstance(m, AnyInstanceNorm) and m.track_running_stats:
-            why = (
-                "keeps running statistics over examples: an unclipped, un-noised leak. Set track_running_stats=False, "
-                "or lambdacgd.clipping.convert(model)."
-            )
+            why = "keeps running statistics over examples. Set track_running_stats=False, or convert(model)."
         elif type(m) in _FUSED and inside:
             why = "hides its layers in fused kernels. lambdacgd.clipping.convert(model) opens it, in place."
         elif isinstance(m, torch.jit.ScriptModule) and inside:
@@ -546,9 +532,7 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
         if not p.is_floating_point():
             raise ClippingError(f"parameter '{name}' has type {p.dtype}; only real floating point can be clipped.")
     if not parameters:
-        raise ClippingError(
-            "the model has no trainable parameter. Unfreeze what is to be trained: requires_grad_(True)."
-        )
+        raise ClippingError("the model has no trainable parameter. Unfreeze some: requires_grad_(True).")
     return parameters
 
 

@@ -428,10 +428,7 @@ def check_loss(
                 value = loss(model, given)
                 value.backward(torch.ones_like(value))
                 if len(backward_pass.looking) != 1 or len(backward_pass.looking[0]) != len(some):
-                    raise ClippingError(
-                        f"the loss of {len(some)} examples ran the model on another number of them, or not at all: it "
-                        "is called as loss(model, batch) and must call the model once."
-                    )
+                    raise ClippingError(f"loss(model, batch) must run the model once, on all of {len(some)} examples.")
                 return backward_pass.looking[0].double(), ((start, numbers.now()), shapes)
             finally:
                 backward_pass.looking = None

@@ -138,10 +138,7 @@ class BatchSizes:
             return -1 if second else 0
         if first == batch or (known == _FOLDED and first % batch == 0):
             return first // batch
-        raise ClippingError(
-            f"{place}: the first dimension was the batch in earlier batches and now is {first} for {batch} examples. "
-            "Keep the batch first in every batch."
-        )
+        raise ClippingError(f"{place}: the batch was first in earlier batches, now {first} is, for {batch} examples.")
 
     def _learn(self, key: tuple[Hashable, int], x: Tensor) -> str:
         """What this place is, if batches of two sizes have come by it; else what it looks like."""
@@ -153,10 +150,7 @@ class BatchSizes:
             self._kinds.setdefault(key[0], set()).add(known)
             return known
         if not self.learning and _FREE in self._kinds.get(key[0], ()):
-            raise ClippingError(
-                f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch ({self.batch} examples) first: other "
-                "uses of it do not. Run a batch of another size first."
-            )
+            raise ClippingError(f"{key[0]}: cannot tell whether {tuple(x.shape)} has the batch first. Run other sizes.")
         return looks[0][0] if looks else _FREE
 
     def _looks(self, x: Tensor) -> list[tuple[str, int]]:
@@ -322,10 +316,7 @@ class Call:
         if not self.layer.backward_pass.gathers():
             return
         if self.delivered:
-            raise self.layer.refuse(
-                "a second backward pass went through the same forward pass. Add the losses up and call backward() "
-                "once, or run the model again."
-            )
+            raise self.layer.refuse("a second backward pass went through a forward pass. Add losses up, call it once.")
         if self.within_backward:
             raise self.layer.refuse(
                 "its forward ran inside a backward pass: reentrant gradient checkpointing splits an example's gradient "

@@ -253,9 +253,7 @@ class LambdaCGDTrainer(_Trainer):
             losses = self.compute_loss(model, inputs)
         if not isinstance(losses, Tensor) or losses.shape != (rows,):
             found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
-            raise TrainingError(
-                f"compute_loss must return one loss per example, of shape ({rows},), and returned {found}"
-            )
+            raise TrainingError(f"compute_loss must return one loss per example ({rows} of them), not {found}")
         return losses
 
     def compute_loss(
@@ -352,9 +350,7 @@ class LambdaCGDTrainer(_Trainer):
             if self.args.should_save:  # the Trainer's counters are those of this checkpoint, whatever was written there
                 (folder / TRAINER_STATE).write_text(extra["trainer"], encoding="utf-8")
             return str(folder)
-        raise CheckpointError(
-            f"{place} holds no checkpoint to go on from (save_only_model=True saves weights alone). Start with train()"
-        )
+        raise CheckpointError(f"{place} holds no checkpoint to go on from (weights alone are none). Start with train()")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights came with the run's state."""
@@ -401,9 +397,7 @@ class LambdaCGDTrainer(_Trainer):
         private.cycle.refuse_half_done()
         private.weights.check()  # before anything is written: no weights without their card
         if self.model is not private.model:
-            raise TrainingError(
-                "trainer.model is not the model that this run has trained, so its card is not the run's"
-            )
+            raise TrainingError("trainer.model is not the model that this run has trained: its card is not the run's")
         if self.is_world_process_zero():  # which keeps the ledger
             trained = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
             private.run.release(private.steps_taken, digest=content_digest(trained), kind="save_model")
@@ -499,9 +493,7 @@ def adapt(args: TrainingArguments, plan: Plan) -> TrainingArguments:
     if any(word in name for word in _WHOLE_STEP_OPTIMIZERS):
         raise InvalidInput("optim", name, "it changes weights in the backward pass, before the noise. Use adamw_torch")
     if args.n_gpu > 1:
-        raise InvalidInput(
-            "args", f"Set CUDA_VISIBLE_DEVICES to one of {args.n_gpu} GPUs, or start processes with torchrun."
-        )
+        raise InvalidInput("args", f"Set CUDA_VISIBLE_DEVICES to one of {args.n_gpu} GPUs, or use torchrun.")
     adapted = copy.copy(args)
     adapted.num_train_epochs, adapted.max_steps = float(plan.epochs), -1
     adapted.ignore_data_skip = True  # the loader begins where the run stands, so there is nothing to skip
@@ -557,9 +549,7 @@ def kind_of(model: nn.Module) -> Kind:
                 if any(own.__name__ in getattr(auto, f"MODEL_FOR_{t}_MAPPING_NAMES").values() for t in tasks.split()):
                     return kind
     unknown = f"The per-example loss of {type(bare).__name__} is not known here"
-    raise InvalidInput(
-        "model", f"{unknown}: give compute_loss_func, or a compute_loss, that returns one loss per example."
-    )
+    raise InvalidInput("model", f"{unknown}: give a compute_loss_func that returns one loss per example.")
 
 
 def per_example(kind: Kind, logits: Tensor, labels: Tensor, config: Any, smoothing: float = 0.0) -> Tensor:

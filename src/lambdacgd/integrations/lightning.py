@@ -204,9 +204,7 @@ class Privatising(_Base):
         with self._may_load():
             super().load_model_state_dict(checkpoint, strict)
         if self._fitting and fingerprint(parameters) != before:
-            raise TrainingError(
-                "on_load_checkpoint has changed weights of the run: load others before fit, with earlier=…"
-            )
+            raise TrainingError("on_load_checkpoint changed weights of the run: load others before fit, with earlier")
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Of a checkpoint that `load_checkpoint` has asked the ledger about."""
@@ -318,13 +316,9 @@ def check_trainer(trainer: Any, plan: Plan) -> None:
         if any(isinstance(callback, kind) for callback in trainer.callbacks):
             raise InvalidInput("callbacks", f"Leave {kind.__name__} out: {advice}.")
     if type(trainer.strategy.checkpoint_io) is not TorchCheckpointIO:
-        raise InvalidInput(
-            "plugins", "The strategy writes each checkpoint whole before the ledger knows it: leave CheckpointIO out."
-        )
+        raise InvalidInput("plugins", "Each is written whole before the ledger knows it: leave CheckpointIO out.")
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
-        raise InvalidInput(
-            "precision", trainer.precision, "GradScaler looks at gradients before they are noised. Use 'bf16-mixed'"
-        )
+        raise InvalidInput("precision", trainer.precision, "GradScaler sees gradients without noise. Use 'bf16-mixed'")
     loop = trainer.fit_loop
     if trainer.max_steps not in (-1, plan.steps):
         raise InvalidInput("max_steps", trainer.max_steps, f"the plan has {plan.steps} steps. {_HORIZON}")
@@ -346,23 +340,15 @@ def check_monitors(trainer: Any) -> None:
 def check_module(module: Any, optimizers: list[Any]) -> None:
     """Refuse modules that step by themselves, or with more than one optimizer."""
     if not module.automatic_optimization:
-        raise InvalidInput(
-            "automatic_optimization", False, "the strategy steps by itself. Write a loop of your own with lc.privatize"
-        )
+        raise InvalidInput("automatic_optimization", False, "the strategy steps by itself. Loop with lc.privatize")
     if len(optimizers) != 1:
         raise InvalidInput("configure_optimizers", f"It returned {len(optimizers)} optimizers: return one.")
 
 
 _HORIZON = "Its noise is for all of them: leave this out or plan anew; to stop early use a callback"
 _ACCUMULATE = "leave it at 1: the plan's logical batches are split by max_physical_batch_size of the strategy"
-_SEARCH = (
-    "it trains on the private data and goes back to the weights before, so that the run's noise serves twice. Choose "
-    "on public data, or with a plan and a strategy for each trial, which add up"
-)
-_STEERED = (
-    "training logged without noise: what follows it is not covered by the plan's (ε, δ). Use a schedule fixed "
-    "beforehand, or monitor what validation_step logs of public data"
-)
+_SEARCH = "it trains on private data and goes back, so that noise serves twice. Choose on public data"
+_STEERED = "training logged without noise. Fix schedules, or monitor what validation_step logs of public data"
 _CLIP = "gradients are clipped per example, before the noise: give max_grad_norm to the strategy and leave this out"
 _CALLBACKS: tuple[tuple[type, str], ...] = (
     (callbacks.LearningRateFinder, _SEARCH),

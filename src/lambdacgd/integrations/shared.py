@@ -110,9 +110,7 @@ def find_key(key: KeyLike, output_dir: str | os.PathLike[str]) -> SecretKey:
         key = default_key_path(output_dir)
     path = key.path if isinstance(key, SecretKey) else key
     if isinstance(path, (str, os.PathLike)) and Path(path).resolve().is_relative_to(Path(output_dir).resolve()):
-        wrong = (
-            f"it must lie outside the output folder, which is copied; by default it is {default_key_path(output_dir)}"
-        )
+        wrong = f"it must lie outside the output folder, which is copied: {default_key_path(output_dir)}, say"
         raise InvalidInput("key", str(path), wrong)
     return load_or_make(key)
 

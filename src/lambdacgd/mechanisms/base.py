@@ -319,10 +319,7 @@ class Mechanism:
 
     def recurrence(self, n: int) -> Recurrence:
         """How the correlated noise of n steps is generated."""
-        raise NotImplementedError(
-            f"{type(self).__name__} has no recurrence(n), which says how its noise is made: let it return a "
-            "BandedInverse, a BandedStrategy or a BufferedToeplitz of lambdacgd.mechanisms"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no recurrence(n), which says how its noise is made")
 
     def column_scales(self, n: int) -> Array | None:
         """d_1 … d_n of C = T·D⁻¹, or None for the identity. The noise of step t is multiplied by d_t."""

@@ -120,9 +120,7 @@ class CudaBackend:
         free = [table for table in tables if not table.captured]
         cuda, capturing = self.device.type == "cuda", self._capturing()
         if capturing and not free:
-            raise RuntimeError(
-                "the noise has no table ready for capture: add noise to these tensors once before torch.cuda.graph(...)"
-            )
+            raise RuntimeError("no table is ready: add noise to these tensors once before torch.cuda.graph(...)")
         while not capturing and len(free) < _TABLES:
             host = torch.zeros(len(content), dtype=torch.int64, pin_memory=cuda)
             free.append(_Table(host, torch.zeros(len(content), dtype=torch.int64, device=self.device)))

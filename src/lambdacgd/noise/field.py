@@ -98,17 +98,11 @@ class NoiseField:
         And one process: a forked child is a second copy of the run, whose sums would get the same noise.
         """
         if os.getpid() != self._process:
-            raise NoiseError(
-                "this process was forked from the one that trains, and both would put the same noise on their sums: "
-                "add noise in one process only, or build a field in each that holds shards"
-            )
+            raise NoiseError("this process was forked from the one that trains: add noise in one process only")
         if self._terms is None:
             self._terms = recurrence, combination
         elif self._terms != (recurrence, combination):
-            raise NoiseError(
-                "this field's noise is already in use with another σ, ζ, mechanism, horizon or lattice, and would "
-                "cover two sums: start a new run (a new run id) for other settings"
-            )
+            raise NoiseError("this field's noise is already in use with another σ, ζ or mechanism: start a new run")
 
     def apply(
         self, jobs: Sequence[Job], combination: Combination, step: int | torch.Tensor, *, read: bool = True
@@ -174,10 +168,7 @@ class NoiseField:
         if bits & 2:
             raise NoiseError("the step counter in device memory left the run (1 … horizon); the results are NaN")
         if bits & 1:
-            raise NonFiniteSum(
-                "a clipped sum holds a NaN or an infinity, so this step is refused: do not apply it to the weights. "
-                "Look for overflow in the loss or the model (a lower learning rate, a wider dtype)"
-            )
+            raise NonFiniteSum("a clipped sum holds a NaN or an infinity, so this step is refused: look for overflow")
 
     def __repr__(self) -> str:
         return f"<NoiseField run {self.run_id}, layout {self.layout.digest[:8]}, {self.layout.elements} elements>"
@@ -234,10 +225,7 @@ class CorrelatedNoise:
         fineness: int = FINENESS,
     ) -> None:
         if not isinstance(recurrence, self.serves):
-            raise TypeError(
-                f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}: RegeneratedNoise "
-                f"serves a BandedInverse, and BufferedNoise the others"
-            )
+            raise TypeError(f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}")
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
             tuple(map(float, recurrence.coefficients)) if isinstance(recurrence, BandedInverse) else (),

@@ -23,10 +23,7 @@ from lambdacgd.training.step import PrivateStep
 LossFunction = Callable[..., Tensor]
 Kind = tuple[bool, bool, int]  # of a graph: whether it begins a logical batch, whether it ends it, its rows
 _WARM_UP = 3  # runs before capture, as torch asks for: libraries choose their kernels then
-_NOT_PUT_BACK = (
-    "preparing a captured step failed, and so did putting the weights back. Call detach(), build the model and the "
-    "optimizer anew, privatize, and load the newest checkpoint"
-)
+_NOT_PUT_BACK = "a captured step failed, and so did putting the weights back: build anew, load the newest checkpoint"
 
 
 class CapturedStep:
@@ -265,17 +262,12 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
         raise InvalidInput("data", f"Data and model must be on one CUDA device, and they are on {places}.")
     if device.index not in (None, torch.cuda.current_device()):
         current = f"cuda:{torch.cuda.current_device()}"
-        raise InvalidInput(
-            "data",
-            f"The data is on {device}, and a graph captures work of the current device, {current}: set it first.",
-        )
+        raise InvalidInput("data", f"The data is on {device}, and the current device is {current}: set that first.")
     if not data or any(len(tensor) != plan.examples for tensor in data):
         found = ", ".join(str(len(tensor)) for tensor in data) or "none"
         raise InvalidInput("data", f"Give tensors of {plan.examples} rows in the dataset's order. These have {found}.")
     if not plan.mechanism.regenerates(plan.block.steps):
-        raise InvalidInput(
-            "plan", f"The noise of {plan.mechanism.name} needs buffers on the host: use the ordinary loop."
-        )
+        raise InvalidInput("plan", f"{plan.mechanism.name} needs buffers on the host: use the ordinary loop.")
     kind = type(loop.optimizer)
     for group in loop.optimizer.param_groups:
         plain = kind is torch.optim.SGD and not group["dampening"]

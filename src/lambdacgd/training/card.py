@@ -154,9 +154,7 @@ class History:
         """
         both = (self.runs or self.declared) and (saved.runs or saved.declared)
         if both and self.runs != saved.runs:
-            raise CheckpointError(
-                f"{_counted(saved.runs)} declared when the run began, {_counted(self.runs)} now: give the same cards"
-            )
+            raise CheckpointError(f"{_counted(saved.runs)} declared first, {_counted(self.runs)} now: give the same")
         # A declaration where there was none: whoever gives it vouches for it. The larger list counts.
         runs = max(self.runs, saved.runs, key=len)
         return History(runs, self.declared or saved.declared, self.changed or saved.changed)
@@ -184,9 +182,7 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         except (OSError, ValueError) as error:
             raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
-        raise InvalidInput(
-            "earlier", f"earlier takes cards ({FORMAT}), their files or folders, and {what} is none of them."
-        )
+        raise InvalidInput("earlier", f"earlier takes cards ({FORMAT}), their files or folders: {what} is none.")
     return facts
 
 

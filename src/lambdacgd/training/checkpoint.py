@@ -231,9 +231,7 @@ def check_savable(private: Private) -> None:
     """Refuse to save within a step, with averaged weights in the model, or what nobody could resume."""
     private.check_whole()
     if not private.between_steps:
-        raise CheckpointError(
-            f"a checkpoint exists only between logical steps, and step {private.cycle.current} is under way"
-        )
+        raise CheckpointError(f"step {private.cycle.current} is under way: checkpoints exist between logical steps")
     private.check_own_weights()
     private.run.check_ledger()
 
@@ -419,9 +417,7 @@ def _read_facts(folder: Path) -> dict[str, Any]:
     _names(folder)
     facts: dict[str, Any] = read_json(folder / FACTS, most=MOST_JSON)
     if facts["format"] != FORMAT:
-        raise CheckpointError(
-            f"{folder} is of format {str(facts['format'])[:40]!r}, not {FORMAT!r}: use the version that wrote it"
-        )
+        raise CheckpointError(f"{folder} is of format {shown(facts['format'], 40)}: use the version that wrote it")
     kinds = {"run": str, "step": int, "identity": dict, "state": dict, "sharded": dict}
     if any(type(facts[name]) is not kind for name, kind in kinds.items()) or facts["step"] < 0:
         raise ValueError("run.json")
@@ -572,9 +568,7 @@ def encode(value: Any) -> tuple[Any, dict[str, Tensor]]:
 
     def name_of(value: Tensor, path: str) -> str:
         if value.layout != torch.strided or value.dtype not in _DTYPES or value.is_quantized:
-            raise CheckpointError(
-                f"{path[1:]} is a tensor of {value.dtype} and layout {value.layout}: make it dense, of an ordinary type"
-            )
+            raise CheckpointError(f"{path[1:]} is a tensor of {value.dtype}, {value.layout}: make it dense, ordinary")
         memory = _memory(value)
         if memory is not None and memory in names:
             return names[memory]

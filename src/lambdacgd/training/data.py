@@ -73,14 +73,9 @@ def random_numbers_of(name: str) -> Iterator[None]:
 def check_dataset(dataset: Any, plan: Plan) -> None:
     """Refuse what is no map-style dataset of the plan's length, or holds an example twice."""
     if isinstance(dataset, IterableDataset) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise InvalidInput(
-            "dataset",
-            f"{type(dataset).__name__} is not map-style (__len__, __getitem__). Of a DataLoader pass its dataset.",
-        )
+        raise InvalidInput("dataset", f"{type(dataset).__name__} is not map-style. Of a DataLoader pass its dataset.")
     if len(dataset) != plan.examples:
-        raise InvalidInput(
-            "dataset", f"The dataset has {len(dataset)} examples, and the plan is for {plan.examples}: make another."
-        )
+        raise InvalidInput("dataset", f"It has {len(dataset)} examples, and the plan is for {plan.examples}.")
     check_no_repeats(dataset)
 
 
@@ -97,12 +92,9 @@ def check_no_repeats(dataset: Any) -> None:
     examples, times = np.unique(np.unique(owners, return_inverse=True)[1] * most + index, return_counts=True)
     if (times > 1).any():
         first = int(np.argmax(times > 1))
-        raise InvalidInput(
-            "dataset",
-            f"The {type(dataset).__name__} holds example {examples[first] % most} {times[first]} times "
-            f"({int((times - 1).sum())} repetitions), so it would move a sum as often. Give each example once; to make "
-            "a class count for more, multiply its examples' losses.",
-        )
+        twice = f"The {type(dataset).__name__} holds example {examples[first] % most} {times[first]} times "
+        twice += f"({int((times - 1).sum())} repetitions), so it would move a sum as often"
+        raise InvalidInput("dataset", f"{twice}. Give each example once, and weigh its loss instead.")
 
 
 def _sources(dataset: Any) -> np.ndarray:

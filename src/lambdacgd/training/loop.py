@@ -39,18 +39,9 @@ from lambdacgd.training.distributed.models import is_sharded, local, reshard
 from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
-_ALONE = (
-    "a step failed on this rank, and other ranks may have gone on: none goes on alone. Stop the job and resume all "
-    "ranks from the newest checkpoint"
-)
-_LOADED_BY_HAND = (
-    "optimizer.load_state_dict() was called in a private run, which goes on by private.load(path) or "
-    "private.resume(path) alone. To begin a new run with such state, at its own (ε, δ), load it before privatize"
-)
-_HALF_LOADED = (
-    "loading a checkpoint failed half-way, so the weights may be of two moments. Call detach(), build the model and "
-    "the optimizer anew, privatize, and load again"
-)
+_ALONE = "a step failed on this rank, and none goes on alone: stop, and resume all ranks from the newest checkpoint"
+_LOADED_BY_HAND = "optimizer.load_state_dict() was called in a private run: use private.load, or load before privatize"
+_HALF_LOADED = "loading a checkpoint failed half-way: detach(), build model and optimizer anew, privatize, load again"
 _INTERRUPTED = (
     "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it "
     "added to the sums, and what earlier parts had added was lost. Loop over private.loader anew, which yields it again"
@@ -207,9 +198,7 @@ class Loader:
         """Begin to read at a step, ahead of the loop if there are workers."""
         plan, world, dataset = self._plan, self._loop.world, self._dataset
         if len(dataset) != plan.examples:
-            raise TrainingError(
-                f"the dataset now has {len(dataset)} examples and the plan {plan.examples}; it must not change mid-run"
-            )
+            raise TrainingError(f"the dataset now has {len(dataset)} examples, not {plan.examples}: it must not change")
         self._given = given = deque[Chunk]()
 
         def chunks() -> Iterator[Chunk]:
@@ -292,9 +281,8 @@ class Cycle:
     def refuse_half_done(self) -> None:
         if self.phase is Phase.NOISED:
             raise TrainingError(
-                f"the optimizer failed in the middle of step {self.current}: the weights may be half updated, and "
-                "the same noise must not serve another sum. Call optimizer.step() again if the cause is gone, or "
-                "resume from a checkpoint"
+                f"the optimizer failed in the middle of step {self.current}: the weights may be half updated. Call "
+                "optimizer.step() again if the cause is gone, or resume from a checkpoint"
             )
 
     def check_taken(self) -> None:
@@ -304,9 +292,7 @@ class Cycle:
         if self.done == self.steps:
             raise TrainingError(f"all {self.steps} steps of the plan are done: more steps need a new plan")
         what = f"step {self.done} is done" if self.done else "no batch was taken"
-        raise TrainingError(
-            f"optimizer.step() was called without a new batch ({what}); the same gradients are never used twice"
-        )
+        raise TrainingError(f"optimizer.step() without a new batch ({what}): the same gradients are never used twice")
 
     def check_backward(self, seen: int) -> None:
         """Raise unless the backward passes have covered what was handed out: ``seen`` is the number of examples."""
@@ -314,18 +300,10 @@ class Cycle:
         if rows == size:
             return
         if rows == 0:
-            raise TrainingError(
-                f"backward() was not called on the last physical batch ({size} examples): call it once for every batch"
-            )
+            raise TrainingError(f"backward() was not called on the last physical batch ({size} examples): call it once")
         if rows > size and rows % size == 0:
-            raise TrainingError(
-                f"backward() was called {rows // size} times on one physical batch: its examples would count as often. "
-                "Add the losses up and call it once. The batch was dropped; the loader yields it again"
-            )
-        raise TrainingError(
-            f"the backward passes covered {rows} rows for a batch of {size} examples. One item of the dataset must be "
-            "one row of the model's input: check collate_fn, and leave out other data's losses"
-        )
+            raise TrainingError(f"backward() was called {rows // size} times on one physical batch: call it once")
+        raise TrainingError(f"the backward passes covered {rows} rows for a batch of {size} examples: check collate_fn")
 
 
 # --- the hooks -------------------------------------------------------------------------------------------------------
@@ -400,9 +378,7 @@ class Loop:
     def check_own_weights(self) -> None:
         """Raise while the model holds an average: what is trained, saved or loaded then is not the run's weights."""
         if any(average.in_use for average in self.averages):
-            raise CheckpointError(
-                "the model holds an average now: leave ema.applied() before you train on, save or load"
-            )
+            raise CheckpointError("the model holds an average now: leave ema.applied() before you train, save or load")
 
     def compare_weights(self) -> None:
         """An error on every rank unless all have the same weights. All must call it."""
@@ -616,9 +592,7 @@ class Gradients:
                         "was added or unfrozen after privatize. Detach, change the model, privatize anew"
                     )
         if held != len(self._clipped):
-            raise TrainingError(
-                f"the optimizer now holds {held} of the {len(self._clipped)} parameters it was privatized with"
-            )
+            raise TrainingError(f"the optimizer now holds {held} of the {len(self._clipped)} parameters that it had")
 
     def check_clear(self, done: int) -> None:
         """Nothing is left in ``p.grad`` from step ``done`` or from somebody else."""

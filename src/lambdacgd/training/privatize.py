@@ -277,9 +277,7 @@ class Private(Loop):
             number = done // plan.steps_per_epoch + 1
             yield Epoch(self.loader, number, number * plan.steps_per_epoch)
             if cycle.done == done:  # it would come again, for ever
-                raise TrainingError(
-                    f"epoch {number} was passed over: no step was taken in it. Write for batch in epoch: …"
-                )
+                raise TrainingError(f"epoch {number} was passed over: no step in it. Write for batch in epoch: …")
 
     def spent(self, *, after_epochs: bool = False) -> Spent:
         """The plan's (ε, δ) with its certificate, and the share of steps taken.

@@ -79,9 +79,7 @@ class PrivateStep:
         if self.plan.sigma:
             self.noise.add_(sums, step, offsets=self._offsets, check=check)
         elif check and not all(math.isfinite(float(total.sum())) for total in sums.values()):
-            raise NonFiniteSum(
-                "a gradient sum holds a NaN or an infinity, so this step is refused: look for overflow in the model"
-            )
+            raise NonFiniteSum("a gradient sum holds a NaN or an infinity, so this step is refused: look for overflow")
 
     def write(self, parameters: Mapping[str, nn.Parameter], sums: dict[str, Tensor]) -> None:
         """Divide by the expected batch size and write ``p.grad``, in the parameter's dtype, device and strides.
@@ -145,11 +143,8 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     aside = plan.certificate.details.get("floating_point")
     covered = math.isinf(plan.epsilon) or aside == set_aside(plan.epsilon, plan.delta)
     if plan.certificate.kind != "bound" or not covered:
-        raise InvalidInput(
-            "plan",
-            "This is a plan of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ "
-            "aside for floating point. Make it again with lc.plan.",
-        )
+        old = "It is of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ aside"
+        raise InvalidInput("plan", f"{old}. Make it again with lc.plan.")
     if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
         high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
         warnings.warn(
@@ -170,11 +165,8 @@ def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:
     scales = plan.mechanism.column_scales(plan.block.steps)
     least = plan.sigma * (1.0 if scales is None else float(np.min(scales)))
     if plan.examples > 2.0**29 * least:
-        raise InvalidInput(
-            "plan",
-            f"A sum of {plan.examples} examples can be more than 2^29 times as large as the noise of a step, "
-            f"{least:.2g} of the clipping norm, too much for float64. Plan for a smaller ε.",
-        )
+        large = f"A sum of {plan.examples} examples can be more than 2^29 times the noise of a step, {least:.2g} ζ"
+        raise InvalidInput("plan", f"{large}, too much for float64. Plan for a smaller ε.")
     return cover(
         plan.mechanism,
         steps=plan.steps,

@@ -317,9 +317,7 @@ def recurrence(
         states, w_hh = tuple(s.to(px.dtype) for s in states), w_hh.to(px.dtype)
         b_hh = None if b_hh is None else b_hh.to(px.dtype)
     elif any(x.dtype != px.dtype for x in (*states, *weights)):
-        raise RuntimeError(
-            f"the states given to {mode} are {states[0].dtype}, its input is {px.dtype}: give both one type."
-        )
+        raise RuntimeError(f"{mode} has states of {states[0].dtype}, an input of {px.dtype}: give both one type.")
     with uncast(px):
         return (fused if px.is_cuda else plain)(mode, px, states, w_hh, b_hh, span)
 

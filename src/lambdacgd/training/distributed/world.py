@@ -36,16 +36,11 @@ class World:
         """The world of a process group; by default the whole job's, if ``torch.distributed`` is initialised."""
         if not (dist.is_available() and dist.is_initialized()):
             if process_group is not None:
-                raise InvalidInput(
-                    "process_group", "Before a process group is given, call torch.distributed.init_process_group()."
-                )
+                raise InvalidInput("process_group", "Call torch.distributed.init_process_group() first.")
             if int(os.environ.get("WORLD_SIZE") or "1") > 1:
-                raise InvalidInput(
-                    "process_group",
-                    f"This is one of {os.environ['WORLD_SIZE']} processes, which do not know each other. Call "
-                    "torch.distributed.init_process_group() before privatize, so that they train one model; or unset "
-                    "WORLD_SIZE.",
-                )
+                alone = f"This is one of {os.environ['WORLD_SIZE']} processes, which do not know each other"
+                how = "Call torch.distributed.init_process_group() before privatize, so that they train one model"
+                raise InvalidInput("process_group", f"{alone}. {how}; or unset WORLD_SIZE.")
             return cls(None)
         group = dist.group.WORLD if process_group is None else process_group
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:

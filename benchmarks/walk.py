@@ -38,8 +38,8 @@ MOST_FILES = {
     "plan, cached": 11,
     "privatize": 25,
     "a training step": 12,
-    "save": 11,
-    "resume": 13,
+    "save": 12,
+    "resume": 14,
 }
 
 

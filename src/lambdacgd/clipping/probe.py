@@ -525,10 +525,12 @@ class Seen:
         self.calls[path, kind] += 1
         return self.calls[path, kind] - 1
 
-    def add(self, path: str, kind: str, x: Any, place: int | None = None) -> None:
-        """Keep the rows of a tensor; what is none is left out."""
+    def add(self, path: str, kind: str, x: Any, place: int | None = None, *, free: bool = False) -> None:
+        """Keep the rows of a tensor; what is none is left out. ``free``: its one row is to be that of every example."""
         if isinstance(x, Tensor) and x.dim() and x.numel():
-            self.rows[path, kind, self.number(path, kind) if place is None else place] = sample(plain(x))
+            rows = sample(plain(x))
+            rows = rows.expand(self.count, -1, -1) if free else rows
+            self.rows[path, kind, self.number(path, kind) if place is None else place] = rows
             self.tolerance = max(self.tolerance, tolerance_of(x))
 
 

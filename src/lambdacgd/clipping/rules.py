@@ -275,7 +275,7 @@ class Layer:
         they hold: a parameter may be zero still. ``free``: ``x`` has no batch, so it must hold nothing of examples.
         """
         if self.forward_pass.watch is not None:
-            self.forward_pass.watch.add(self.path, "input", x.expand(self.forward_pass.batch, *x.shape) if free else x)
+            self.forward_pass.watch.add(self.path, "input", x.unsqueeze(0) if free else x, free=free)
 
     def hidden(self, *args: Any, **kwargs: Any) -> Any:
         """The original forward with this module's own parameters hidden from autograd."""

@@ -42,8 +42,8 @@ def mechanism_from_dict(data: dict[str, Any]) -> Mechanism:
     given = dict(data)
     name = given.pop("name", None)
     if name not in MECHANISMS:
-        known = f"it must be one of {', '.join(MECHANISMS)}; files hold none of your own: plan anew with lc.plan"
-        raise InvalidInput("mechanism", name, known)
+        allowed = f"it must be one of {', '.join(MECHANISMS)}; files hold none of your own: plan anew with lc.plan"
+        raise InvalidInput("mechanism", name, allowed)
     known = {f.name for f in fields(MECHANISMS[name])}
     if unknown := set(given) - known:
         raise ValueError(f"mechanism {name} has no parameter {', '.join(sorted(unknown))}; it takes {sorted(known)}")

@@ -73,10 +73,15 @@ class BufferedNoise(CorrelatedNoise):
     def _vectors(self, jobs: Sequence[Job]) -> Vectors:
         return [torch.empty(job.tensor.shape, dtype=torch.float64, device=job.tensor.device) for job in jobs]
 
+    def _field(self, jobs: Sequence[Job], step: int) -> Vectors:
+        z = self._vectors(jobs)
+        self.field.apply([Job(j.entry, v, j.offset) for j, v in zip(jobs, z, strict=True)], UNIT, step, read=False)
+        return z
+
     def _advance(self, jobs: Sequence[Job], step: int) -> Vectors:
         """x_t of the step; moves the store on to the next step."""
-        x, recurrence = self._vectors(jobs), self.recurrence
-        self.field.apply([Job(j.entry, z, j.offset) for j, z in zip(jobs, x, strict=True)], UNIT, step, read=False)
+        x = self._field(jobs, step)
+        recurrence = self.recurrence
         if isinstance(recurrence, BufferedToeplitz):
             for weight, vectors in zip(recurrence.weights, self._store, strict=True):
                 foreach_add_(x, vectors, alpha=-weight)

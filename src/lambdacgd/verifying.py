@@ -98,5 +98,7 @@ def _certify(
     except AccountingError as error:
         holds, least = False, str(error)
     if not holds:
-        raise InvalidInput("source", f"This {source} is false: for ε = {claim[0]:g}, δ = {claim[1]:g}, {least}.")
+        raise InvalidInput(
+            "source", f"This {source} is false: it claims ε = {claim[0]:g} at δ = {claim[1]:g}, but {least}."
+        )
     return replace(certificate, epsilon=claim[0], delta=claim[1])

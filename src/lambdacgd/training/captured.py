@@ -262,7 +262,10 @@ def _check(loop: Loop, plan: Plan, data: tuple[Tensor, ...]) -> torch.device:
         raise InvalidInput("data", f"Data and model must be on one CUDA device, and they are on {places}.")
     if device.index not in (None, torch.cuda.current_device()):
         current = f"cuda:{torch.cuda.current_device()}"
-        raise InvalidInput("data", f"The data is on {device}, and the current device is {current}: set that first.")
+        raise InvalidInput(
+            "data",
+            f"The data is on {device}, and a graph captures work of the current device, {current}: set it first.",
+        )
     if not data or any(len(tensor) != plan.examples for tensor in data):
         found = ", ".join(str(len(tensor)) for tensor in data) or "none"
         raise InvalidInput("data", f"Give tensors of {plan.examples} rows in the dataset's order. These have {found}.")

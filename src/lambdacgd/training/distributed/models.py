@@ -159,7 +159,7 @@ def _check_ddp(model: DistributedDataParallel, world: World, parameters: dict[st
         both = f"DistributedDataParallel wraps the model over {ranks} process(es), and process_group has {world.size}"
         raise InvalidInput("process_group", f"{both}: pass the group that it was given.")
     if model.static_graph or model.mixed_precision:
-        raise InvalidInput("model", "Leave static_graph and mixed_precision of DistributedDataParallel out.")
+        raise InvalidInput("model", "DistributedDataParallel has static_graph or mixed_precision. Leave them out.")
     known = {id(p) for p in ddp_parameters(model)}
     new = [name for name, p in parameters.items() if p.requires_grad and id(p) not in known]
     if new:
@@ -202,7 +202,10 @@ def check_spread_as_before(model: nn.Module, sharded_modules: int, world: World)
     if len(fsdp_modules(model)) != sharded_modules:
         raise TrainingError("fully_shard was called after privatize: shard, then make the optimizer, then privatize")
     if world.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise TrainingError("torch.distributed was initialised after privatize: do that first, wrap, then privatize")
+        raise TrainingError(
+            f"torch.distributed was initialised over {dist.get_world_size()} processes after privatize: each would "
+            "train by itself. Call init_process_group() first, then wrap, then privatize"
+        )
 
 
 @torch.no_grad()

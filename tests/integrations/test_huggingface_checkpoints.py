@@ -268,8 +268,7 @@ def test_a_pickle_planted_in_any_file_runs_nothing(tmp_path):
 
 def test_the_best_model_of_the_run_can_be_released(tmp_path):
     looks = {"eval_dataset": hf.Sentences(True, 8, seed=6), "eval_strategy": "steps", "eval_steps": 2}
-    with pytest.warns(UserWarning, match="looking at eval_dataset"):
-        trainer = saving(tmp_path / "out", load_best_model_at_end=True, learning_rate=1.0, **looks)
+    trainer = saving(tmp_path / "out", load_best_model_at_end=True, learning_rate=1.0, **looks)
     trainer.train()
     lc.export(trainer.private, tmp_path / "release")
     assert (tmp_path / "release" / "privacy-card.json").exists()

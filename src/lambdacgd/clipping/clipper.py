@@ -329,7 +329,9 @@ class Watch:
         """
         for name, p, trained, shape, dtype in self._parameters:
             if p.requires_grad != trained or (trained and (p.shape != shape or p.dtype != dtype)):
-                raise ClippingError(f"parameter '{name}' was frozen or unfrozen, or changed its shape: detach first.")
+                raise ClippingError(
+                    f"parameter '{name}' was frozen or unfrozen, or changed its shape or type: detach first."
+                )
             if trained and backward_hooks(p):
                 raise ClippingError(
                     f"parameter '{name}' has a hook on its gradient (register_hook), which a clipped sum does not pass "

@@ -182,7 +182,9 @@ def _read_card(given: GivenCard) -> Mapping[str, Any]:
         except (OSError, ValueError) as error:
             raise InvalidInput("earlier", f"There is no privacy card to be read in {given} ({brief(error)}).") from None
     if not isinstance(facts, Mapping) or facts.get("format") != FORMAT:
-        raise InvalidInput("earlier", f"earlier takes cards ({FORMAT}), their files or folders: {what} is none.")
+        raise InvalidInput(
+            "earlier", f"earlier takes cards ({FORMAT}), their files or folders: {what} is none of them."
+        )
     return facts
 
 

@@ -40,7 +40,10 @@ from lambdacgd.training.step import PrivateStep
 
 _DETACHED = "this run was detached; call privatize again (and load a checkpoint to go on)"
 _ALONE = "a step failed on this rank, and none goes on alone: stop, and resume all ranks from the newest checkpoint"
-_LOADED_BY_HAND = "optimizer.load_state_dict() was called in a private run: use private.load, or load before privatize"
+_LOADED_BY_HAND = (
+    "optimizer.load_state_dict() was called in a private run, which goes on by private.load or private.resume alone. "
+    "Load other state before privatize"
+)
 _HALF_LOADED = "loading a checkpoint failed half-way: detach(), build model and optimizer anew, privatize, load again"
 _INTERRUPTED = (
     "the logical batch under way is not whole: handing it out was interrupted, or a backward pass failed while it "

@@ -36,7 +36,7 @@ class Run:
             raise InvalidInput.of_type("key", key, "a SecretKey (SecretKey.generate() or SecretKey.load(path))")
         self.key = SecretKey.generate() if key is None else key
         if self.key.is_for_tests:
-            claims_nothing = "NOT PRIVATE: everybody can compute a key of for_tests, so this run claims nothing"
+            claims_nothing = "NOT PRIVATE: everybody can compute a key of SecretKey.for_tests: this run claims nothing"
             warnings.warn(claims_nothing, NotPrivateWarning, stacklevel=3)
         self.world = World(None) if world is None else world
         #: The fingerprint of the key that this rank was given, if it was given one.

@@ -350,7 +350,7 @@ class LambdaCGDTrainer(_Trainer):
             if self.args.should_save:  # the Trainer's counters are those of this checkpoint, whatever was written there
                 (folder / TRAINER_STATE).write_text(extra["trainer"], encoding="utf-8")
             return str(folder)
-        raise CheckpointError(f"{place} holds no checkpoint (save_only_model keeps none): start with train()")
+        raise CheckpointError(f"{place} holds no checkpoint (save_only_model keeps none). Start with train()")
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The weights came with the run's state."""

@@ -225,7 +225,8 @@ class CorrelatedNoise:
         fineness: int = FINENESS,
     ) -> None:
         if not isinstance(recurrence, self.serves):
-            raise TypeError(f"{type(self).__name__} does not serve a {type(recurrence).__name__}: BufferedNoise may")
+            wrong = f"{type(self).__name__} does not serve the recurrence {type(recurrence).__name__}"
+            raise TypeError(f"{wrong}: RegeneratedNoise or BufferedNoise does")
         self.field, self.recurrence, self.horizon = field, recurrence, horizon
         self._combination = Combination(
             tuple(map(float, recurrence.coefficients)) if isinstance(recurrence, BandedInverse) else (),

@@ -206,8 +206,8 @@ def _anchors() -> str:
     return table(["by others, test %", *(f"ε = {e:g}" for e in GOALS), "views"], lines)
 
 
-def best(rows: Sequence[Row], epsilon: float, *, drawn: bool) -> Row | None:
-    """The row best on validation at an ε, with or without drawn images; at ε = 8 among those with few views."""
+def tops(rows: Sequence[Row], epsilon: float, *, drawn: bool) -> list[Row]:
+    """The rows best on validation at an ε, with or without drawn images; at ε = 8 among those with few views."""
     mine = [
         row
         for row in rows
@@ -215,7 +215,13 @@ def best(rows: Sequence[Row], epsilon: float, *, drawn: bool) -> Row | None:
         and BY_NAME[row["recipe"]].drawn is drawn
         and (epsilon != 8.0 or row["views"] <= MOST_VIEWS)
     ]
-    return max(mine, key=lambda row: float(row["validation"]), default=None)
+    most = max((row["validation"] for row in mine), default=None)
+    return [row for row in mine if row["validation"] == most]
+
+
+def best(rows: Sequence[Row], epsilon: float, *, drawn: bool) -> Row | None:
+    """The first of ``tops``."""
+    return next(iter(tops(rows, epsilon, drawn=drawn)), None)
 
 
 def reached(rows: Sequence[Row]) -> str:
@@ -225,14 +231,13 @@ def reached(rows: Sequence[Row]) -> str:
         parts = []
         for drawn in (False, True):
             which = f"with{'' if drawn else 'out'} drawn images"
-            top = best(rows, epsilon, drawn=drawn)
-            if top is None:
-                parts.append(f"{which} nothing is tested yet")
-                continue
-            gap = 100 * top["test"] - goal
-            verdict = f"reached by {gap:.1f} points" if gap > 0 else f"missed by {-gap:.1f} points"
-            what = f"{BY_NAME[top['recipe']].about}, {method(top['method']).title}"
-            parts.append(f"{which} {verdict} ({_share(top['test'], top['standard_error'])}, {what})")
+            verdicts = []
+            for top in tops(rows, epsilon, drawn=drawn):
+                gap = 100 * top["test"] - goal
+                verdict = f"reached by {gap:.1f} points" if gap > 0 else f"missed by {-gap:.1f} points"
+                what = f"{BY_NAME[top['recipe']].about}, {method(top['method']).title}"
+                verdicts.append(f"{verdict} ({_share(top['test'], top['standard_error'])}, {what})")
+            parts.append(f"{which} {' and, equal on validation, '.join(verdicts) or 'nothing is tested yet'}")
         texts.append(f"- ε = {epsilon:g}, goal {goal:.1f}%: {'; '.join(parts)}.")
     return "\n".join(["Goals, and the row best on validation (at ε = 8 with at most 16M views):", "", *texts])
 

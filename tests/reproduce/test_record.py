@@ -363,3 +363,11 @@ def test_the_page_says_what_was_reached_and_what_was_not() -> None:
     assert "goal 78.7%: without drawn images nothing is tested yet" in text  # too many views
     assert "(ε, δ) does not cover that search" in text
     assert "24 runs" in text
+    rows += [
+        rows[1] | {"method": OURS, "test": 0.68},
+        rows[1] | {"recipe": "wide-mlp", "test": 0.7, "validation": 0.5},
+    ]
+    [line] = [line for line in record.page(rows).splitlines() if line.startswith("- ε = 2")]
+    assert "missed by 7.0 points" in line
+    assert "and, equal on validation, reached by 1.0 points" in line
+    assert "70.0" not in line  # the best test accuracy decides nothing

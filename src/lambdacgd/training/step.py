@@ -144,7 +144,7 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     covered = math.isinf(plan.epsilon) or aside == set_aside(plan.epsilon, plan.delta)
     if plan.certificate.kind != "bound" or not covered:
         old = "It is of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ aside"
-        raise InvalidInput("plan", f"{old}. Make it again with lc.plan.")
+        raise InvalidInput("plan", f"{old} for floating point. Make it again with lc.plan.")
     if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
         high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
         warnings.warn(

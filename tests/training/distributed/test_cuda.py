@@ -182,8 +182,8 @@ def test_checkpoint_folder_of_a_gpu_run(mesh, tmp_path):
 
 
 def test_traffic_of_fsdp2_over_nccl(mesh):
-    """In a world of one an ordinary step may send nothing at all; a private one sends its sums once, to itself."""
+    """In a world of one an ordinary step may send nothing at all; a private one sends no more."""
     (calls, _), (private_calls, _) = traffic.measure("fsdp", device="cuda", mesh=mesh)
-    assert private_calls.get("_reduce_scatter_base_", 0) <= 3
+    assert private_calls.get("_reduce_scatter_base_", 0) <= calls.get("_reduce_scatter_base_", 0)
     assert private_calls.get("_allgather_base_", 0) <= calls.get("_allgather_base_", 0)
     assert "allreduce_" not in private_calls

@@ -195,12 +195,16 @@ class ShardedTotals(Totals):
                 place.scatter_into(flat, start, total)
             start += place.chunk
         flat[:, start:] = torch.tensor(tag(self._step), dtype=flat.dtype, device=self.device)
+        if not self._world.many:  # nothing is sent
+            group.received.copy_(flat[0])
+            return partial(self._receive, group, None, flat)
         work = _reduce_scatter(group.received, flat.view(-1), group=group.ranks, async_op=True)
         return partial(self._receive, group, work, flat)
 
     def _receive(self, group: Group, work: Any, flat: Tensor) -> Tensor:
         """Wait for a group's sums, whose ``flat`` must live until then, and hand out its shards; returns their tag."""
-        work.wait()
+        if work is not None:
+            work.wait()
         start = 0
         for place in group.places:
             self.filled[place.name] = group.received[start : start + place.count].view(place.local_shape)

@@ -1,4 +1,4 @@
-"""Random crops and flips on the device, as a function of (run, step, example, view) and of nothing else.
+"""Random crops, flips and mixes on the device, as a function of (run, step, example, view) and of nothing else.
 
 There is no generator whose state a checkpoint would have to keep: random numbers are a hash of where they are used. So
 a resumed run, a batch cut elsewhere and a captured step see the same views. They protect nobody.
@@ -39,22 +39,40 @@ def _shifted(state: Tensor, by: int) -> Tensor:
 
 
 class Views:
-    """Crop with padding and flip. ``step`` counts on the device, so that a captured step can read it.
+    """Crop with padding and flip; some views are mixes of two others. ``step`` counts on the device, so that a captured
+    step can read it.
+
+    A mix is a convex combination of two views of *one* example, with its label (self-augmentation of DP-Mix, Bao et
+    al., 2023; there the weight is of a Beta distribution, here it is uniform). So a row is of its own example alone,
+    and clipping an example bounds all that it does.
 
     Args:
         run: The name of the run, ``private.run.id``.
         views: K, how many neighbouring rows are one example.
         device: Where images lie.
+        mixed: How many of the K, the last ones, are mixes of two of the others.
         padding: Pixels by which a crop may move, filled by reflection.
     """
 
-    def __init__(self, run: str, views: int, device: torch.device, *, padding: int = 4) -> None:
-        self.seed, self.views, self.padding = seed_of(run), views, padding
+    def __init__(self, run: str, views: int, device: torch.device, *, mixed: int = 0, padding: int = 4) -> None:
+        self.seed, self.views, self.mixed, self.padding = seed_of(run), views, mixed, padding
         self.step = torch.ones((), dtype=torch.int64, device=device)
 
     def __call__(self, images: Tensor, examples: Tensor) -> Tensor:
         """Views of ``images`` [n, channels, height, width], whose row i is a view of example ``examples[i]``."""
         views = torch.arange(len(images), device=images.device) % self.views
+        if not self.mixed:
+            return self._view(images, examples, views)
+        plain = self.views - self.mixed
+        bits = scrambled(self.seed, self.step, examples, views)
+        one = (bits >> 1) % plain
+        other = (one + 1 + (bits >> 24) % (plain - 1)) % plain
+        weight = ((bits >> 40) & 0x7F_FFFF).to(images.dtype) / 2**23
+        is_plain = views < plain
+        one, weight = torch.where(is_plain, views, one), weight.masked_fill(is_plain, 1.0).view(-1, 1, 1, 1)
+        return weight * self._view(images, examples, one) + (1 - weight) * self._view(images, examples, other)
+
+    def _view(self, images: Tensor, examples: Tensor, views: Tensor) -> Tensor:
         bits = scrambled(self.seed, self.step, examples, views)
         span = 2 * self.padding + 1
         return moved(images, (bits >> 1) % span, (bits >> 24) % span, (bits & 1).bool(), self.padding)

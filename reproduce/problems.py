@@ -243,8 +243,16 @@ def _pieces(examples: Examples) -> Tensor:
 
 # Fixed features in the place of images: made once, of every image alone, and kept in 16 bits
 def views_of(model: str) -> int:
-    """K, how many views of an image a step reads: what stands behind "/k" in the model's name, else 1."""
-    return int(model.partition("/k")[2] or 1)
+    """K, how many views of an image a step reads: what stands behind "/k" in the model's name, else 1.
+
+    "/k4+2" is six views, two of them mixes of two of the other four.
+    """
+    return sum(map(int, (model.partition("/k")[2] or "1").split("+")))
+
+
+def mixes_of(model: str) -> int:
+    """How many of these views are mixes of two others."""
+    return int(model.partition("/k")[2].partition("+")[2] or 0)
 
 
 def _kind(model: str) -> str:

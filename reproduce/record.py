@@ -7,8 +7,8 @@ other (B, k), then other clipping norms; five new seeds see the test set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -41,6 +41,7 @@ class Recipe:
     epsilons: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0)
     moves: tuple[str, ...] = ("edge", "points", "clip")
     rates: tuple[float, ...] = (1.0, *NEAR)
+    clips: Mapping[str, float] = field(default_factory=dict)  # ζ that searches begin with, where it is not ``CLIP``
 
     @property
     def drawn(self) -> bool:
@@ -50,6 +51,7 @@ class Recipe:
 
 _FIXED: dict[str, Points] = {OURS: ((1024, 40), (512, 20), (1024, 80)), DP_SGD: ((4096, 80), (2048, 40), (8192, 160))}
 _HIGH = (4.0, 2.0, 8.0)  # rates for linear heads, as multiples of the usual ones
+_WIDE = {DP_SGD: 1.0}  # as ``frontier`` found at ε = 8
 RECIPES: tuple[Recipe, ...] = (
     Recipe(
         "roots-linear", "linear over roots of 8 192 drawn patches", "cifar10-roots", "linear", _FIXED,
@@ -75,18 +77,25 @@ RECIPES: tuple[Recipe, ...] = (
         "scattering-linear", "linear over scattering", "cifar10-scattering", "linear",
         {OURS: ((1024, 40),), DP_SGD: ((2048, 40),)}, moves=("edge",),
     ),
-    Recipe("scattering-cnn", "two convolutions over scattering", "cifar10-scattering", "cnn", _FIXED),
     Recipe(
         "cnn-views", "the 0.3M CNN, 4 views", "cifar10", "cnn/k4",
-        {OURS: ((256, 40), (128, 40)), DP_SGD: ((1024, 40),)}, epsilons=(8.0, 4.0), moves=("points",),
+        {OURS: ((256, 40),), DP_SGD: ((512, 40),)}, epsilons=(8.0,), moves=(), rates=(2.0, 1.0), clips=_WIDE,
+    ),
+    Recipe(
+        "scattering-cnn", "two convolutions over scattering", "cifar10-scattering", "cnn",
+        {OURS: _FIXED[OURS], DP_SGD: ((2048, 40), (4096, 80))}, epsilons=(8.0, 2.0, 4.0, 1.0),
     ),
     Recipe(
         "cnn-8-views", "the 0.3M CNN, 8 views", "cifar10", "cnn/k8",
-        {OURS: ((256, 40),)}, epsilons=(8.0,), moves=(), rates=(1.0, 2.0),
+        {OURS: ((256, 20),)}, epsilons=(8.0,), moves=(), rates=(2.0, 1.0),
+    ),
+    Recipe(
+        "cnn-mixed", "the 0.3M CNN, 4 views and 4 mixes", "cifar10", "cnn/k4+4",
+        {OURS: ((256, 20),), DP_SGD: ((512, 20),)}, epsilons=(8.0,), moves=(), rates=(2.0, 1.0), clips=_WIDE,
     ),
     Recipe(
         "wrn-views", "WRN-16-4, 4 views", "cifar10", "wrn/k4",
-        {OURS: ((512, 40), (1024, 80)), DP_SGD: ((2048, 80),)}, epsilons=(8.0, 4.0), moves=("points",),
+        {OURS: ((512, 12),)}, epsilons=(8.0,), moves=(), rates=(1.0,),
     ),
 )  # fmt: skip
 BY_NAME = {recipe.name: recipe for recipe in RECIPES}
@@ -111,16 +120,10 @@ def record_cells(settings: Settings) -> list[Cell]:
         points: dict[str, Points] = {OURS: ((32, 1),), DP_SGD: ((64, 1),)}
         small = (
             Recipe("wide-linear", "", "cifar10-few", "linear", points, moves=(), rates=_HIGH[:2]),
-            Recipe("cnn-views", "", "cifar10", "cnn/k2", points, moves=()),
+            Recipe("cnn-mixed", "", "cifar10", "cnn/k2+1", points, moves=(), clips=_WIDE),
         )
         return [_cell(recipe, name, 8.0, examples=320, seeds=2) for recipe in small for name in points]
-    return [
-        _cell(recipe, name, epsilon)
-        for name in (OURS, DP_SGD)
-        for recipe in RECIPES
-        for epsilon in recipe.epsilons
-        if name in recipe.points
-    ]
+    return [_cell(recipe, name, epsilon) for recipe in RECIPES for epsilon in recipe.epsilons for name in recipe.points]
 
 
 def _cell(recipe: Recipe, name: str, epsilon: float, *, examples: int | None = None, seeds: int = 5) -> Cell:
@@ -133,7 +136,7 @@ def _cell(recipe: Recipe, name: str, epsilon: float, *, examples: int | None = N
         "epsilon": epsilon,
         "batch_size": points[0][0],
         "epochs": points[0][1],
-        "max_grad_norm": CLIP,
+        "max_grad_norm": recipe.clips.get(name, CLIP),
         "lam": "auto" if method(name).lam else None,
         "points": [list(point) for point in points],
         "near": list(recipe.rates),
@@ -171,7 +174,7 @@ def record_search(cell: Cell) -> Search:
         return run_at(cell, point, cell["centres"][cell["points"].index([point.batch_size, point.epochs])])
 
     size, epochs = cell["points"][0]
-    first = [Point(size, epochs, factor) for factor in cell["near"]]
+    first = [Point(size, epochs, factor, clip=cell["max_grad_norm"]) for factor in cell["near"]]
     tuned = yield from climb(first, cell["moves"], partial(_moved, cell), run_of)
     row, results = yield from climbed(cell, tuned)
     chosen: TrainingRun = tuned["run"]

@@ -30,6 +30,7 @@ from reproduce.problems import (
     capturable,
     is_pretrained,
     make_model,
+    mixes_of,
     physical_batch_size,
     problem,
     reviews,
@@ -128,7 +129,7 @@ def _train(run: TrainingRun, data: Data, plan: Plan, until: float | None) -> Res
         model, optimizer, rows, plan, max_grad_norm=run.max_grad_norm, collate_fn=rows.collate,
         max_physical_batch_size=physical, augmentations=views, pad_batches=1 if physical is None else 32,
     )  # fmt: skip
-    loss = loss_of if views == 1 else _with_views(private)
+    loss = loss_of if views == 1 else _with_views(private, mixes_of(run.model))
     if physical is not None and not is_pretrained(run.model):
         loss = _in_bfloat16(loss, data.device)
     averages = {f"ema-{decay:g}": private.ema(decay) for decay in AVERAGES}
@@ -179,9 +180,9 @@ def _facts(plan: Plan) -> dict[str, Any]:
 Loss = Callable[..., Tensor]
 
 
-def _with_views(private: Private) -> Loss:
+def _with_views(private: Private, mixed: int) -> Loss:
     """The loss of a random view in each row's place."""
-    look = Views(private.run.id, private.clipper.views, private.clipper.anchor.device)
+    look = Views(private.run.id, private.clipper.views, private.clipper.anchor.device, mixed=mixed)
 
     def count() -> None:
         look.step.fill_(private.steps_taken + 1)

@@ -20,7 +20,7 @@ from reproduce.framework import Settings
 from reproduce.frontier import DP_SGD, OURS
 from reproduce.patches import KINDS, Components, DrawnFeatures, Patches
 from reproduce.pool import SEARCHES
-from reproduce.problems import Data, capturable, make_model, physical_batch_size, views_of
+from reproduce.problems import Data, capturable, make_model, mixes_of, physical_batch_size, views_of
 from reproduce.random_images import dead_leaves
 from reproduce.record import BY_NAME, PLANS, record_cells, record_search
 from reproduce.record_models import Head, ScatteringCNN, ScatteringLinear, WideResNet
@@ -124,6 +124,45 @@ def test_views_depend_on_run_step_example_and_view_alone() -> None:
     assert len(bits.unique()) == 1000
     assert (bits >= 0).all()
     assert all(not (bits == other).any() for other in others)
+
+
+def test_every_view_is_of_its_own_example_alone() -> None:
+    x = images(10, 3, 8).repeat_interleave(5, 0)
+    examples = torch.arange(10).repeat_interleave(5)
+    look = Views("one", 5, torch.device("cpu"), mixed=2, padding=2)
+    mine, others = look(x, examples), examples != 3
+    changed = x.clone()
+    changed[others] = torch.randn_like(x[others])
+    assert torch.equal(look(changed, examples)[~others], mine[~others])
+    alone = look(x[~others], examples[~others])  # in a batch of its own
+    assert torch.equal(alone, mine[~others])
+
+
+def test_mixes_lie_between_two_plain_views_and_the_others_are_plain() -> None:
+    x, examples = images(200, 1, 8).repeat_interleave(5, 0), torch.arange(200).repeat_interleave(5)
+    plain = Views("one", 5, torch.device("cpu"), padding=2)(x, examples).view(200, 5, -1)
+    mixed = Views("one", 5, torch.device("cpu"), mixed=2, padding=2)(x, examples).view(200, 5, -1)
+    assert torch.equal(mixed[:, :3], plain[:, :3])
+    pairs, weights = [0, 0, 0], []
+    for views, mix in [(mixed[i, :3], mixed[i, view]) for i in range(200) for view in (3, 4)]:
+        fits = []
+        for one, other in ((0, 1), (0, 2), (1, 2)):
+            difference = views[one] - views[other]
+            if not difference.any():  # one of 50 pairs of views is the same crop
+                fits.append((math.inf, 0.0))
+                continue
+            weight = float((mix - views[other]) @ difference / (difference @ difference))
+            fits.append((float((views[other] + weight * difference - mix).abs().max()), weight))
+        left, weight = min(fits)
+        assert left < 1e-5
+        assert -1e-5 <= weight <= 1 + 1e-5
+        pairs[fits.index((left, weight))] += 1
+        weights.append(weight)
+    assert min(pairs) > 100  # 133 expected, nine standard deviations are 85
+    assert abs(sum(weights) / 400 - 0.5) < 0.08  # 5.5 standard deviations
+    look = Views("one", 5, torch.device("cpu"), mixed=2, padding=2)
+    look.step.fill_(2)
+    assert not torch.equal(look(x, examples).view(200, 5, -1)[:, 3], mixed[:, 3])
 
 
 def test_the_random_numbers_of_views_are_even() -> None:
@@ -258,6 +297,8 @@ def photographs(channels: tuple[int, ...] = (3, 32, 32)) -> Splits:
 def test_names_say_how_many_views_a_model_sees() -> None:
     assert views_of("wrn/k4") == 4
     assert views_of("cnn") == 1
+    assert (views_of("cnn/k4+2"), mixes_of("cnn/k4+2")) == (6, 2)
+    assert mixes_of("cnn") == mixes_of("cnn/k4") == 0
     assert capturable(run_of("cnn/k4"))
     assert not capturable(run_of("wrn/k4"))
     assert physical_batch_size(run_of("wrn/k4")) == 256
@@ -269,6 +310,7 @@ def test_names_say_how_many_views_a_model_sees() -> None:
     ("model", "task", "shape"),
     [
         ("cnn/k2", "cifar10", (3, 32, 32)),
+        ("cnn/k2+1", "cifar10", (3, 32, 32)),
         ("cnn-plain", "cifar10", (3, 32, 32)),
         ("linear", "cifar10-scattering", (243, 8, 8)),
         ("cnn", "cifar10-scattering", (243, 8, 8)),

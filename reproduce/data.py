@@ -57,6 +57,23 @@ class Examples(Dataset[tuple[Tensor, Tensor]]):
         return Examples(self.inputs[indices], self.labels[indices], shift=self.shift, scale=self.scale)
 
 
+class Numbered(Dataset[tuple[Tensor, Tensor, int]]):
+    """Examples with their numbers, of which random views are made."""
+
+    def __init__(self, examples: Examples) -> None:
+        self.examples = examples
+
+    def __len__(self) -> int:
+        return len(self.examples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        return *self.examples[index], index
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[Tensor, Tensor, int]]:
+        read = self.examples.__getitems__(indices)
+        return [(x, y, index) for (x, y), index in zip(read, indices, strict=True)]
+
+
 @dataclass(frozen=True)
 class Splits:
     """Training and test examples of one data set."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -33,10 +33,12 @@ from lambdacgd.planning import Plan
 from lambdacgd.planning import plan as make_plan
 from lambdacgd.training.export import export
 from lambdacgd.training.privatize import Private, privatize
-from reproduce.data import Splits
+from reproduce.augment import Views
+from reproduce.data import Numbered, Splits
 from reproduce.framework import check_device
 from reproduce.problems import TASKS, Classifier, Task, make_pretrained, register_weights, reviews
-from reproduce.trainer import accuracy
+from reproduce.runs import Schedule
+from reproduce.trainer import accuracy, annealed
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ class Config:
     bands: int | None = None
     optimizer: str = "sgd"
     ema: float = 0.0
+    schedule: str = "constant"
+    views: int = 1
+    normalized: bool | None = None
     physical_batch_size: int | None = None
     workers: int = 0
     device: str = "cpu"
@@ -69,7 +74,7 @@ class Config:
             object.__setattr__(self, name, number(name, _float(getattr(self, name)), above=0, include=_infinite(name)))
         number("delta", self.delta, above=0, below=1)
         number("ema", self.ema, above=0, below=1, include=(0,))
-        for name in ("epochs", "batch_size"):
+        for name in ("epochs", "batch_size", "views"):
             integer(name, getattr(self, name))
         integer("workers", self.workers, minimum=0)
         integer("seed", self.seed, minimum=0)
@@ -82,6 +87,12 @@ class Config:
             raise InvalidInput("weights", self.weights, "a pretrained BERT is fine-tuned on imdb only")
         if self.bins not in (None, "fresh", "fixed"):
             raise InvalidInput("bins", self.bins, "it must be fresh or fixed")
+        if self.schedule not in get_args(Schedule):
+            raise InvalidInput("schedule", self.schedule, f"it must be {' or '.join(get_args(Schedule))}")
+        if self.views > 1 and self.task != "cifar10":
+            raise InvalidInput("views", self.views, "crops and mirror images are views of photographs: of cifar10 only")
+        if not isinstance(self.normalized, (bool, type(None))):
+            raise InvalidInput("normalized", self.normalized, "it must be true or false")
         if self.optimizer not in ("sgd", "adamw"):
             raise InvalidInput("optimizer", self.optimizer, "it must be sgd or adamw")
         if isinstance(self.lam, str) and self.lam != "auto":
@@ -163,7 +174,7 @@ class Interrupted(Exception):
 
 def plan_for(config: Config, examples: int) -> Plan:
     """The plan that the settings ask for."""
-    asked = ("batch_size", "epochs", "epsilon", "delta", "mechanism", "sampling", "lam", "bands", "bins")
+    asked = ("batch_size", "epochs", "epsilon", "delta", "mechanism", "sampling", "lam", "bands", "bins", "normalized")
     return make_plan(**plan_arguments({"examples": examples} | {name: getattr(config, name) for name in asked}))
 
 
@@ -183,9 +194,10 @@ class Session:
         self.private: Private = privatize(
             self.model,
             self.optimizer,
-            splits.train,
+            splits.train if config.views == 1 else Numbered(splits.train),
             plan,
             max_grad_norm=config.clip,
+            augmentations=config.views,
             max_physical_batch_size=config.physical_batch_size,
             key=key,
             num_workers=config.workers,
@@ -271,10 +283,17 @@ class Session:
 
     def _epoch(self, number: int, batches: Iterator[Any], report: Callable[[Progress], None], every_s: float) -> None:
         self.model.train()
+        look = Views(self.private.run.id, self.config.views, self.device)
         shown = time.monotonic()
         losses, hits, examples = torch.zeros((), device=self.device), torch.zeros((), device=self.device), 0
-        for x, y in batches:
+        for x, y, *numbers in batches:
             x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+            if numbers:
+                look.step.fill_(self.private.steps_taken + 1)
+                x = look(x, numbers[0].to(self.device, non_blocking=True))
+            if self.config.schedule == "linear":
+                for group in self.optimizer.param_groups:
+                    group["lr"] = annealed(self.config.lr, self.private.steps_taken, self.plan.steps)
             output = self.model(x)
             loss = F.cross_entropy(output, y)
             loss.backward()

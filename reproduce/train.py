@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from lambdacgd.cli.options import number_or_auto
+from lambdacgd.cli.options import flag, number_or_auto
 from lambdacgd.errors import InvalidInput, NotPrivateWarning
 from lambdacgd.integrations.shared import default_key_path
 from lambdacgd.planning import Plan
@@ -48,6 +48,15 @@ def train(
     clip: Annotated[float | None, typer.Option("--clip", help="Clipping norm ζ.")] = None,
     optimizer: Annotated[str | None, typer.Option("--optimizer", help="sgd (default) or adamw.")] = None,
     ema: Annotated[float | None, typer.Option("--ema", help="Keep an average of the weights with this decay.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option("--schedule", help="Of the learning rate: constant (default) or linear, to 1/20.")
+    ] = None,
+    views: Annotated[
+        int | None, typer.Option("--views", help="cifar10: average each gradient over so many crops and mirror images.")
+    ] = None,
+    normalized: Annotated[
+        bool | None, flag("--normalized", help="Column-normalised λCGD: every column of C divided by its norm.")
+    ] = None,
     physical_batch_size: Annotated[
         int | None, typer.Option("--physical-batch-size", help="At most this many examples in memory at once.")
     ] = None,
@@ -97,7 +106,8 @@ def _start(task: str | None, given: dict[str, Any], plan: Path | None, out: Path
     known = None
     if plan is not None:
         clash = sorted(
-            {"epsilon", "delta", "mechanism", "lam", "bands", "sampling", "bins", "epochs", "batch_size"} & set(given)
+            {"epsilon", "delta", "mechanism", "lam", "bands", "sampling", "bins", "epochs", "batch_size", "normalized"}
+            & set(given)
         )
         if clash:
             raise InvalidInput(clash[0], given[clash[0]], "it is fixed by --plan; leave it out")

@@ -216,8 +216,12 @@ def _loop(private: Private, loss: Loss) -> Iterable[int]:
 
 
 def _anneal(rate: Tensor, begin: float, private: Private) -> None:
-    left = 1 - private.steps_taken / private.plan.steps
-    rate.fill_(begin * (_LEAST + (1 - _LEAST) * left))
+    rate.fill_(annealed(begin, private.steps_taken, private.plan.steps))
+
+
+def annealed(begin: float, taken: int, steps: int) -> float:
+    """The rate of a linear schedule after so many of its steps: from ``begin`` to a twentieth."""
+    return begin * (_LEAST + (1 - _LEAST) * (1 - taken / steps))
 
 
 @torch.no_grad()

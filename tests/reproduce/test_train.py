@@ -7,6 +7,7 @@ import errno
 import json
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import typer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from torch import nn
 from typer.testing import CliRunner
 
 import lambdacgd as lc
@@ -22,6 +24,8 @@ from lambdacgd.errors import CheckpointError, InvalidInput
 from lambdacgd.training import checkpoint
 from reproduce import session as sessions
 from reproduce.__main__ import main, terminable
+from reproduce.augment import Views
+from reproduce.data import Examples, Splits
 from reproduce.problems import TASKS
 from reproduce.session import Interrupted, Session
 from reproduce.train import train
@@ -113,8 +117,9 @@ BINNED = {"sampling": "balls-in-bins", "epsilon": float("inf")}  # without noise
         {"optimizer": "adamw", "lr": 0.01, "ema": 0.9, "physical_batch_size": 100},
         BINNED | {"bins": "fixed"},
         BINNED | {"bins": "fresh"},
+        {"schedule": "linear"},
     ],
-    ids=["cyclic", "adamw", "fixed", "fresh"],
+    ids=["cyclic", "adamw", "fixed", "fresh", "linear"],
 )
 @pytest.mark.parametrize("sent", sessions.SIGNALS, ids=["ctrl-c", "sigterm"])
 def test_a_signal_saves_and_resume_ends_the_same(tmp_path, extra, sent):
@@ -253,6 +258,37 @@ def test_bins_are_written_down_where_they_are_a_default(tmp_path):
     assert quick(tmp_path / "cyclic").config.bins is None
 
 
+def test_views_schedule_and_normalised_noise_from_the_command(tmp_path, monkeypatch):
+    def photographs(folder):
+        part = Examples(torch.randint(0, 256, (96, 3, 8, 8), dtype=torch.uint8), torch.arange(96) % 10, scale=1 / 127.5)
+        return Splits(part, part, 10)
+
+    def model():
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 10))
+
+    monkeypatch.setitem(TASKS, "cifar10", replace(TASKS["cifar10"], load=photographs, model=model))
+    rates, seen = [], []
+    step, look = torch.optim.SGD.step, Views.__call__
+    monkeypatch.setattr(
+        torch.optim.SGD, "step", lambda self, *a: (rates.append(self.param_groups[0]["lr"]), step(self, *a))[1]
+    )
+
+    def watch(self, images, examples):
+        seen.append((int(self.step), examples.tolist()))
+        return look(self, images, examples)
+
+    monkeypatch.setattr(Views, "__call__", watch)
+    how = ["--views", "2", "--schedule", "linear", "--normalized", "--ema", "0.9", "--lambda", "0.5", "--lr", "1"]
+    result = cli("cifar10", "--epsilon", "inf", "--epochs", "2", "--batch-size", "32", *how, "--out", tmp_path / "run")
+    assert result.exit_code == 0
+    plan = lc.Plan.load(tmp_path / "run" / "plan.json")
+    assert plan.mechanism == lc.LambdaCGD(0.5, normalized=True)
+    assert rates == pytest.approx([0.05 + 0.95 * (1 - t / 6) for t in range(6)])
+    assert [number for number, _ in seen] == [1, 2, 3, 4, 5, 6]
+    assert all(examples[::2] == examples[1::2] for _, examples in seen)
+    assert all(sorted(e for _, part in seen[i : i + 3] for e in part[::2]) == list(range(96)) for i in (0, 3))
+
+
 def test_the_command_says_how_to_go_on(tmp_path, monkeypatch):
     def interrupted(*_):
         raise Interrupted
@@ -288,6 +324,9 @@ def test_infinite_epsilon_is_loud(tmp_path):
         (["digits", "--epsilon", "1", "--lr", "-1"], "lr"),
         (["digits", "--epsilon", "1", "--clip", "0"], "clip"),
         (["digits", "--epsilon", "1", "--optimizer", "lbfgs"], "optimizer"),
+        (["digits", "--epsilon", "1", "--schedule", "cosine"], "schedule"),
+        (["digits", "--epsilon", "1", "--views", "4"], "views"),
+        (["digits", "--epsilon", "1", "--mechanism", "dp-sgd", "--sampling", "poisson", "--normalized"], "normalized"),
         (["digits", "--epsilon", "1", "--device", "tpu9"], "device"),
         (["digits", "--plan", "/nowhere.json"], "plan"),
         (["cifar10", "--epsilon", "1", "--data", "/nowhere"], "data"),

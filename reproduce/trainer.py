@@ -36,12 +36,11 @@ from reproduce.problems import (
     sizes,
     views_of,
 )
-from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
+from reproduce.runs import LAST_RATE, PlanBook, Result, RunStore, TrainingRun, method
 from reproduce.search import Search, answer, start, stored
 from reproduce.uncertified import noise_of_epochs
 
 AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
-_LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
 
 
 class TooLate(Exception):
@@ -216,7 +215,7 @@ def _loop(private: Private, loss: Loss) -> Iterable[int]:
 
 def _anneal(rate: Tensor, begin: float, private: Private) -> None:
     left = 1 - private.steps_taken / private.plan.steps
-    rate.fill_(begin * (_LEAST + (1 - _LEAST) * left))
+    rate.fill_(begin * (LAST_RATE + (1 - LAST_RATE) * left))
 
 
 @torch.no_grad()

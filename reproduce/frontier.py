@@ -63,6 +63,11 @@ ORDER: tuple[tuple[tuple[str, ...], float, int], ...] = (
     ((BANDMF, BISR, PLAIN), 1.0, 10),
     ((OURS,), 8.0, 80),
 )
+# Searches that ended at the smallest or largest B of their grid, and the next one, which they try last.
+NEXT = {
+    (DP_SGD, 2.0, 10): 128, (DP_SGD, 1.0, 10): 128, (BISR, 2.0, 10): 64, (PAPER, 2.0, 10): 1024, (OURS, 8.0, 20): 512,
+    (OURS, 1.0, 20): 512, (DP_SGD, 1.0, 40): 128, (DP_SGD, 8.0, 80): 2048,
+}  # fmt: skip
 COLUMNS = (
     "method", "epsilon", "epochs", "test", "standard_error", "batch_size", "learning_rate", "max_grad_norm",
     "schedule", "weights", "lambda", "sigma", "rmse", "validation", "gpu_seconds",
@@ -76,7 +81,7 @@ def frontier_cells(settings: Settings) -> list[Cell]:
         small = common | {"examples": 320, "seeds": 2}
         return [_cell(small, name, 8.0, epochs, (32, 64)) for name, epochs in ((OURS, 1), (DP_SGD, 1), (OURS, 2))]
     return [
-        _cell(common | {"seeds": 5}, name, epsilon, epochs, BATCH_SIZES.get(name, OTHER_BATCH_SIZES))
+        _with_next(_cell(common | {"seeds": 5}, name, epsilon, epochs, BATCH_SIZES.get(name, OTHER_BATCH_SIZES)))
         for names, epsilon, epochs in ORDER
         for name in names
     ]
@@ -91,14 +96,22 @@ def _cell(common: Cell, name: str, epsilon: float, epochs: int, batch_sizes: Seq
     return cell if epochs == first else cell | {"after": _cell(common, name, epsilon, first, batch_sizes)}
 
 
+def _with_next(cell: Cell) -> Cell:
+    size = NEXT.get((cell["method"], cell["epsilon"], cell["epochs"]))
+    if size is None:
+        return cell
+    rate = centre(cell, Point(size, cell["epochs"]), _plans(quick=False))
+    return cell | {"rates": cell["rates"] | {str(size): rate}, "next": size}
+
+
 @cache
 def _plans(quick: bool) -> PlanBook:
     return PlanBook(None if quick else PLANS, make=True)
 
 
-def climb_cell(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
-    """Search on the validation split: at k = 10 in full, at another k from where that ended."""
-    grid = [int(size) for size in cell["rates"]]
+def climb_cell(cell: Cell, *more: str) -> Generator[list[TrainingRun], list[Result], dict[str, Any]]:
+    """Search on the validation split: at k = 10 in full, at another k from where that ended; then ``more`` moves."""
+    grid = [size for size in map(int, cell["rates"]) if size != cell.get("next")]
     top = Point(cell["batch_size"], cell["epochs"])
     moves: tuple[str, ...] = FULL
     if "after" in cell:
@@ -106,6 +119,8 @@ def climb_cell(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[st
         top, moves = replace(ended, epochs=cell["epochs"]), SHORT
 
     def moved(move: str, top: Point, tried: Sequence[Point]) -> list[Point]:
+        if move == "next":
+            return [replace(top, batch_size=cell["next"])]
         place = grid.index(top.batch_size)
         if move == "rate":  # outwards, or to both sides where this B was tried at one rate only
             return [replace(top, factor=top.factor * near) for near in NEAR]
@@ -118,14 +133,13 @@ def climb_cell(cell: Cell) -> Generator[list[TrainingRun], list[Result], dict[st
         return [replace(top, schedule=other), *(replace(top, clip=clip) for clip in CLIPS)]
 
     first = [top, *(replace(top, factor=top.factor * near) for near in NEAR)]
-    return (
-        yield from climb(first, moves, moved, lambda point: run_at(cell, point, cell["rates"][str(point.batch_size)]))
-    )
+    rates = cell["rates"]
+    return (yield from climb(first, (*moves, *more), moved, lambda p: run_at(cell, p, rates[str(p.batch_size)])))
 
 
 def frontier_search(cell: Cell) -> Search:
     """Climb on the validation split, then train on everything with ``cell["seeds"]`` seeds, and test."""
-    tuned = yield from climb_cell(cell)
+    tuned = yield from climb_cell(cell, *(("next",) if "next" in cell else ()))
     row, _ = yield from climbed(cell, tuned)
     return row
 
@@ -350,7 +364,8 @@ def page(rows: list[Row]) -> str:
         "those, one seed a run. At k = 10 from a middle B (512 for DP-SGD, 128 with fresh bins, 256 else), a falling "
         f"rate with rate · RMSE / B = {REACH:g} (at most {HIGHEST:g}) and ζ = {CLIPS[0]:g}: rates a factor of two "
         "beside the best, neighbouring B, rates again, then a constant schedule and ζ = .1 and 1. Other k begin where "
-        "k = 10 ended, and try rates beside it and the next larger B. The best run's settings, and whether its last "
+        "k = 10 ended, and try rates beside it and the next larger B. Some that had ended at the smallest or largest "
+        "of these B tried one further, last. The best run's settings, and whether its last "
         f"weights or an average, then train on all of the training set with {seeds} new seeds, which alone see the "
         "test set. (ε, δ) does not cover the search.",
         settings_found(rows),

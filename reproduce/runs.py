@@ -98,6 +98,7 @@ _METHODS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
     ),
 )  # fmt: skip
 METHODS = {name: Method(name, title, asks, **more) for name, title, asks, more in _METHODS}
+LAST_RATE = 0.05  # where a linear schedule ends, as a share of the learning rate
 # What might need less noise than the default: no table of methods has them. Plans of a ``variant`` claim nothing.
 VARIANTS = {
     name: Method(name, title, _binned("normalized-bands", "fresh", variant=name), ours=True)
@@ -112,11 +113,16 @@ VARIANTS = {
 VARIANTS["one-buffer"] = Method(
     "one-buffer", "one buffer, normalised", _binned("blt", "fresh", buffers=1, normalized=True, amplified=True)
 )
+# The default with its λ chosen for a rate that falls as runs' rates do; what its plan says of errors is of such a rate.
+FALLING = Method(
+    "falling-rate", "λ chosen for a falling rate",
+    _binned("lambda-cgd", "fresh", normalized=True, schedule="linear", final_rate=LAST_RATE), ours=True,
+)  # fmt: skip
 
 
 def method(name: str) -> Method:
     """The method of that name."""
-    known = METHODS | VARIANTS
+    known = METHODS | VARIANTS | {FALLING.name: FALLING}
     if name not in known:
         raise InvalidInput("method", name, f"it must be one of {', '.join(known)}")
     return known[name]

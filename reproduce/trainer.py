@@ -37,12 +37,11 @@ from reproduce.problems import (
     sizes,
     views_of,
 )
-from reproduce.runs import PlanBook, Result, RunStore, TrainingRun, method
+from reproduce.runs import LAST_RATE, PlanBook, Result, RunStore, TrainingRun, method
 from reproduce.search import Search, answer, start, stored
 from reproduce.uncertified import noise_of_epochs
 
 AVERAGES = (0.99, 0.998)  # decays of the weights' running averages; they cost no privacy and are evaluated too
-_LEAST = 0.05  # where a linear schedule ends, as a share of the learning rate
 
 
 class TooLate(Exception):
@@ -221,7 +220,7 @@ def _anneal(rate: Tensor, begin: float, private: Private) -> None:
 
 def annealed(begin: float, taken: int, steps: int) -> float:
     """The rate of a linear schedule after so many of its steps: from ``begin`` to a twentieth."""
-    return begin * (_LEAST + (1 - _LEAST) * (1 - taken / steps))
+    return begin * (LAST_RATE + (1 - LAST_RATE) * (1 - taken / steps))
 
 
 @torch.no_grad()

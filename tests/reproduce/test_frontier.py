@@ -59,6 +59,17 @@ def test_a_search_finds_its_best_batch_size_rate_schedule_and_clip(batch_size: i
         assert row["gpu_seconds"] == 1.0
 
 
+def test_a_search_that_ended_at_the_edge_tries_one_further_batch_size() -> None:
+    asked = cell(DP_SGD, 2.0, 10)
+    known = Landscape(128, asked["rates"]["128"])
+    row = stored(frontier_search(asked), known)
+    assert row is not None
+    assert (row["batch_size"], row["tried"][-1]["batch_size"]) == (128, 128)
+    later = Landscape(128, asked["rates"]["128"])
+    assert stored(frontier_search(cell(DP_SGD, 2.0, 20)), later) is not None
+    assert 128 not in {run.batch_size for run in later.asked}  # begins where ten epochs ended before
+
+
 def test_every_method_is_searched_by_the_same_number_of_runs() -> None:
     counts = set()
     for name in (DP_SGD, OURS, frontier.PAPER, frontier.BISR, frontier.PLAIN, frontier.BANDMF):

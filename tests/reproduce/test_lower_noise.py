@@ -13,9 +13,9 @@ import torch
 import lambdacgd as lc
 from lambdacgd.mechanisms import Horizon, LambdaCGD, error_norms
 from reproduce.framework import Settings
-from reproduce.frontier import PLANS
+from reproduce.frontier import OURS, PLANS
 from reproduce.lower_noise import TRAINED, cells, page, search
-from reproduce.runs import PlanBook, Result, TrainingRun
+from reproduce.runs import FALLING, PlanBook, Result, TrainingRun
 from reproduce.search import stored
 from reproduce.trainer import plan_requests
 from reproduce.uncertified import (
@@ -122,7 +122,8 @@ def test_plans_of_all_runs_are_in_the_repository() -> None:
     assert [(cell["method"], cell["epsilon"]) for cell in made] == list(TRAINED)
     for cell in made:
         for request in plan_requests(cell):
-            assert book.get(request).certificate.kind == ("bound" if cell["method"] == "one-buffer" else "estimate")
+            certified = cell["method"] in ("one-buffer", FALLING.name)
+            assert book.get(request).certificate.kind == ("bound" if certified else "estimate")
 
 
 def test_a_variant_begins_where_the_default_ended_and_is_compared_with_it() -> None:
@@ -137,6 +138,20 @@ def test_a_variant_begins_where_the_default_ended_and_is_compared_with_it() -> N
     text = page([row | {"method": cell["method"], "epsilon": 8.0, "epochs": 10}])
     assert "four normalised bands with a σ for each epoch" in text
     assert "nothing may be claimed" in text
+
+
+def test_a_falling_rate_has_the_same_rate_under_both_lambdas() -> None:
+    cell = next(cell for cell in cells(Settings()) if cell["method"] == FALLING.name)
+    known = RatesOnly(next(iter(cell["after"]["rates"].values())))
+    row = stored(search(cell), known)
+    assert row is not None
+    tests = {(run.method, run.schedule, run.learning_rate) for run in known.asked if run.split == "test"}
+    assert tests == {(name, "linear", row["learning_rate"]) for name in (OURS, FALLING.name)}
+    assert len(row["scores"]) == len(row["default"]["scores"]) == 5
+    plan = PlanBook(PLANS).get(next(request for request in plan_requests(cell) if request["examples"] == 50_000))
+    assert 1 < row["default"]["rmse"] / plan.rmse < 1.01  # its λ is the best for such a rate
+    text = page([row | {"method": FALLING.name, "epsilon": 8.0, "epochs": 10}])
+    assert "the best for the default in the search" in text
 
 
 def test_a_plan_is_read_back_from_its_numbers(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path, monkeypatch):
     private.detach()
     assert not list((tmp_path / "c").glob("step-*"))
     again = start(tmp_path)
-    assert again.resume(tmp_path / "c") == {"time": 2}
+    assert again.extra == {}
+    assert again.resume(tmp_path / "c") is True
+    assert again.extra == {"time": 2}
     assert [p.name for p in (tmp_path / "c").iterdir()] == ["step-00000002"]
 
 
@@ -174,7 +176,8 @@ def test_a_draft_is_settled_once_its_process_has_ended(tmp_path, monkeypatch):
     timer = threading.Timer(0.3, private.run.close)
     timer.start()
     again = start(tmp_path)
-    assert again.resume(tmp_path / "c") == {}
+    assert again.resume(tmp_path / "c") is True  # though nothing was given as extra
+    assert again.extra == {}
     assert again.steps_taken == 1
     timer.join()
 

@@ -180,7 +180,7 @@ def test_a_job_that_was_killed_after_its_last_step_ends_when_it_is_started_again
     private.save(tmp_path / "checkpoint")
     private.detach()
     again = start(tmp_path, module=oracle.model(seed=9))
-    assert again.resume(tmp_path / "checkpoint") is not None
+    assert again.resume(tmp_path / "checkpoint")
     assert list(again.loader) == []
     assert list(again.epochs()) == []
     lc.export(again, tmp_path / "release")

@@ -150,7 +150,7 @@ def load(private: Private, path: str | os.PathLike[str]) -> dict[str, Any]:
             _apply(private, state)
             extra: dict[str, Any] = _loaded(state["extra"])
         private.compare_weights()
-    private.history = history  # the weights are the checkpoint's now
+    private.history, private.extra = history, extra  # the weights are the checkpoint's now
     return extra
 
 

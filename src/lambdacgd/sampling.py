@@ -454,16 +454,9 @@ SAMPLINGS: dict[str, type[Sampling]] = {cls.name: cls for cls in (BallsInBins, P
 
 
 def sampling_from_dict(data: dict[str, Any]) -> Sampling:
-    """Make the bound sampling that ``to_dict`` described.
+    """Make the bound sampling that ``to_dict`` described, or refuse what does not describe one.
 
-    Args:
-        data: the name and the fields. Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
-
-    Returns:
-        The sampling.
-
-    Raises:
-        InvalidInput: the name or a field is not known, a number cannot be used, or those that bind it are missing.
+    Balls-in-Bins without ``bins`` are fixed ones, as they once all were.
     """
     given = dict(data)
     name = given.pop("name", None)

@@ -167,9 +167,7 @@ class BallsInBins(Sampling):
         bins: "fresh" redraws the bins in every epoch (example e sits in bin ``prf(key, epoch, e) mod b``), and the
             noise restarts at each epoch's first step, so ``restart_every`` is b. "fixed" draws them once, as in the
             paper: example e sits in bin ``prf(key, e) mod b`` in every epoch.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: ``bins`` is neither, a number cannot be used, or there are more bins than examples.
@@ -310,9 +308,7 @@ class Poisson(Sampling):
 
     Args:
         groups: p, at most b. Not given (0), ``lc.plan`` takes as many as C has bands, and without a plan it is 1.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: a number cannot be used, or there are more groups than steps in an epoch.
@@ -412,9 +408,7 @@ class Cyclic(Sampling):
 
     Args:
         batch_size: B, the size of every batch; 0 takes the batch size that the plan is asked for.
-        examples: N; see ``Sampling``, as for the other two.
-        steps_per_epoch: b.
-        epochs: k.
+        examples: N; this, ``steps_per_epoch`` and ``epochs`` are as for ``Sampling``.
 
     Raises:
         InvalidInput: a number cannot be used, or b batches of B take more than N examples.

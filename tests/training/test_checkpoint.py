@@ -8,6 +8,7 @@ import pickle
 import resource
 import shutil
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -34,8 +35,10 @@ def content(folder):
     return {path.name: path.read_bytes() for path in newest(folder).iterdir()}
 
 
-def killed(*_args, **_kwargs):
-    raise KeyboardInterrupt
+def save_killed_in(private, folder, owner, function, **given):
+    """The process dies in a save, when that calls this function."""
+    with mock.patch.object(owner, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        private.save(folder, **given)
 
 
 @fault(
@@ -44,14 +47,11 @@ def killed(*_args, **_kwargs):
     shows="Nothing: the checkpoint is completed, and the job goes on from it.",
     loses="Nothing.",
 )
-def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
+def test_killed_between_the_ledger_and_the_name(tmp_path):
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     private.detach()
     assert len(drafts(tmp_path / "c")) == 1
     again = start(tmp_path)
@@ -64,14 +64,11 @@ def test_killed_between_the_ledger_and_the_name(tmp_path, monkeypatch):
     assert newest(tmp_path / "c").name == "step-00000003"
 
 
-def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path, monkeypatch):
+def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path):
     private = start(tmp_path)
     steps(private, 2)
     private.save(tmp_path / "c", extra={"time": 1})
-    monkeypatch.setattr(os, "rename", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c", extra={"time": 2})
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", os, "rename", extra={"time": 2})
     private.detach()
     assert not list((tmp_path / "c").glob("step-*"))
     again = start(tmp_path)
@@ -88,13 +85,11 @@ def test_killed_while_a_step_saved_twice_gets_its_name(tmp_path, monkeypatch):
     loses="The steps since the checkpoint before.",
 )
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole, monkeypatch):
+def test_a_draft_the_ledger_does_not_know_is_discarded(tmp_path, whole):
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(private.run, "release", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
+    save_killed_in(private, tmp_path / "c", private.run, "release")
     private.detach()
     (draft,) = drafts(tmp_path / "c")
     if not whole:
@@ -165,14 +160,11 @@ def test_a_second_job_by_mistake_leaves_the_first_ones_draft_alone(tmp_path, mon
     assert second.steps_taken == 2
 
 
-def test_a_draft_is_settled_once_its_process_has_ended(tmp_path, monkeypatch):
+def test_a_draft_is_settled_once_its_process_has_ended(tmp_path):
     """A worker of the killed process may hold the lock for a moment longer."""
     private = start(tmp_path)
     steps(private, 1)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     timer = threading.Timer(0.3, private.run.close)
     timer.start()
     again = start(tmp_path)
@@ -500,33 +492,24 @@ def test_names_that_are_no_text(tmp_path):
         start(tmp_path).load(tmp_path / "c")
 
 
-def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path, monkeypatch):
+def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path):
     """The ledger knows it, so nothing older can be resumed from: it must outlive a next save that fails, too."""
     private = start(tmp_path)
     private.save(tmp_path / "c")
     steps(private, 2)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_give_name")
     steps(private, 1)
-    monkeypatch.setattr(checkpoint, "_write_facts", killed)
-    with pytest.raises(KeyboardInterrupt):
-        private.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(private, tmp_path / "c", checkpoint, "_write_facts")
     private.detach()
     again = start(tmp_path)
     again.load(tmp_path / "c")
     assert again.steps_taken == 2
 
 
-def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path, monkeypatch):
+def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path):
     first = start(tmp_path)
     steps(first, 1)
-    monkeypatch.setattr(checkpoint, "_give_name", killed)
-    with pytest.raises(KeyboardInterrupt):
-        first.save(tmp_path / "c")
-    monkeypatch.undo()
+    save_killed_in(first, tmp_path / "c", checkpoint, "_give_name")
     first.detach()
     second = start(tmp_path)
     steps(second, 3)

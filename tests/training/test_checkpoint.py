@@ -35,6 +35,22 @@ def content(folder):
     return {path.name: path.read_bytes() for path in newest(folder).iterdir()}
 
 
+def saved_run(folder):
+    private = start(folder)
+    steps(private, 2)
+    private.save(folder / "c")
+    private.detach()
+    return newest(folder / "c")
+
+
+def check_refused(folder, sentence=None, **options):
+    """A run that has not begun loads no checkpoint of this folder, and stays as it is."""
+    private = start(folder, **options)
+    with pytest.raises(CheckpointError, match=sentence):
+        private.load(folder / "c")
+    assert private.steps_taken == 0
+
+
 def save_killed_in(private, folder, owner, function, **given):
     """The process dies in a save, when that calls this function."""
     with mock.patch.object(owner, function, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
@@ -185,14 +201,6 @@ def test_not_within_a_logical_batch(tmp_path):
             break
 
 
-def saved_run(folder):
-    private = start(folder)
-    steps(private, 2)
-    private.save(folder / "c")
-    private.detach()
-    return newest(folder / "c")
-
-
 @fault(
     "Damaged files",
     "A file of a checkpoint is cut off.",
@@ -204,10 +212,7 @@ def test_a_truncated_checkpoint_is_refused_with_the_choice(tmp_path, name, sente
     path = saved_run(tmp_path) / name
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    private = start(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence)
 
 
 @fault(
@@ -221,10 +226,7 @@ def test_a_flipped_bit_in_a_checkpoint_is_refused(tmp_path, sentence):
     changed = bytearray(tensors.read_bytes())
     changed[-1] ^= 1
     tensors.write_bytes(changed)
-    private = start(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence)
 
 
 @fault(
@@ -237,10 +239,7 @@ def test_another_key_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
     other = lc.SecretKey.generate()
     other.save(tmp_path / "other.key")
-    private = start(tmp_path, key=other)
-    with pytest.raises(CheckpointError, match=sentence):
-        private.load(tmp_path / "c")
-    assert private.steps_taken == 0
+    check_refused(tmp_path, sentence, key=other)
 
 
 @fault(
@@ -251,8 +250,7 @@ def test_another_key_is_refused(tmp_path, sentence):
 )
 def test_another_plan_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        start(tmp_path, p=oracle.plan(epsilon=5.0)).load(tmp_path / "c")
+    check_refused(tmp_path, sentence, p=oracle.plan(epsilon=5.0))
 
 
 @fault(
@@ -263,8 +261,7 @@ def test_another_plan_is_refused(tmp_path, sentence):
 )
 def test_other_data_is_refused(tmp_path, sentence):
     saved_run(tmp_path)
-    with pytest.raises(CheckpointError, match=sentence):
-        start(tmp_path, dataset=oracle.data(seed=8)).load(tmp_path / "c")
+    check_refused(tmp_path, sentence, dataset=oracle.data(seed=8))
 
 
 class Attack:
@@ -320,16 +317,9 @@ def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
     ],
 )
 def test_facts_that_were_changed_are_a_sentence_and_no_traceback(tmp_path, change):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
-    path = newest(tmp_path / "c") / "run.json"
+    path = saved_run(tmp_path) / "run.json"
     path.write_text(json.dumps(change(json.loads(path.read_text()))))
-    again = start(tmp_path)
-    with pytest.raises(CheckpointError):
-        again.load(tmp_path / "c")
-    assert again.steps_taken == 0
+    check_refused(tmp_path)
 
 
 @pytest.mark.parametrize("text", [b"[" * 100_000, b"\xff\xfe", b"", b"{}", b'{"format": 1}'])
@@ -337,8 +327,7 @@ def test_files_that_are_no_facts(tmp_path, text):
     folder = tmp_path / "c" / "step-00000001"
     folder.mkdir(parents=True)
     (folder / "run.json").write_bytes(text)
-    with pytest.raises(CheckpointError):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path)
 
 
 def test_a_file_in_the_place_of_a_folder_is_refused(tmp_path):
@@ -359,10 +348,7 @@ def test_a_checkpoint_of_another_noise_format_is_refused(tmp_path, monkeypatch, 
         steps(private, 2)
         private.save(tmp_path / "c")
         private.detach()
-    again = start(tmp_path)
-    with pytest.raises(CheckpointError, match="format of the noise: the run was begun under another one"):
-        again.load(tmp_path / "c")
-    assert again.steps_taken == 0
+    check_refused(tmp_path, "format of the noise: the run was begun under another one")
 
 
 def test_only_the_owner_reads_it(tmp_path):
@@ -448,8 +434,7 @@ def test_weights_alone_cannot_be_resumed_from(tmp_path):
     checkpoint.save(private, tmp_path / "c", None, weights_only=True)
     private.detach()
     assert checkpoint.read(tmp_path / "c")["optimizer"] is None
-    with pytest.raises(CheckpointError, match="weights only"):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path, "weights only")
 
 
 def test_what_is_not_a_checkpoint_stays(tmp_path):
@@ -488,8 +473,7 @@ def test_only_plain_files_are_read(tmp_path, name, kind, sentence):
 
 def test_names_that_are_no_text(tmp_path):
     (saved_run(tmp_path) / os.fsdecode(b"\xff")).touch()
-    with pytest.raises(CheckpointError, match="another digest"):
-        start(tmp_path).load(tmp_path / "c")
+    check_refused(tmp_path, "another digest")
 
 
 def test_a_name_that_could_not_be_given_is_given_by_the_next_save(tmp_path):

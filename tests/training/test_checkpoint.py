@@ -19,7 +19,7 @@ from lambdacgd.errors import LedgerError
 from lambdacgd.training import CheckpointError, checkpoint
 from tests.faults import fault
 from tests.training import oracle
-from tests.training.saved import equal, start, steps
+from tests.training.saved import equal, saved, start, steps
 
 
 def drafts(folder):
@@ -36,10 +36,7 @@ def content(folder):
 
 
 def saved_run(folder):
-    private = start(folder)
-    steps(private, 2)
-    private.save(folder / "c")
-    private.detach()
+    saved(folder, 2, "c")
     return newest(folder / "c")
 
 
@@ -281,10 +278,7 @@ class Attack:
 @pytest.mark.parametrize("draft", [False, True], ids=["checkpoint", "draft"])
 @pytest.mark.parametrize("name", ["run.json", "whole.safetensors", "rows-00000.safetensors", "run.pt", "metadata"])
 def test_a_pickle_in_any_file_runs_nothing(tmp_path, name, draft):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    private = saved(tmp_path, 1, "c")
     folder = newest(tmp_path / "c")
     plants = {"pickle": pickle.dumps, "torch": lambda what: torch.save(what, folder / name)}
     for kind, plant in plants.items():
@@ -370,10 +364,7 @@ def test_what_cannot_be_saved(tmp_path):
 
 def test_drafts_of_others_are_left_alone(tmp_path):
     """Hidden files may be anybody's, and another key's ledger knows what to do with its own drafts."""
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    saved(tmp_path, 1, "c")
     foreign = tmp_path / "c" / f".step-00000009.{'cd' * 16}.draft"
     foreign.mkdir()
     (tmp_path / "c" / ".step-letter.draft").write_text("Dear all")
@@ -403,10 +394,7 @@ def test_not_while_the_model_holds_an_average(tmp_path):
 
 
 def test_another_model_or_other_groups_are_refused_before_anything_changes(tmp_path):
-    private = start(tmp_path)
-    steps(private, 1)
-    private.save(tmp_path / "c")
-    private.detach()
+    saved(tmp_path, 1, "c")
     other = start(tmp_path)
     other.model.register_buffer("counter", torch.zeros(3))
     with pytest.raises(CheckpointError, match="counter is missing"):
@@ -495,10 +483,7 @@ def test_completing_another_runs_draft_removes_nothing_of_this_one(tmp_path):
     steps(first, 1)
     save_killed_in(first, tmp_path / "c", checkpoint, "_give_name")
     first.detach()
-    second = start(tmp_path)
-    steps(second, 3)
-    second.save(tmp_path / "c")
-    second.detach()
+    second = saved(tmp_path, 3, "c")
     again = start(tmp_path)
     again.load(tmp_path / "c")
     assert (again.run.id, again.steps_taken) == (second.run.id, 3)

@@ -19,7 +19,7 @@ from lambdacgd.errors import LedgerError
 from lambdacgd.training import CheckpointError, TrainingError, checkpoint, export
 from tests.faults import fault
 from tests.training import oracle, resumable
-from tests.training.saved import equal, start, steps
+from tests.training.saved import equal, saved, start, steps
 
 # --- a run that is resumed, after whatever end, goes on exactly ------------------------------------------------------
 
@@ -175,10 +175,7 @@ def test_after_an_optimizer_that_failed_a_checkpoint_helps(tmp_path):
 
 def test_a_job_that_was_killed_after_its_last_step_ends_when_it_is_started_again(tmp_path):
     """The same script, with its loop over the loader, was refused: all steps are done."""
-    private = start(tmp_path)
-    steps(private, 99)
-    private.save(tmp_path / "checkpoint")
-    private.detach()
+    saved(tmp_path, 99, "checkpoint")
     again = start(tmp_path, module=oracle.model(seed=9))
     assert again.resume(tmp_path / "checkpoint")
     assert list(again.loader) == []
@@ -237,10 +234,7 @@ def other_key(folder):
     ids=["plan", "norm", "mode", "augmentations", "reduction", "data", "key"],
 )
 def test_a_checkpoint_of_something_else(tmp_path, change, message):
-    private = start(tmp_path, data_fingerprint="the data")
-    steps(private, 1)
-    private.save(tmp_path / "c.pt")
-    private.detach()
+    saved(tmp_path, 1, "c.pt", data_fingerprint="the data")
     with pytest.raises(CheckpointError, match=message) as caught:
         start(tmp_path, **({"data_fingerprint": "the data"} | change(tmp_path))).load(tmp_path / "c.pt")
     assert str(caught.value).count("\n- ") == 1
@@ -299,10 +293,7 @@ def test_a_run_that_began_does_not_become_another(tmp_path):
 
 def test_an_interrupt_just_as_the_run_becomes_the_checkpoints(tmp_path, monkeypatch):
     """Ctrl-C between the run and the position: step 1 under the run's noise would be a second sum."""
-    first = start(tmp_path)
-    steps(first, 3)
-    first.save(tmp_path / "c.pt")
-    first.detach()
+    saved(tmp_path, 3, "c.pt")
     again = start(tmp_path)
     resume = again.run.resume
 
@@ -320,10 +311,7 @@ def test_an_interrupt_just_as_the_run_becomes_the_checkpoints(tmp_path, monkeypa
 
 def test_a_load_that_fails_half_way_does_not_begin_the_run_again(tmp_path, monkeypatch):
     """The run is the checkpoint's by then: step 1 under its noise, on other weights, would be a second sum."""
-    first = start(tmp_path)
-    steps(first, 3)
-    first.save(tmp_path / "c.pt")
-    first.detach()
+    saved(tmp_path, 3, "c.pt")
     again = start(tmp_path)
     optimizer = again.optimizer
     monkeypatch.setattr(optimizer, "load_state_dict", lambda state: (_ for _ in ()).throw(ValueError("no memory")))

@@ -52,17 +52,17 @@ def test_resumed_ends_like_uninterrupted(tmp_path, p, at):
 
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 def test_every_random_thing_resumes_exactly(tmp_path, bins):
-    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 8 (an epoch ends) and 13."""
+    """Dropout, augmentation, AdamW, a scheduler, an EMA: stopped at steps 1, 4 (an epoch ends) and 7."""
     resumable.prepare(tmp_path, bins, workers=0)
     shutil.copytree(tmp_path, tmp_path / "whole")
-    for until in (1, 8, 13):
+    for until in (1, 4, 7):
         random.seed(until)
         torch.manual_seed(until)
         private, _ = resumable.go_on(tmp_path, until=until, workers=0)
         private.detach()
     stopped, module = resumable.go_on(tmp_path, workers=0)
     whole, other = resumable.go_on(tmp_path / "whole", workers=0)
-    assert stopped.steps_taken == whole.steps_taken == 20
+    assert stopped.steps_taken == whole.steps_taken == 12
     assert equal(module, other)
     with stopped.averages[0].applied() as a, whole.averages[0].applied() as b:
         assert equal(a, b)
@@ -71,7 +71,7 @@ def test_every_random_thing_resumes_exactly(tmp_path, bins):
 def run_and_kill(folder, after, workers):
     """Run in another process; kill -9 it ``after`` seconds into training. Returns whether it finished, and its time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.training.resumable"])
+    context.set_forkserver_preload(["torch._dynamo", "tests.training.resumable"])  # the first takes seconds, too
     ours, theirs = context.Pipe()
     process = context.Process(target=resumable.main, args=(folder, workers, theirs))
     process.start()
@@ -100,7 +100,7 @@ def kill_and_compare(folder, kills, seed, workers, bins):
     assert hits > 0
     assert run_and_kill(folder, None, workers)[0]
     one, two = (checkpoint.read(f / "checkpoint") for f in (folder, folder / "whole"))
-    assert one["step"] == two["step"] == 20
+    assert one["step"] == two["step"] == 12
     for name, value in one["model"].items():
         assert torch.equal(value, two["model"][name]), name
     for name, value in one["averages"][0]["average"].items():

@@ -15,7 +15,9 @@ from torch.utils.data import TensorDataset
 
 import lambdacgd as lc
 from lambdacgd import cache, cli
+from lambdacgd.accounting.certificate import set_aside
 from lambdacgd.planning import _digest
+from lambdacgd.training.step import check_plan
 from lambdacgd.verifying import verify
 
 
@@ -55,8 +57,10 @@ def test_an_edited_plan_with_its_digest_recomputed_is_refused(bins: str, share: 
 
 def test_a_smaller_epsilon_than_was_certified_is_refused(tmp_path: Path) -> None:
     plan = plan_of()
-    certificate = plan.certificate.to_dict() | {"epsilon": 1.0}
+    details = plan.certificate.details | {"floating_point": set_aside(1.0, plan.delta)}
+    certificate = plan.certificate.to_dict() | {"epsilon": 1.0, "details": details}
     path = edited(tmp_path, plan, epsilon=1.0, certificate=certificate)
+    check_plan(lc.Plan.load(path))  # nothing in the file betrays it
     with pytest.raises(lc.InvalidInput, match="This plan is false: it claims ε = 1 at"):
         verify(path)
 

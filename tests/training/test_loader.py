@@ -203,17 +203,20 @@ def test_between_physical_batches_gradients_are_none_and_weights_rest():
         optimizer.zero_grad()
 
 
+class Noisy(torch.utils.data.Dataset):
+    """Random augmentation."""
+
+    def __len__(self):
+        return 48
+
+    def __getitem__(self, i):
+        x, y = oracle.data()[i]
+        return x + torch.randn(x.shape), y
+
+
 @pytest.mark.parametrize(("views", "size"), [(1, None), (1, 9), (2, 9)])
 def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
     """What fills a batch up has weight zero; augmentation does not move by it."""
-
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-
-        def __getitem__(self, i):
-            x, y = oracle.data()[i]
-            return x + torch.randn(x.shape), y
 
     runs = []
     for multiple in (1, 4):
@@ -252,14 +255,6 @@ def test_padded_batches_give_the_same_weights_in_few_sizes(views, size):
 def test_augmentations_are_averaged_before_clipping():
     p = oracle.plan()
     views = 3
-
-    class Noisy(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-
-        def __getitem__(self, i):
-            x, y = oracle.data()[i]
-            return x + torch.randn(x.shape), y
 
     for reduction in ("mean", "sum"):
         module = oracle.model(dtype=torch.float32)

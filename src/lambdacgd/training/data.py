@@ -147,9 +147,9 @@ class KeepsApart:
             of_each = (self._lost(items, trial, place) for place in range(len(items)))
             if lost.total() > 1 or any(max(rows.values(), default=0) > 1 for rows in of_each):
                 raise TrainingError(
-                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch, as "
-                    "mixup, cutmix and the batch's mean do. Leave that out; several augmentations of one example are "
-                    "augmentations=K, and random numbers whose count depends on it belong into __getitem__"
+                    f"collate_fn mixes examples: exchanging one of {len(items)} changes several rows of the batch. "
+                    "Leave mixup and the like out; several augmentations of one example are augmentations=K, and "
+                    "random numbers whose count depends on it belong into __getitem__"
                 )
 
     def _lost(self, items: list[Any], trial: int, place: int = -1) -> Counter[bytes]:
@@ -228,9 +228,9 @@ class Sample:
         own = None if saved is None else self.seal(key, run)
         if saved is not None and own is not None and not hmac.compare_digest(saved, own):
             raise CheckpointError(
-                "this checkpoint does not belong here: some examples, read again, are not those of the run. The "
-                "dataset is in another order or holds other data (shuffled or split anew, without a seed?): build it "
-                "as it was. If only reading it differs, say so with data_fingerprint=…"
+                "this checkpoint does not belong here: some examples, read again, are not those of the run. Build the "
+                "dataset as it was: it holds other data, or in another order. If only reading differs, vouch for the "
+                "data with data_fingerprint=…"
             )
 
     @cached_property

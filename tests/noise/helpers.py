@@ -12,7 +12,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.mechanisms.base import Recurrence
 from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.noise.layout import Entry
-from tests.noise.reference import normals
+from lambdacgd.noise.reference import normals
 
 KEY = SecretKey.from_bytes(bytes(range(32)))
 SUBKEY = KEY.derive("run", "test", "noise")

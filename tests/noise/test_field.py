@@ -17,7 +17,7 @@ from lambdacgd.keys import SecretKey
 from lambdacgd.noise import Layout, NoiseField
 from lambdacgd.noise import field as noise_field
 from lambdacgd.noise.layout import FORMAT, Combination, Entry, match
-from tests.noise.reference import normals, radii
+from lambdacgd.noise.reference import normals, radii
 
 from .helpers import KEY, SHAPES, SUBKEY, expected, field, law_of_normals, tensors
 

@@ -20,7 +20,7 @@ import torch
 from lambdacgd.noise import cuda
 from lambdacgd.noise.cuda import CudaBackend
 from lambdacgd.noise.layout import Combination, Job, Layout, match
-from tests.noise.reference import normals
+from lambdacgd.noise.reference import normals
 from tests.noise.helpers import SUBKEY, expected, tensors
 
 cpu = torch.device("cpu")

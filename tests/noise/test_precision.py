@@ -268,8 +268,7 @@ def test_the_proof_quotes_the_code() -> None:
     quotations = re.findall(r"\*In code\*: `([^`]+)` has `([^`]+)`", page)
     assert len(quotations) == page.count("*In code*") > 30
     for path, text in quotations:
-        place = source.parents[1] if path.startswith("tests/") else source
-        assert text in (place / path).read_text(), (path, text)
+        assert text in (source / path).read_text(), (path, text)
 
 
 def test_what_a_run_costs() -> None:

@@ -145,7 +145,7 @@ def _root(x):
 
 @triton.jit
 def _refined(r, w0, w1, w2, w3):
-    """The radius where u is within 2⁻¹⁵ of 0 or 1, of the word r and 128 more bits: see tests/noise/reference.py."""
+    """The radius where u is within 2⁻¹⁵ of 0 or 1: the pair's word r and 128 more bits, see ``reference.radii``."""
     r = r ^ 0x80000000
     further = (w3.to(tl.float64) + 0.5) * 2.3283064365386963e-10
     further = (w2.to(tl.float64) + further) * 2.3283064365386963e-10

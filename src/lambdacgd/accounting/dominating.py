@@ -28,7 +28,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize
-from scipy.signal import correlate, lfilter
+from scipy.signal import fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
@@ -37,9 +37,7 @@ from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
-from lambdacgd.mechanisms.error import participation_sum
 
-LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
 MOST_STEPS = 100_000
 MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
@@ -133,69 +131,51 @@ def first_guess(
     """
     b = horizon.steps_per_epoch
     folded = Horizon(b, 1) if restarts else horizon
-    column = np.abs(np.asarray(mechanism.strategy(folded.steps), dtype=np.float64))
-    scales = mechanism.column_scales(folded.steps)
-    rows = _spread(b)
-    if scales is None:  # m_j is m_0 moved down by j
-        centre = participation_sum(column, folded)
-        ends = [centre[: folded.steps - i] for i in rows]
-        products = {int(i): correlate(end, end)[len(end) - 1 :][: b - i] for i, end in zip(rows, ends, strict=True)}
-    else:
-        matrix = scaled_gram(column, np.asarray(scales, dtype=np.float64), folded)
-        products = {int(i): matrix[i, i:] for i in rows}
+    n, k = folded.steps, folded.epochs
+    column, scales = _column_and_scales(mechanism, n)
+    products: dict[int, Array] = {}
+    for i in _spread(b):
+        each = np.zeros(n)
+        each[i::b] = 1 / scales[i::b]
+        summed = fftconvolve(each, column)[:n]  # m_i, what bin i adds over all epochs
+        with_all = fftconvolve(summed, column[::-1])[n - 1 :] / scales
+        products[int(i)] = with_all.reshape(k, b).sum(axis=0)[i:]
     allowed = gaussian_sigma(epsilon, delta) ** -2
     return _at_budget(products, b, allowed / horizon.epochs if restarts else allowed) ** -0.5
+
+
+def _column_and_scales(mechanism: Mechanism, steps: int) -> tuple[Array, Array]:
+    """|T|'s first column and the d_t of C = T·D⁻¹, ones where columns are not scaled."""
+    scales = mechanism.column_scales(steps)
+    column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
+    return column, np.ones(steps) if scales is None else np.asarray(scales, dtype=np.float64)
 
 
 class _Inner:
     """The inner products of the columns of |C|."""
 
     def __init__(self, mechanism: Mechanism, steps: int) -> None:
-        column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
-        scales = mechanism.column_scales(steps)
-        self.steps, self.column, self.toeplitz = steps, column, scales is None
-        if not np.isfinite(column).all():
+        self.steps, self.toeplitz = steps, mechanism.column_scales(steps) is None
+        self.column, self.scales = _column_and_scales(mechanism, steps)
+        if not np.isfinite(self.column).all():
             raise AccountingError("C has entries that are not finite numbers")
-        if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
+        if steps > (MOST_STEPS if self.toeplitz else MOST_PAIRWISE):
             raise AccountingError(f"noise of {mechanism.name} correlated over {steps} steps is too long to certify")
-        self._dense = None
-        if scales is not None:
-            self._dense = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
 
     def from_last(self) -> Iterator[tuple[int, Array]]:
         """(i, G_ii, G_i,i+1, …) for i = b−1 … 0, rounded up."""
         by_distance = np.zeros(0)
         for i in range(self.steps - 1, -1, -1):
-            if self._dense is not None:
-                yield i, self._dense[i, i:] * SAFETY
-                continue
-            # Column i is column i+1 moved up by one, with one entry more at its end.
+            # Column i of T is column i+1 moved up by one, with one entry more at its end.
             last = self.column[self.steps - 1 - i]
             by_distance = np.append(by_distance, 0.0) + last * self.column[self.steps - 1 - i :: -1]
-            yield i, by_distance * SAFETY
+            yield i, by_distance * (SAFETY / self.scales[i]) / self.scales[i:]
 
     @cached_property
     def by_distance(self) -> Array:
         """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
         full = np.correlate(self.column, self.column, mode="full")[self.steps - 1 :]
         return np.asarray(full * SAFETY)
-
-
-def scaled_gram(column: Array, scales: Array, horizon: Horizon) -> Array:
-    """⟨m_i, m_j⟩ for C = T·D⁻¹, m_j being what bin j adds over all epochs, without an n×n matrix."""
-    n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
-    padded = np.concatenate([np.zeros(n), column])  # padded[n + i − s] = T[i, s]
-    gram = np.zeros((b, b))
-    weights = 1.0 / np.asarray(scales, dtype=np.float64)
-    block = max(1, 4_000_000 // b)
-    for top in range(0, n, block):
-        rows = np.arange(top, min(top + block, n))
-        centres = np.zeros((len(rows), b))
-        for epoch in range(k):
-            steps = epoch * b + np.arange(b)
-            centres += padded[n + rows[:, None] - steps[None, :]] * weights[steps]
-        gram += centres.T @ centres
-    return gram
 
 
 def _spread(b: int) -> NDArray[np.int64]:

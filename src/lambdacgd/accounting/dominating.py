@@ -3,7 +3,7 @@
 δ of Balls-in-Bins depends on the Gram matrix G of the columns of C alone, and grows with it in two orders
 (Lemma 7 of docs/exact-accountant.md): entry by entry (Kahane), and by positive semidefinite matrices (Jensen: more
 independent noise in the losses). So G' dominates G if G' − G is a sum of a matrix without negative entries and a
-positive semidefinite one. Three such G' are searched for, among those that the transfer-matrix accountant computes,
+positive semidefinite one. Such G' are searched for, among those that the transfer-matrix accountant computes,
 
     G'_st = chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t]:
 
@@ -11,6 +11,7 @@ positive semidefinite one. Three such G' are searched for, among those that the 
   (a diagonally dominant matrix is positive semidefinite). Every pair of columns is looked at.
 - ``_by_cosines`` (Toeplitz C, tail = 0): the same with one more positive semidefinite matrix, a taper
   (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0; a linear program finds the a_q.
+- ``scaled`` (columns of norm 1, one epoch): entry by entry, with a chain whose correlations fall as the columns' do.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
 
@@ -28,16 +29,19 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog, minimize
-from scipy.signal import fftconvolve, lfilter
+from scipy.signal import correlate, fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
 from lambdacgd.accounting.exact.lattice import Columns
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
+from lambdacgd.accounting.scaled import followed, followed_sigma, unit_column
 from lambdacgd.errors import AccountingError
 from lambdacgd.mechanisms import BufferedToeplitz, Horizon, Mechanism
+from lambdacgd.mechanisms.error import participation_sum
 
+LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
 MOST_STEPS = 100_000
 MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
@@ -110,10 +114,13 @@ def dominating(
     steps = horizon.steps_per_epoch if restarts else horizon.steps
     if (exact := exact_columns(mechanism, steps)) is not None:
         return exact
-    inner = _Inner(mechanism, steps)
     # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
     k = horizon.epochs
+    if (restarts or k == 1) and steps <= MOST_PAIRWISE and (column := unit_column(mechanism, steps)) is not None:
+        found = followed(column, allowed / k)
+        return Dominating(found.lam, found.columns, found.loss)
+    inner = _Inner(mechanism, steps)
     goal = _Goal(inner, allowed / k if restarts else math.log1p(math.expm1(allowed) / k))
     choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
     if inner.toeplitz:
@@ -127,55 +134,82 @@ def first_guess(
 ) -> float:
     """σ at which a Gaussian mechanism of the same E W² after all epochs would need (ε, δ), rows of G being sampled.
 
-    The arguments are those of ``dominating``.
+    The arguments are those of ``dominating``. Of columns scaled to norm 1 over one epoch E W² is that of the chain which
+    dominates them: so C is chosen for what can be certified.
     """
-    b = horizon.steps_per_epoch
+    b, k = horizon.steps_per_epoch, horizon.epochs
+    if (restarts or k == 1) and (unit := unit_column(mechanism, b)) is not None:
+        return followed_sigma(unit, gaussian_sigma(epsilon, delta) ** -2 / k)
     folded = Horizon(b, 1) if restarts else horizon
-    n, k = folded.steps, folded.epochs
-    column, scales = _column_and_scales(mechanism, n)
-    products: dict[int, Array] = {}
-    for i in _spread(b):
-        each = np.zeros(n)
-        each[i::b] = 1 / scales[i::b]
-        summed = fftconvolve(each, column)[:n]  # m_i, what bin i adds over all epochs
-        with_all = fftconvolve(summed, column[::-1])[n - 1 :] / scales
-        products[int(i)] = with_all.reshape(k, b).sum(axis=0)[i:]
+    column = np.abs(np.asarray(mechanism.strategy(folded.steps), dtype=np.float64))
+    scales = mechanism.column_scales(folded.steps)
+    rows = _spread(b)
+    if scales is None:  # m_j is m_0 moved down by j
+        centre = participation_sum(column, folded)
+        ends = [centre[: folded.steps - i] for i in rows]
+        products = {int(i): correlate(end, end)[len(end) - 1 :][: b - i] for i, end in zip(rows, ends, strict=True)}
+    else:
+        n, weights = folded.steps, 1 / np.asarray(scales, dtype=np.float64)
+        products = {}
+        for i in map(int, rows):
+            places = np.zeros(n)
+            places[i::b] = weights[i::b]
+            own = fftconvolve(places, column)[:n]  # m_i
+            with_all = fftconvolve(own, column[::-1])[n - 1 :] * weights
+            products[i] = with_all.reshape(-1, b).sum(axis=0)[i:]
     allowed = gaussian_sigma(epsilon, delta) ** -2
     return _at_budget(products, b, allowed / horizon.epochs if restarts else allowed) ** -0.5
-
-
-def _column_and_scales(mechanism: Mechanism, steps: int) -> tuple[Array, Array]:
-    """|T|'s first column and the d_t of C = T·D⁻¹, ones where columns are not scaled."""
-    scales = mechanism.column_scales(steps)
-    column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
-    return column, np.ones(steps) if scales is None else np.asarray(scales, dtype=np.float64)
 
 
 class _Inner:
     """The inner products of the columns of |C|."""
 
     def __init__(self, mechanism: Mechanism, steps: int) -> None:
-        self.steps, self.toeplitz = steps, mechanism.column_scales(steps) is None
-        self.column, self.scales = _column_and_scales(mechanism, steps)
-        if not np.isfinite(self.column).all():
+        column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
+        scales = mechanism.column_scales(steps)
+        self.steps, self.column, self.toeplitz = steps, column, scales is None
+        if not np.isfinite(column).all():
             raise AccountingError("C has entries that are not finite numbers")
-        if steps > (MOST_STEPS if self.toeplitz else MOST_PAIRWISE):
+        if steps > (MOST_STEPS if scales is None else LARGEST_DENSE):
             raise AccountingError(f"noise of {mechanism.name} correlated over {steps} steps is too long to certify")
+        self._dense = None
+        if scales is not None:
+            self._dense = scaled_gram(column, np.asarray(scales, dtype=np.float64), Horizon(steps, 1))
 
     def from_last(self) -> Iterator[tuple[int, Array]]:
         """(i, G_ii, G_i,i+1, …) for i = b−1 … 0, rounded up."""
         by_distance = np.zeros(0)
         for i in range(self.steps - 1, -1, -1):
-            # Column i of T is column i+1 moved up by one, with one entry more at its end.
+            if self._dense is not None:
+                yield i, self._dense[i, i:] * SAFETY
+                continue
+            # Column i is column i+1 moved up by one, with one entry more at its end.
             last = self.column[self.steps - 1 - i]
             by_distance = np.append(by_distance, 0.0) + last * self.column[self.steps - 1 - i :: -1]
-            yield i, by_distance * (SAFETY / self.scales[i]) / self.scales[i:]
+            yield i, by_distance * SAFETY
 
     @cached_property
     def by_distance(self) -> Array:
         """Of Toeplitz C, the largest inner product at each distance: that of the earliest pair, none cut off."""
         full = np.correlate(self.column, self.column, mode="full")[self.steps - 1 :]
         return np.asarray(full * SAFETY)
+
+
+def scaled_gram(column: Array, scales: Array, horizon: Horizon) -> Array:
+    """⟨m_i, m_j⟩ for C = T·D⁻¹, m_j being what bin j adds over all epochs, without an n×n matrix."""
+    n, b, k = horizon.steps, horizon.steps_per_epoch, horizon.epochs
+    padded = np.concatenate([np.zeros(n), column])  # padded[n + i − s] = T[i, s]
+    gram = np.zeros((b, b))
+    weights = 1.0 / np.asarray(scales, dtype=np.float64)
+    block = max(1, 4_000_000 // b)
+    for top in range(0, n, block):
+        rows = np.arange(top, min(top + block, n))
+        centres = np.zeros((len(rows), b))
+        for epoch in range(k):
+            steps = epoch * b + np.arange(b)
+            centres += padded[n + rows[:, None] - steps[None, :]] * weights[steps]
+        gram += centres.T @ centres
+    return gram
 
 
 def _spread(b: int) -> NDArray[np.int64]:

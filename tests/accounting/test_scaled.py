@@ -41,7 +41,7 @@ SOME = [
 @pytest.mark.parametrize(("mechanism", "b"), SOME, ids=str)
 @pytest.mark.parametrize("epsilon", [8.0, 0.5])
 def test_what_entries_lack_is_on_the_diagonal(mechanism: lc.Mechanism, b: int, epsilon: float) -> None:
-    """Lemma 1d: where the chain is too small, its diagonal outweighs what its row lacks. All of it in dense matrices."""
+    """Lemma 1d: where the chain is too small, its diagonal outweighs what its row lacks. All in dense matrices."""
     found = dominating(mechanism, lc.Horizon(b, 5), epsilon=epsilon, delta=1e-5)
     assert found.columns.runs
     difference = found.columns.over(found.lam, b, 1, 1.0).gram() - gram(mechanism, b)

@@ -31,7 +31,7 @@ from tests.training.trained import ZETA, same, train
         lc.BSR(3),
         lc.BLT(1),
         lc.BandInvMF(3, normalized=True),
-    ],  # fmt: skip
+    ],
     ids=lambda m: type(m).__name__ + str(getattr(m, "normalized", "")),
 )
 @pytest.mark.parametrize("bins", [None, "fixed", "fresh"])

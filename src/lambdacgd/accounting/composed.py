@@ -659,9 +659,13 @@ class FreshBins:
         peak, covariances = chain.loss_variance, chain.gain * chain.covariance(d)
         middle = np.array([peak])
         middles = (np.arange(16)[:, None] + 0.5) / 16
-        if chain.runs:  # a mean over places of the epoch, as below
+        if self.columns and chain.runs:  # a mean over places of the epoch, as below
             logs, places = log_correlations(chain.runs), (middles * (b - d)).astype(np.int64)
             covariances = np.asarray(chain.gain * np.exp(logs[places + d] - logs[places]), dtype=np.float64)
+        elif chain.runs:  # without the steps of the runs, so that it is smooth in λ
+            left, rate = b - middles * (b - d), 2 * math.log(self.lam)
+            falling = np.sqrt(np.expm1((left - d) * rate) / np.expm1(left * rate))
+            covariances = np.asarray(chain.gain * self.lam**d * falling, dtype=np.float64)
         elif chain.tail and b * (1 - chain.lam) < 20:  # what the end takes away shows
             ends = chain.end_effect(middles * (b - d)) * chain.end_effect(middles * (b - d) + d)
             covariances = covariances - chain.gain * chain.tail * ends

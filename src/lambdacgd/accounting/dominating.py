@@ -134,8 +134,8 @@ def first_guess(
 ) -> float:
     """σ at which a Gaussian mechanism of the same E W² after all epochs would need (ε, δ), rows of G being sampled.
 
-    The arguments are those of ``dominating``. Of columns scaled to norm 1 over one epoch E W² is that of the chain which
-    dominates them: so C is chosen for what can be certified.
+    The arguments are those of ``dominating``. Of columns scaled to norm 1 over one epoch E W² is that of the chain
+    which dominates them: so C is chosen for what can be certified.
     """
     b, k = horizon.steps_per_epoch, horizon.epochs
     if (restarts or k == 1) and (unit := unit_column(mechanism, b)) is not None:

@@ -34,7 +34,7 @@ def unit_column(mechanism: Mechanism, steps: int) -> Array | None:
     if scales is None or steps < 3:
         return None
     column = np.abs(np.asarray(mechanism.strategy(steps), dtype=np.float64))
-    return column if np.allclose(scales, _norms(column), rtol=1e-9, atol=0) else None
+    return column if np.allclose(scales, _norms(column), rtol=1e-12, atol=0) else None
 
 
 def _norms(column: Array) -> Array:

@@ -54,7 +54,8 @@ class Chain:
     dominates it), values between lie between. Each of the ``bins`` sites may hold ``repeat`` bins (Lemma 8b).
 
     ``runs`` (one epoch): bins of Var(u) = 1 whose correlation changes along the epoch (Lemma 1c). A run of ``count``
-    bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the largest r. ``amplitudes`` (no nugget): one number a_j a bin, X_j = √gain·a_j·u_j − Var(X_j)/2 (Lemma 7c).
+    bins has a number r; the correlation of two neighbours is the geometric mean of theirs, and ``lam`` is the
+    largest r. ``amplitudes`` (no nugget): one number a_j a bin, X_j = √gain·a_j·u_j − Var(X_j)/2 (Lemma 7c).
     """
 
     lam: float

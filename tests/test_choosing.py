@@ -212,7 +212,7 @@ def test_a_plan_asks_for_the_bins_it_has(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("bins", ["fresh", "fixed"])
 def test_normalised_bands_are_chosen_for_what_is_certified(bins: Bins) -> None:
-    """Better than plain ones and than two; what a plan then holds is what was judged."""
+    """Better than plain ones and than two with fresh bins; with fixed ones the chain that dominates takes that back."""
     request = {"examples": 2000, "batch_size": 40, "epochs": 4, "epsilon": 4.0, "delta": 1e-5}
     request |= {"sampling": BallsInBins(bins)}
     plans = [plan(mechanism=mechanism, **request) for mechanism in (  # type: ignore[arg-type]
@@ -220,12 +220,12 @@ def test_normalised_bands_are_chosen_for_what_is_certified(bins: Bins) -> None:
         LambdaCGD(normalized=True, objective="amplified-rmse"),
     )]  # fmt: skip
     best = plans[0]
-    assert best.rmse < min(other.rmse for other in plans[1:])
+    assert best.rmse < min(other.rmse for other in plans[1:]) * (1.0 if bins == "fresh" else 1.01)
     assert best.mechanism.resolved
     assert str(best.mechanism) == "BandInvMF p=3 normalised"
     assert best.selection is not None
     assert best.selection["parameter"] == "coefficients"
-    assert best.certificate.details["dominated_by"]["sigma_loss"] < 0.02
+    assert best.certificate.details["dominated_by"]["sigma_loss"] < (0.01 if bins == "fresh" else 0.04)
     assert type(best).from_json(best.to_json()).mechanism == best.mechanism
 
 

@@ -14,7 +14,7 @@ from lambdacgd.accounting.dominating import dominating, first_guess
 from lambdacgd.accounting.exact.accountant import TransferMatrix
 from lambdacgd.accounting.exact.lattice import Columns, normalized_runs
 from lambdacgd.accounting.gaussian import gaussian_sigma
-from lambdacgd.accounting.scaled import unit_column
+from lambdacgd.accounting.scaled import followed, unit_column
 from lambdacgd.errors import AccountingError
 from reproduce.reference import dense_strategy, quadrature
 from reproduce.simulated import simulate
@@ -42,8 +42,9 @@ SOME = [
 @pytest.mark.parametrize("epsilon", [8.0, 0.5])
 def test_what_entries_lack_is_on_the_diagonal(mechanism: lc.Mechanism, b: int, epsilon: float) -> None:
     """Lemma 1d: where the chain is too small, its diagonal outweighs what its row lacks. All in dense matrices."""
-    found = dominating(mechanism, lc.Horizon(b, 5), epsilon=epsilon, delta=1e-5)
-    assert found.columns.runs
+    column = unit_column(mechanism, b)
+    assert column is not None
+    found = followed(column, gaussian_sigma(epsilon, 1e-5) ** -2 / 5)
     difference = found.columns.over(found.lam, b, 1, 1.0).gram() - gram(mechanism, b)
     lacking = np.minimum(difference, 0.0)
     np.fill_diagonal(lacking, 0.0)
@@ -74,9 +75,12 @@ def test_random_bands_are_never_certified_below_quadrature(seed: int) -> None:
     sigma, epsilon = float(rng.uniform(0.6, 1.4)), float(rng.uniform(0.3, 2.5))
     truth = quadrature(gram(mechanism, b), sigma, epsilon, step={3: 0.03, 4: 0.1}[b])
     found = dominating(mechanism, lc.Horizon(b, 1), epsilon=epsilon, delta=1e-4)
-    bound = TransferMatrix(found.lam, b, 1, columns=found.columns).delta(sigma, epsilon)
-    assert bound.delta_remove >= truth[0]
-    assert bound.delta_add >= truth[1]
+    column = unit_column(mechanism, b)
+    assert column is not None
+    for by in (found, followed(column, 0.5)):
+        bound = TransferMatrix(by.lam, b, 1, columns=by.columns).delta(sigma, epsilon)
+        assert bound.delta_remove >= truth[0]
+        assert bound.delta_add >= truth[1]
 
 
 def test_composed_they_meet_simulation() -> None:
@@ -93,10 +97,11 @@ def test_composed_they_meet_simulation() -> None:
 
 def test_the_guess_is_of_what_is_certified() -> None:
     """E W² of the chain that dominates meets what a Gaussian mechanism of (ε, δ) has, within 1% of σ."""
-    horizon, budget = lc.Horizon(200, 6), gaussian_sigma(4.0, 1e-5) ** -2 / 6
+    horizon, budget = lc.Horizon(240, 6), gaussian_sigma(4.0, 1e-5) ** -2 / 6
     for mechanism in (bands(-0.43, -0.01, -0.45), bands(-0.6, -0.3)):
         found = dominating(mechanism, horizon, epsilon=4.0, delta=1e-5)
-        chain = found.columns.over(found.lam, 200, 1, 1.0).gram()
+        assert found.columns.runs
+        chain = found.columns.over(found.lam, 240, 1, 1.0).gram()
         sigma = first_guess(mechanism, horizon, epsilon=4.0, delta=1e-5)
         more, less = (math.log1p(float(np.expm1(chain / (way * sigma) ** 2).mean())) for way in (0.99, 1.01))
         assert less < budget < more

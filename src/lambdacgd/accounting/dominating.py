@@ -33,7 +33,7 @@ from scipy.signal import correlate, fftconvolve, lfilter
 
 from lambdacgd.accounting.certificate import Array
 from lambdacgd.accounting.exact.accountant import LARGEST_LAMBDA, SMALLEST_LAMBDA
-from lambdacgd.accounting.exact.lattice import Columns
+from lambdacgd.accounting.exact.lattice import Columns, log_correlations
 from lambdacgd.accounting.gaussian import gaussian_sigma
 from lambdacgd.accounting.root import bisect
 from lambdacgd.accounting.scaled import followed, followed_sigma, unit_column
@@ -43,6 +43,7 @@ from lambdacgd.mechanisms.error import participation_sum
 
 LARGEST_DENSE = 6000  #: columns whose inner products are kept as a matrix
 MOST_STEPS = 100_000
+FEW_STEPS = 200  #: up to which columns of norm 1 are also dominated by a chain that does not follow them
 MOST_PAIRWISE = 10_000  #: steps up to which every pair of columns is looked at; beyond, C must be Toeplitz
 SAFETY = 1 + 1e-9  #: for the rounding of sums of non-negative terms, and of powers of λ
 GRID = 64  #: points on the unit circle a coefficient: the maximum of |r|² exceeds that on the grid by .12% at most
@@ -117,12 +118,16 @@ def dominating(
     # Epochs compose; with fixed bins all k columns of a bin add up, and n columns have k times as many pairs as b bins.
     allowed = gaussian_sigma(epsilon, delta) ** -2
     k = horizon.epochs
+    choices = []
     if (restarts or k == 1) and steps <= MOST_PAIRWISE and (column := unit_column(mechanism, steps)) is not None:
         found = followed(column, allowed / k)
-        return Dominating(found.lam, found.columns, found.loss)
+        choices = [Dominating(found.lam, found.columns, found.loss)]
+        if steps > FEW_STEPS:  # where memories are short beside the epoch it is the best
+            return choices[0]
     inner = _Inner(mechanism, steps)
     goal = _Goal(inner, allowed / k if restarts else math.log1p(math.expm1(allowed) / k))
-    choices = [_independent(inner), _by_entries(inner, goal)] if steps <= MOST_PAIRWISE else []
+    if steps <= MOST_PAIRWISE:
+        choices += [_independent(inner), _by_entries(inner, goal)]
     if inner.toeplitz:
         choices += [_by_cosines(inner, goal), _by_norm(inner, goal)]
     best = min(choices, key=lambda choice: goal.excess(choice.lam, choice.columns))
@@ -256,7 +261,7 @@ class _Goal:
 
         def enough(x: float) -> bool:
             scale = math.exp(-2 * x)
-            less = Columns(columns.chain * scale, columns.nugget * scale, columns.tail)
+            less = replace(columns, chain=columns.chain * scale, nugget=columns.nugget * scale)
             return self.excess(lam, less) <= self.budget * (1 + 1e-6)
 
         return math.expm1(bisect(enough, 0.0, 3.0, width=1e-4))
@@ -274,10 +279,12 @@ class _Goal:
 def _rows(lam: float, columns: Columns, steps: int) -> Callable[[int], Array]:
     """i → G'_ii, G'_i,i+1, …"""
     powers = lam ** np.arange(2 * steps + 1.0)
+    logs = log_correlations(columns.runs) if columns.runs else None
 
     def row(i: int) -> Array:
         left = steps - i
-        values = columns.chain * (powers[:left] - columns.tail * powers[2 * left : left : -1])
+        along = powers[:left] if logs is None else np.exp(logs[i:] - logs[i])
+        values = columns.chain * (along - columns.tail * powers[2 * left : left : -1])
         values[0] += columns.nugget
         return np.asarray(values)
 

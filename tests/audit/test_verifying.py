@@ -45,6 +45,16 @@ def test_a_plan_is_certified_again(bins: str, tmp_path: Path) -> None:
     assert (result.kind, result.method, result.confidence) == ("bound", plan.certificate.method, 1.0)
 
 
+def test_chosen_normalised_bands_are_certified_again(tmp_path: Path) -> None:
+    """From a file: their coefficients are in it. With less noise they are refused."""
+    bands = lc.BandInvMF(3, normalized=True, amplified=True)
+    plan = lc.plan(400, 20, epochs=2, epsilon=4.0, delta=1e-4, mechanism=bands)
+    plan.save(tmp_path / "plan.json")
+    assert verify(tmp_path / "plan.json").method == "transfer-matrix-composed"
+    with pytest.raises(lc.InvalidInput, match="This plan is false"):
+        verify(edited(tmp_path, plan, sigma=plan.sigma * 0.98, rmse=plan.rmse * 0.98, maxse=plan.maxse * 0.98))
+
+
 @pytest.mark.parametrize("bins", ["fixed", "fresh"])
 @pytest.mark.parametrize("share", [0.1, 0.98])
 def test_an_edited_plan_with_its_digest_recomputed_is_refused(bins: str, share: float, tmp_path: Path) -> None:

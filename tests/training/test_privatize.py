@@ -23,7 +23,15 @@ from tests.training.trained import ZETA, same, train
 
 @pytest.mark.parametrize(
     "mechanism",
-    [lc.Identity(), lc.LambdaCGD(0.6), lc.LambdaCGD(0.6, normalized=True), lc.BISR(3), lc.BSR(3), lc.BLT(1)],
+    [
+        lc.Identity(),
+        lc.LambdaCGD(0.6),
+        lc.LambdaCGD(0.6, normalized=True),
+        lc.BISR(3),
+        lc.BSR(3),
+        lc.BLT(1),
+        lc.BandInvMF(3, normalized=True),
+    ],
     ids=lambda m: type(m).__name__ + str(getattr(m, "normalized", "")),
 )
 @pytest.mark.parametrize("bins", [None, "fixed", "fresh"])

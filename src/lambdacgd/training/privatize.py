@@ -117,7 +117,7 @@ def privatize(
     world = World.of(process_group)
     with contextlib.ExitStack() as undo:  # gives model and optimizer back, unless all goes well
         with world.together("privatize"):
-            check_plan(plan, stacklevel=3)
+            check_plan(plan)
             given, model = model, models.unwrap(model, world)
             optimizer = _bare(optimizer)
             _check_model_and_optimizer(model, optimizer)

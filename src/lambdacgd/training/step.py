@@ -13,7 +13,6 @@ step (`captured`), `Noiser`, and, by way of the loop, the integrations.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -136,8 +135,8 @@ def check_is_plan(plan: Any) -> None:
         raise InvalidInput.of_type("plan", plan, "a Plan (lc.plan(…) makes one, Plan.load reads one)")
 
 
-def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
-    """Refuse what is no plan, a changed one, or one of an earlier release that claims less; warn where δ > 1/N."""
+def check_plan(plan: Any) -> None:
+    """Refuse what is no plan, a changed one, or one of an earlier release that claims less."""
     check_is_plan(plan)
     plan.check()
     aside = plan.certificate.details.get("floating_point")
@@ -145,11 +144,6 @@ def check_plan(plan: Any, *, stacklevel: int = 3) -> None:
     if plan.certificate.kind != "bound" or not covered:
         old = "It is of an earlier release: its σ is an estimate that claims nothing, or it sets no ε and δ aside"
         raise InvalidInput("plan", f"{old} for floating point. Make it again with lc.plan.")
-    if plan.delta * plan.examples > 1 and plan.epsilon < math.inf:
-        high = f"δ = {plan.delta:g} is above 1/N = {1 / plan.examples:.2g}"
-        warnings.warn(
-            f"{high}: it allows publishing an example outright. Plan with a smaller one", stacklevel=stacklevel
-        )
 
 
 def floating_point_of(plan: Plan, parameters: int) -> FloatingPointCost | None:

@@ -240,6 +240,40 @@ def test_the_loader_looks(workers):
     assert private.steps_taken == 0
 
 
+@pytest.mark.parametrize("options", [{"pad_batches": 8}, {"augmentations": 2}])
+def test_an_order_of_its_own_is_refused_where_places_mean_something(options):
+    """What fills a batch up repeats its first example at weight zero: behind a sort that weight met another row, and
+    the first example counted up to eight times. Views of several examples were averaged as if they were one's.
+    """
+    module = oracle.model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+    private = privatize(module, optimizer, oracle.data(), oracle.plan(), max_grad_norm=1.0, collate_fn=sorts, **options)
+    with pytest.raises(lc.TrainingError, match="changes the order of examples"):
+        next(iter(private.loader))
+
+
+@pytest.mark.parametrize("fine", [default_collate, pads, masks, crops, objects, takes_labels_out, strange])
+def test_what_keeps_the_order_passes(fine):
+    for size in (1, 2, 6):
+        KeepsApart(fine, in_order=True)(ITEMS[:size])
+
+
+@pytest.mark.parametrize("first", [3, 50, 700])
+def test_mixing_that_begins_later_is_seen(first):
+    """A warm-up without mixup."""
+    batches = 0
+
+    def late(items):
+        return (mixup if batches >= first else default_collate)(items)
+
+    collate = KeepsApart(late)
+    for batches in range(1, first):  # noqa: B007  (`late` reads it)
+        collate(ITEMS)
+    batches = first
+    with pytest.raises(lc.TrainingError, match="collate_fn mixes examples"):
+        [collate(ITEMS) for _ in range(65)]
+
+
 # --- a run goes on with the examples that it began with, in their order ----------------------------------------------
 
 

@@ -180,7 +180,7 @@ def privatize(
                 pad_batches=pad_batches,
                 views=views,
                 num_workers=num_workers,
-                collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                collate_fn=None if collate_fn is None else KeepsApart(collate_fn, in_order=views * pad_batches > 1),
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
                 worker_init_fn=worker_init_fn,

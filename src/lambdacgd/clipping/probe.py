@@ -319,7 +319,9 @@ class Probe:
         for layer in self.layers:
             layouts = whole.layouts.get(layer.path, set())
             if len(layouts) == 1:
-                layer.layout = next(iter(layouts))
+                before, layer.layout = layer.layout, next(iter(layouts))
+                if before not in (None, layer.layout):
+                    raise layer.refuse(_OTHER_LAYOUT)
             else:
                 sure &= layer.path not in several or layer.layout is not None
         return sure
@@ -343,6 +345,10 @@ class _Failed(Exception):
 _MIXES = (
     "the model mixes the examples of a batch, or changes their order: its {what} for one example is not the same with "
     "and without another one. Take every statistic within an example; sort when the batch is put together."
+)
+_OTHER_LAYOUT = (
+    "the rows that it sees of an example were neighbours in one forward pass and lay apart in another one, so nobody "
+    "knows which rows are whose in a third. Put them together in one way always."
 )
 _OUTPUT = (
     "the model mixes the examples of a batch: this output for one example is not the same with and without another "

@@ -422,6 +422,8 @@ class Loop:
         """The loader gives the next physical batch to the user."""
         if self.cycle.phase is Phase.IDLE:
             self.clipper.zero()  # what a backward pass outside any batch left behind is not the plan's batch
+            if self.cycle.done % self._steps_per_epoch == 0:
+                self.clipper.begin_epoch()
         self.cycle.hand_out(chunk)
         self.clipper.begin_batch()
         if self.shards is not None:

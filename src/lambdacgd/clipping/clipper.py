@@ -125,7 +125,7 @@ class Clipper(BackwardPass):
             raise ClippingError(f"loss_reduction='none' expects one loss per example, got shape {tuple(loss.shape)}.")
         loss.backward(torch.ones_like(loss))
 
-    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> None:
+    def check_loss(self, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]) -> bool:
         """See whether a loss adds examples up as declared; nothing is added to the sums.
 
         A few examples are collated, run and differentiated together, and again with each of them exchanged for another
@@ -136,11 +136,14 @@ class Clipper(BackwardPass):
             items: A few examples as the dataset gives them; three or more find more, lengths that differ, too.
             collate: What makes a batch of them.
 
+        Returns:
+            Whether anything could be compared: not with one example, nor where random numbers always depend on them.
+
         Raises:
             ClippingError: The loss, the model or the padding mixes examples, or ``loss_reduction`` does not describe
                 the loss; or the model is sharded.
         """
-        check_loss(self.model, self, loss, items, collate)
+        return check_loss(self.model, self, loss, items, collate)
 
     def detach(self) -> None:
         """Give the model back as it was."""

@@ -415,12 +415,16 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
 
 def check_loss(
     model: nn.Module, backward_pass: BackwardPass, loss: Loss, items: Sequence[Any], collate: Callable[[list[Any]], Any]
-) -> None:
-    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows."""
+) -> bool:
+    """See `Clipper.check_loss`. Norms of per-example gradients are compared: padding changes the shapes of rows.
+
+    Returns whether any were.
+    """
     if backward_pass.sharded:
         raise ClippingError("the loss of a sharded model cannot be looked at. Look at it before the model is sharded.")
     if len(items) < 2:
-        return
+        return False
+    told = False
     state, count, modes = State(model), len(items), [(m, m.training) for m in model.modules()]
     with Numbers(model, backward_pass.anchor.device) as numbers:
         start = numbers.now()
@@ -443,7 +447,7 @@ def check_loss(
                 state.take_back()
 
         def look(items: Sequence[Any], *, sorts: bool) -> None:
-            nonlocal collate
+            nonlocal collate, told
             whole, drawn = norms(items)
             # A norm is a sum over many numbers, whose rounding cancels; but padding changes shapes here.
             one = next(iter(backward_pass.parameters.values()))
@@ -453,6 +457,7 @@ def check_loss(
                 others = [i for i in range(count) if i != j]
                 changed, also = norms([items[(i + 1) % count] if i == j else items[i] for i in range(count)])
                 if draw_alike(drawn, also):
+                    told = True
                     pair = _closest(whole, changed, count - 1) if sorts else (whole[others], changed[others])
                     _refuse_far(*pair, tolerance, count, count)
             if drawn[0][0] != drawn[0][1]:  # numbers for fewer examples are others: without dropout, and from one batch
@@ -462,7 +467,7 @@ def check_loss(
                     items, collate = list(range(count)), lambda rows: (cut.take(rows) or cut.arguments)[0][0]
                 whole, drawn = norms(items)
             for fewer in [range(count - 1), *([k] for k in range(count))] if drawn[0][0] == drawn[0][1] else ():
-                left = norms([items[k] for k in fewer])[0]
+                told, left = True, norms([items[k] for k in fewer])[0]
                 pair = _closest(whole, left, len(fewer)) if sorts else (whole[list(fewer)], left)
                 _refuse_far(*pair, tolerance, count, len(fewer))
 
@@ -482,6 +487,7 @@ def check_loss(
                 if not again:
                     raise
                 look(items, sorts=True)
+            return told
         finally:
             for module, training in modes:
                 module.training = training

@@ -316,7 +316,7 @@ class Private(Loop):
     def check_loss(
         self, loss: Callable[[nn.Module, Any], Tensor], items: Sequence[Any], collate: Callable[[list[Any]], Any]
     ) -> None:
-        """See whether the training loss adds examples up as declared; the card then says that it was looked at.
+        """See whether the training loss adds examples up as declared; the card then says so, if it could be seen.
 
         ``privatize(…, loss=loss)`` does it with examples of the dataset. Nothing is trained or added.
 
@@ -329,8 +329,7 @@ class Private(Loop):
             ClippingError: The loss of an example depends on others of its batch, or ``loss_reduction`` does not
                 describe the loss.
         """
-        self.clipper.check_loss(loss, items, collate)
-        self.loss_checked = True
+        self.loss_checked = self.clipper.check_loss(loss, items, collate)
 
     # --- what goes along with a run ----------------------------------------------------------------------------------
 

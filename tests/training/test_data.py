@@ -43,6 +43,51 @@ class Selected:
         return self.rows[index]
 
 
+class Table:
+    """As ``datasets.Dataset`` over a table of pyarrow, of which parts may be put together without a copy."""
+
+    def __init__(self, *parts):
+        self.data = pytest.importorskip("pyarrow").concat_tables(parts)
+
+    select = Selected.select
+
+    def __len__(self):
+        return self.data.num_rows
+
+    def __getitem__(self, index):
+        return self.data.column(0)[index].as_py()
+
+
+def table():
+    return pytest.importorskip("pyarrow").table({"text": ["a", "b", "a", None, "c", "d"], "label": range(6)})
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: Table(t, t),  # concatenate_datasets([data, data]), data.repeat(2)
+        lambda t: Table(t, t.slice(2, 1)),
+        lambda t: Table(t.slice(0, 3), t.slice(2)),
+        lambda t: ConcatDataset([Table(t), Table(t.slice(3))]),
+        lambda t: Subset(Table(t), [1, 1]),
+    ],
+)
+def test_repetitions_of_a_table_that_is_put_together_are_refused(make):
+    """Oversampling as Hugging Face datasets do it: the rows lie in the same memory."""
+    with pytest.raises(lc.InvalidInput, match="times"):
+        check_no_repeats(make(table()))
+
+
+def test_tables_whose_rows_are_their_own_are_fine():
+    t = table()
+    check_no_repeats(Table(t))
+    check_no_repeats(Table(t.slice(3), t.slice(0, 3), table()))
+    check_no_repeats(ConcatDataset([Table(t), Table(table())]))
+    check_no_repeats(Subset(Table(t), [5, 1]))
+    check_no_repeats(Table(t.slice(0, 0)))
+    check_no_repeats(Table(t.select(["label"]).set_column(0, "none", [[None] * 6])))
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [

@@ -83,9 +83,9 @@ def check_no_repeats(dataset: Any) -> None:
     """Refuse a dataset that names one example of another dataset more than once, as oversampling does.
 
     A plan protects one item; what is in two is protected half as well. `Subset`, `ConcatDataset` and what Hugging Face
-    datasets select are looked into; what a dataset of one's own does inside is not seen.
+    datasets select or put together are looked into; what a dataset of one's own does inside is not seen.
     """
-    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None:
+    if not isinstance(dataset, (Subset, ConcatDataset)) and _selected(dataset) is None and _table(dataset) is None:
         return
     owners, index = _sources(dataset)
     most = int(index.max(initial=0)) + 1
@@ -103,9 +103,28 @@ def _sources(dataset: Any) -> np.ndarray:
         return _sources(dataset.dataset)[:, np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
         return np.concatenate([_sources(part) for part in dataset.datasets], axis=1)
-    selected = _selected(dataset)
+    selected, table = _selected(dataset), _table(dataset)
+    if table is not None:
+        return table if selected is None else table[:, selected]
     index = np.arange(len(dataset)) if selected is None else selected
     return np.stack([np.full(len(index), id(dataset)), index])
+
+
+def _table(dataset: Any) -> np.ndarray | None:
+    """Where the rows of a ``datasets.Dataset`` lie in memory, before any selection: to put them together, or to take
+    them from one table in two ways, copies none.
+    """
+    data: Any = getattr(dataset, "data", None)
+    if not hasattr(dataset, "select") or not hasattr(data, "column") or not getattr(data, "num_columns", 0):
+        return None
+    parts = []
+    for chunk in data.column(0).chunks:
+        buffers = tuple(buffer.address for buffer in chunk.buffers() if buffer is not None and buffer.size)
+        if len(chunk) and not buffers:
+            return None  # a column of nulls
+        if len(chunk):
+            parts.append(np.stack([np.full(len(chunk), hash(buffers)), chunk.offset + np.arange(len(chunk))]))
+    return np.concatenate(parts, axis=1) if parts else None
 
 
 def _selected(dataset: Any) -> np.ndarray | None:

@@ -19,7 +19,7 @@ import copy
 import itertools
 import math
 import random
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -44,6 +44,7 @@ _TURNS = 3  #: random numbers that are tried until every layer has been seen
 _STEPS, _EACH = 512, 32  #: of a row, how many steps and how many numbers of each are compared, with their norm
 _FEW = 64  #: attributes of modules with more items than this are no place for outputs
 _LOW = (torch.bfloat16, torch.float16)
+_CONTAINERS = (Mapping, list, tuple, set, deque)  #: in which tensors are looked for
 
 
 class Probe:
@@ -402,10 +403,11 @@ def _held(model: nn.Module) -> dict[str, Tensor]:
         for name, value in vars(module).items():
             if name in _NO_OUTPUTS or id(value) in done:
                 continue
-            if isinstance(value, (list, tuple, dict)) and len(value) > _FEW:
+            if isinstance(value, _CONTAINERS) and len(value) > _FEW:
                 continue
             done.add(id(value))
-            tensors = (x for x in tensors_in(value, 2) if x.grad_fn is not None)
+            depth = 4 if isinstance(value, _CONTAINERS) else 2  # an object may know the whole program
+            tensors = (x for x in tensors_in(value, depth) if x.grad_fn is not None)
             held |= {f"{path}.{name} {place}": x for place, x in enumerate(tensors)}
     return held
 
@@ -654,8 +656,8 @@ def tensors_in(value: Any, depth: int = 6) -> Iterator[Tensor]:
     """All tensors in a nest of containers, dataclasses and plain objects, in their order."""
     if isinstance(value, Tensor):
         yield value
-    elif depth and (isinstance(value, (Mapping, list, tuple)) or _is_object(value)):
-        inner = vars(value) if not isinstance(value, (Mapping, list, tuple)) else value
+    elif depth and (isinstance(value, _CONTAINERS) or _is_object(value)):
+        inner = value if isinstance(value, _CONTAINERS) else vars(value)
         for item in inner.values() if isinstance(inner, Mapping) else inner:
             yield from tensors_in(item, depth - 1)
 
@@ -837,7 +839,7 @@ class State:
         for module in self._modules.values():
             for value in (value for name, value in vars(module).items() if name not in _OF_MODULES):
                 inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict))]
+                self._containers += [(x, x.copy()) for x in (value, *inner) if isinstance(x, (list, dict, deque))]
         self._before = {place: (value, _copy(value)) for place, value in self._values().items()}
         self._marks = {place: mark(value) for place, (value, _) in self._before.items()}
         self._caches = set[Place]()
@@ -876,7 +878,7 @@ class State:
                 held.copy_(value)
         for container, items in self._containers:
             container.clear()
-            container.extend(items) if isinstance(container, list) else container.update(items)
+            container.update(items) if isinstance(container, dict) else container.extend(items)
         self._marks = {place: mark(value) for place, value in self._values().items()}
         return written
 

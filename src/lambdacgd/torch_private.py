@@ -56,6 +56,11 @@ backward_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 local_tensor: Callable[[Tensor], Tensor] = attrgetter("_local_tensor")
 
 
+#: How many tensors, arrays and others hold a storage, which its handle names.
+storage_handle: Callable[[Any], int] = attrgetter("_cdata")
+storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
+
+
 def dtensor_like(shard: Tensor, like: Tensor) -> DTensor:
     """A ``DTensor`` placed as ``like`` is, over the given local shard.
 

@@ -154,6 +154,16 @@ def test_a_card_that_claims_less_than_its_runs_is_refused(release: Path, changes
         verify(release)
 
 
+@pytest.mark.parametrize("run", [(-1.0, 0.0), (0.0, -1e-5)])
+def test_an_earlier_run_takes_nothing_off(release: Path, run: tuple[float, float]) -> None:
+    """A card with an earlier run of ε = −1 was verified as one of ε = 1, where this run alone costs 2."""
+    epsilon, delta = (own + less for own, less in zip((2.0, 1e-4), run, strict=True))
+    claim = f"({epsilon:g}, {delta:g})-differentially private"
+    edit_card(release, epsilon=epsilon, delta=delta, claim=claim, earlier_runs=[{"epsilon": run[0], "delta": run[1]}])
+    with pytest.raises(lc.InvalidInput, match="not a whole privacy card"):
+        verify(release)
+
+
 @pytest.mark.parametrize("claim", ["none: trained for debugging", "private"])
 def test_a_card_without_a_claim_is_not_certified(release: Path, claim: str) -> None:
     edit_card(release, claim=claim)

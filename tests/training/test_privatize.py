@@ -254,6 +254,24 @@ def test_a_loss_is_looked_at_before_the_first_step(loss, collate, says):
     assert all(warning.filename == __file__ for warning in told)
 
 
+def test_a_loss_that_nothing_could_be_compared_of_is_not_called_checked():
+    """One example; or random numbers that depend on the examples, and that eval mode does not leave out."""
+    model, dataset = oracle.model(), oracle.data()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = privatize(model, optimizer, dataset, oracle.plan(), max_grad_norm=1.0, key=oracle.key())
+    few = [dataset[i] for i in range(4)]
+
+    def noisy(model, batch):
+        torch.rand(int(batch[0].sum().abs() * 1e4))
+        return _cross_entropy(model, batch)
+
+    for loss, items in ((_root_of_the_mean, few[:1]), (noisy, few)):
+        private.check_loss(loss, items, torch.utils.data.default_collate)
+        assert private.card()["objective"].startswith("not checked")
+    private.check_loss(_cross_entropy, few, torch.utils.data.default_collate)
+    assert private.card()["objective"].startswith("checked")
+
+
 # --- what `privatize` returns: the loop as it is, groups, epochs, what was spent, and the way back -------------------
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.bounds import Factors, Mode, Norm, clip_factors
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import after_backward, backward_task, will_execute
+from lambdacgd.torch_private import after_backward, backward_task, storage_handle, storage_holders, will_execute
 
 LossReduction = Literal["mean", "sum", "none"]
 
@@ -716,6 +716,11 @@ def pack_small(records: list[Record]) -> list[Record]:
     return alone
 
 
+def holders(x: Tensor) -> int:
+    """How many tensors and arrays lie in the memory of ``x``, itself among them."""
+    return storage_holders(storage_handle(x.untyped_storage())) - 1  # one is what this asks
+
+
 class Totals:
     """Buffers for the sums, kept from step to step: stable addresses for noise tables and CUDA graphs."""
 
@@ -755,6 +760,17 @@ class Totals:
 
     def clear(self) -> None:
         self.filled = {}
+
+    def leave(self) -> None:
+        """Leave buffers in which somebody still sees the sums of the step before (a gradient) to them."""
+        if not self.filled:
+            self._buffers = {name: x for name, x in self._buffers.items() if holders(x) == 1}
+            self._packs = {key: pack for key, pack in self._packs.items() if holders(pack[0]) == 1 + len(pack[1])}
+
+    @property
+    def memory(self) -> list[int]:
+        """Where the buffers lie."""
+        return [x.data_ptr() for x in (*self._buffers.values(), *(whole for whole, _ in self._packs.values()))]
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=bounds.accumulator(like.dtype), device=like.device)

@@ -180,7 +180,7 @@ def privatize(
                 pad_batches=pad_batches,
                 views=views,
                 num_workers=num_workers,
-                collate_fn=None if collate_fn is None else KeepsApart(collate_fn),
+                collate_fn=None if collate_fn is None else KeepsApart(collate_fn, in_order=views * pad_batches > 1),
                 pin_memory=pin_memory,
                 prefetch_factor=prefetch_factor,
                 worker_init_fn=worker_init_fn,
@@ -318,7 +318,7 @@ class Private(Loop):
     def check_loss(
         self, loss: Callable[[nn.Module, Any], Tensor], items: Sequence[Any], collate: Callable[[list[Any]], Any]
     ) -> None:
-        """See whether the training loss adds examples up as declared; the card then says that it was looked at.
+        """See whether the training loss adds examples up as declared; the card then says so, if it could be seen.
 
         ``privatize(…, loss=loss)`` does it with examples of the dataset. Nothing is trained or added.
 
@@ -331,8 +331,7 @@ class Private(Loop):
             ClippingError: The loss of an example depends on others of its batch, or ``loss_reduction`` does not
                 describe the loss.
         """
-        self.clipper.check_loss(loss, items, collate)
-        self.loss_checked = True
+        self.loss_checked = self.clipper.check_loss(loss, items, collate)
 
     # --- what goes along with a run ----------------------------------------------------------------------------------
 

@@ -23,6 +23,11 @@ DEVICE = "cuda"  #: callers ask for it before they call: on other devices no ste
 _TILE, _DEPTH = 64, 64
 
 
+def on_gpu(x: Tensor) -> bool:
+    """Whether a tensor is where these kernels run."""
+    return x.device.type == DEVICE
+
+
 @lru_cache(maxsize=1)
 def kernels() -> Any:
     """The Triton kernels, or None where they cannot run."""
@@ -43,14 +48,21 @@ def may_use_tables() -> bool:
     return kernels() is not None and not torch.cuda.is_current_stream_capturing()
 
 
-def _fits(a: Tensor, b: Tensor) -> bool:
-    if a.shape[1] < 2 or a.dtype != b.dtype or a.dtype not in (torch.float32, torch.bfloat16):
-        return False
-    if a.dtype == torch.float32 and not bounds.tf32_in_use(a.device):
-        return False
-    if a.stride(2) != 1 or b.stride(2) != 1 or a.data_ptr() % 16 or b.data_ptr() % 16:
-        return False
-    return a.shape[1] * max(a.stride(1), b.stride(1)) < 1 << 31  # the limit of an index, where time comes first
+Kind = tuple[torch.dtype, torch.Size, int, tuple[int, ...], tuple[int, ...]]  #: of a pair: see `_kind_of`
+
+
+def _kind_of(a: Tensor, b: Tensor) -> Kind | None:
+    """What the pairs of one launch have in common; None where the kernel does not fit."""
+    dtype, shape, a_stride, b_stride = a.dtype, a.shape, a.stride(), b.stride()
+    if shape[1] < 2 or dtype != b.dtype or dtype not in (torch.float32, torch.bfloat16):
+        return None
+    if dtype == torch.float32 and not bounds.tf32_in_use(a.device):
+        return None
+    if a_stride[2] != 1 or b_stride[2] != 1 or a.data_ptr() % 16 or b.data_ptr() % 16:
+        return None
+    if shape[1] * max(a_stride[1], b_stride[1]) >= 1 << 31:  # the limit of an index, where time comes first
+        return None
+    return dtype, shape, b.shape[2], a_stride, b_stride
 
 
 Rounding = tuple[float, float, bool]  #: gamma, kappa and fold_a of `Norm`
@@ -70,10 +82,11 @@ def gram_norms(pairs: list[tuple[Tensor, Tensor]]) -> list[tuple[list[int], Tens
         For every launch, positions in the list, and for each of them and each example ⟨G_a, G_b⟩, tr G_a, tr G_b,
         ‖G_a‖² and ‖G_b‖²; `norm_of` knows them.
     """
-    groups: dict[tuple[Any, ...], list[int]] = {}
+    groups: dict[Kind, list[int]] = {}
     for k, (a, b) in enumerate(pairs):
-        if _fits(a, b):
-            groups.setdefault((a.dtype, a.shape, b.shape[2], a.stride(), b.stride()), []).append(k)
+        kind = _kind_of(a, b)
+        if kind is not None:
+            groups.setdefault(kind, []).append(k)
     if not groups:
         return []
     device = pairs[0][0].device
@@ -147,8 +160,8 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     """Per-example gradients [B, O, C, *kernel] of a two-dimensional convolution's weight and their squared norms in
     parts, [parts, B]; None where the kernel does not fit.
 
-    ``image`` [B, C, H, W] is padded, ``response`` is [B, O, *out]; products are in TF32 or in their own 16 bits, added
-    up in float32.
+    ``image`` is [B, C, H, W], ``response`` [B, O, *out]; products are in TF32 or in their own 16 bits, added up in
+    float32.
     """
     if kernels() is None or image.dim() != 4 or image.dtype == torch.float64:
         return None
@@ -170,8 +183,8 @@ def patch_gradients(image: Tensor, response: Tensor, geometry: dict[str, Any]) -
     out = torch.empty(examples, outer, image.shape[1], *kernel, dtype=torch.float32, device=image.device)
     squares = torch.empty(tiles, examples, dtype=torch.float32, device=image.device)
     kernels().patch_gradient_kernel[(tiles, examples)](
-        image, response, out, squares, outer, positions, width, columns, height * across, across,
-        *geometry["stride"], *geometry["dilation"],
+        image, response, out, squares, outer, positions, width, columns, height, across,
+        *geometry["stride"], *geometry["dilation"], *geometry["padding"],
         KERNEL=kernel[0] * kernel[1], KERNEL_X=kernel[1], OUTER=rows, INNER=inner,
         DEPTH=32 if image.dtype == torch.float32 else 64, num_warps=4, num_stages=3,
     )  # fmt: skip

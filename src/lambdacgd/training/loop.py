@@ -441,7 +441,9 @@ class Loop:
         self.cycle.refuse_half_done()
         if self.cycle.phase is not Phase.IDLE:
             self.cycle.phase, self.reading = Phase.IDLE, None
-        for total in self.clipper.sums.values():  # whoever kept a gradient of the step before shares their memory
+        for (
+            total
+        ) in self.clipper.totals.filled.values():  # whoever kept a gradient of the step before shares their memory
             total.zero_()
         self.clipper.zero()
         self.clipper.weigh(None)

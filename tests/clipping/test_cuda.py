@@ -116,6 +116,25 @@ def test_weighted_sums_leave_out_what_is_not_kept(examples: int, size: int, fres
     torch.testing.assert_close(total.double(), wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_weighted_sums_of_many_layers_are_those_of_each(fresh: bool, masked: bool) -> None:
+    keep = torch.rand(37, device="cuda") < 0.7
+    layers = [torch.randn(37, size, device="cuda") for size in (1, 128, 9217)]
+    factors = [torch.rand(37, device="cuda").masked_fill(~keep, 0.0) for _ in layers]
+    if masked:
+        for gradients in layers:
+            gradients[~keep] = float("nan")
+    totals = [torch.randn_like(gradients[0]) for gradients in layers]
+    alone = [total.clone() for total in totals]
+    chosen = keep if masked else None
+    assert all(map(gpu.may_sum_together, totals, layers, factors))
+    gpu.weighted_sums(list(zip(totals, layers, factors, strict=True)), chosen, fresh=fresh)
+    for total, gradients, factor in zip(alone, layers, factors, strict=True):
+        assert gpu.weighted_sum(total, gradients, factor, chosen, fresh=fresh)
+    torch.testing.assert_close(totals, alone)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_column_sums_agree(dtype: torch.dtype) -> None:
     gradients = [torch.randn(3, t, d, device="cuda").to(dtype) for t, d in ((7, 130), (33, 64), (1, 10), (40, 1))]

@@ -607,7 +607,7 @@ class BackwardPass:
                     self.totals.add_pack(record, factor, keep)
                 else:
                     self.totals.add(record, self.parameters[record.name], factor, keep)
-            self.totals.finish()
+            self.totals.finish(keep)
 
         try:
             self._add_finite(add, factors)
@@ -752,6 +752,7 @@ class Totals:
         self.filled: dict[str, Tensor] = {}
         self._buffers: dict[str, Tensor] = {}
         self._packs: dict[tuple[str, ...], tuple[Tensor, dict[str, Tensor]]] = {}
+        self._together: dict[bool, list[gpu.WeightedSum]] = {True: [], False: []}  # what one launch adds: fresh, or not
 
     def add(self, record: Record, like: Tensor, factor: Tensor, keep: Tensor | None) -> None:
         name = record.name
@@ -761,8 +762,14 @@ class Totals:
                 kind = bounds.accumulator(like.dtype)
                 self._buffers[name] = torch.empty(like.shape, dtype=kind, device=like.device)
             self.filled[name] = self._buffers[name]
-        total = self.filled[name]
-        record.add(total, factor if factor.dtype == total.dtype else factor.to(total.dtype), keep, fresh=fresh)
+        self._add(record, self.filled[name], factor, keep, fresh)
+
+    def _add(self, record: Record, total: Tensor, factor: Tensor, keep: Tensor | None, fresh: bool) -> None:
+        factor = factor.to(total.dtype)
+        if isinstance(record, Stored) and gpu.may_sum_together(total, record.gradients, factor):
+            self._together[fresh].append((total, record.gradients, factor))
+        else:
+            record.add(total, factor, keep, fresh=fresh)
 
     def add_pack(self, pack: Pack, factor: Tensor, keep: Tensor | None) -> None:
         names = tuple(r.name for r in pack.records)
@@ -773,17 +780,21 @@ class Totals:
             whole, views = known
             fresh = not any(name in self.filled for name in views)
             if fresh or all(self.filled.get(name) is view for name, view in views.items()):
-                pack.add(whole, factor.to(whole.dtype), keep, fresh=fresh)
+                self._add(pack, whole, factor, keep, fresh)
                 self.filled.update(views)
                 return
         for record in pack.records:  # the small parameters of this physical batch are not those of the last one
             self.add(record, record.gradients[0], factor, keep)
 
-    def finish(self) -> None:
+    def finish(self, keep: Tensor | None) -> None:
         """All records of a backward pass have been added."""
+        together, self._together = self._together, {True: [], False: []}
+        for fresh, sums in together.items():
+            if sums:
+                gpu.weighted_sums(sums, keep, fresh=fresh)
 
     def clear(self) -> None:
-        self.filled = {}
+        self.filled, self._together = {}, {True: [], False: []}
 
     def zeros(self, name: str, like: Tensor) -> Tensor:
         return torch.zeros(like.shape, dtype=bounds.accumulator(like.dtype), device=like.device)

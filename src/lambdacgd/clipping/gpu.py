@@ -139,6 +139,28 @@ def column_sums(gradients: list[Tensor]) -> list[Tensor] | None:
     return list(out.split(sizes, 1))
 
 
+WeightedSum = tuple[Tensor, Tensor, Tensor]  #: total, gradients and factor, as `weighted_sum` takes them
+
+
+def may_sum_together(total: Tensor, gradients: Tensor, factor: Tensor) -> bool:
+    """Whether `weighted_sums` takes this one."""
+    return on_gpu(total) and may_use_tables() and _can_be_summed(total, gradients, factor) and total.numel() > 0
+
+
+def weighted_sums(sums: list[WeightedSum], keep: Tensor | None, *, fresh: bool) -> None:
+    """`weighted_sum` of many layers with the same examples."""
+    rows = tuple(
+        v for total, gradients, factor in sums
+        for v in (gradients.data_ptr(), factor.data_ptr(), total.data_ptr(), total.numel())
+    )  # fmt: skip
+    most = max(total.numel() for total, _, _ in sums)
+    table = _table(rows, sums[0][0].device)
+    kernels().weighted_sums_kernel[(-(-most // 128), len(sums))](
+        table, table if keep is None else keep.view(torch.uint8), sums[0][1].shape[0],
+        ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
+    )  # fmt: skip
+
+
 def layer_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor, size: int) -> tuple[Tensor, Tensor] | None:
     """Per-example Σ_t b∘x̂ and Σ_t b [B, size] in one launch; None where the kernel does not fit."""
     if not may_use_tables() or not x.is_contiguous() or x.dtype != torch.float32 or mean.dtype != torch.float32:
@@ -195,18 +217,20 @@ def weighted_sum(total: Tensor, gradients: Tensor, factor: Tensor, keep: Tensor 
     """``total += Σ_i factor_i g_i`` (``fresh``: ``=``) over the examples kept (None: all), reading gradients
     [B, *shape] once; False where the kernel does not fit.
     """
-    if kernels() is None or not gradients.is_contiguous():
-        return False
-    if any(x.dtype != torch.float32 for x in (gradients, factor, total)) or not total.is_contiguous():
+    if kernels() is None or not _can_be_summed(total, gradients, factor):
         return False
     examples, size = gradients.shape[0], total.numel()
     if size == 0:  # a grid of no programs cannot be launched
         return True
     kernels().weighted_sum_kernel[(-(-size // 128),)](
-        gradients, factor.contiguous(), factor if keep is None else keep.view(torch.uint8), total, examples, size,
+        gradients, factor, factor if keep is None else keep.view(torch.uint8), total, examples, size,
         ALL=keep is None, FRESH=fresh, BLOCK=128, ROWS=16, num_warps=4,
     )  # fmt: skip
     return True
+
+
+def _can_be_summed(*tensors: Tensor) -> bool:
+    return all(x.dtype == torch.float32 and x.is_contiguous() for x in tensors)
 
 
 def group_norm_sums(x: Tensor, gradient: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -96,6 +96,28 @@ def weighted_sum_kernel(
     ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """total[j] (+)= Σ_i factor[i] · gradients[i, j] over the examples kept; others may hold anything, NaN included."""
+    _weighted_sum(gradients, factor, keep, total, examples, size, ALL, FRESH, BLOCK, ROWS)
+
+
+@triton.jit(do_not_specialize=["examples"])
+def weighted_sums_kernel(
+    table, keep, examples, ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    """The same for every layer of the table."""
+    row = table + tl.program_id(1) * 4
+    gradients = tl.load(row).to(tl.pointer_type(tl.float32))
+    factor = tl.load(row + 1).to(tl.pointer_type(tl.float32))
+    total = tl.load(row + 2).to(tl.pointer_type(tl.float32))
+    size = tl.load(row + 3)
+    if tl.program_id(0) * BLOCK < size:
+        _weighted_sum(gradients, factor, keep, total, examples, size, ALL, FRESH, BLOCK, ROWS)
+
+
+@triton.jit
+def _weighted_sum(
+    gradients, factor, keep, total, examples, size,
+    ALL: tl.constexpr, FRESH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     j = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     i = tl.arange(0, ROWS)
     found = tl.zeros([ROWS, BLOCK], tl.float32)

@@ -765,8 +765,8 @@ class Totals:
         self._add(record, self.filled[name], factor, keep, fresh)
 
     def _add(self, record: Record, total: Tensor, factor: Tensor, keep: Tensor | None, fresh: bool) -> None:
-        factor = factor.to(total.dtype)
-        if isinstance(record, Stored) and gpu.may_sum_together(total, record.gradients, factor):
+        factor, on_gpu = factor.to(total.dtype), total.device.type == gpu.DEVICE
+        if on_gpu and isinstance(record, Stored) and gpu.may_sum_together(total, record.gradients, factor):
             self._together[fresh].append((total, record.gradients, factor))
         else:
             record.add(total, factor, keep, fresh=fresh)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lambdacgd.clipping import gpu
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, Totals, is_capturing
 from lambdacgd.clipping.batch_free import (
     BatchFree,
@@ -28,7 +29,6 @@ from lambdacgd.clipping.batch_free import (
     standing_in,
 )
 from lambdacgd.clipping.bounds import Mode
-from lambdacgd.clipping.gpu import on_gpu
 from lambdacgd.clipping.layers import embedding, linear, norm, recurrent  # noqa: F401  (registers rules)
 from lambdacgd.clipping.probe import WRITES_PARAMETER, Count, Loss, Probe, check_loss, refuse_gradients
 from lambdacgd.clipping.rules import ForwardPass, Layer, Rule, Slot, exchanged, mark, rule_for
@@ -195,7 +195,8 @@ class Clipper(BackwardPass):
         if due and self._probe.look((args, kwargs), batch, self._watch.mode):
             self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
-        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if on_gpu(self.anchor) else {}
+        on_gpu = self.anchor.device.type == gpu.DEVICE
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if on_gpu else {}
         self._forward_pass.look_at(batch)
         if self._probe.read_elsewhere:
             self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))

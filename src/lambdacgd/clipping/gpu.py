@@ -23,11 +23,6 @@ DEVICE = "cuda"  #: callers ask for it before they call: on other devices no ste
 _TILE, _DEPTH = 64, 64
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Whether a tensor is where these kernels run."""
-    return x.device.type == DEVICE
-
-
 @lru_cache(maxsize=1)
 def kernels() -> Any:
     """The Triton kernels, or None where they cannot run."""
@@ -144,7 +139,7 @@ WeightedSum = tuple[Tensor, Tensor, Tensor]  #: total, gradients and factor, as 
 
 def may_sum_together(total: Tensor, gradients: Tensor, factor: Tensor) -> bool:
     """Whether `weighted_sums` takes this one."""
-    return on_gpu(total) and may_use_tables() and _can_be_summed(total, gradients, factor) and total.numel() > 0
+    return may_use_tables() and _can_be_summed(total, gradients, factor) and total.numel() > 0
 
 
 def weighted_sums(sums: list[WeightedSum], keep: Tensor | None, *, fresh: bool) -> None:

@@ -139,7 +139,7 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
     examples, outer, positions = response.shape[0], response.shape[1], math.prod(out)
     sizes = (examples, positions, inner, outer)
     one_by_one = all(step == 1 for step in (*kernel, *geometry["stride"]))
-    if gpu.on_gpu(image) and groups == 1 and not one_by_one and direct(sizes, patches=True):
+    if image.device.type == gpu.DEVICE and groups == 1 and not one_by_one and direct(sizes, patches=True):
         formed = gpu.patch_gradients(image, response, geometry)
         if formed is not None:
             return Stored(name, formed[0], formed[1])

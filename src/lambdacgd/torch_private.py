@@ -29,6 +29,12 @@ foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
 foreach_zero_ = torch._foreach_zero_
 
+#: ``view`` of a tensor that nobody else has: what comes is no view to autograd, so it may be written in place.
+unsafe_view = torch.ops.aten._unsafe_view.default
+
+#: Views of one flat tensor with the shapes of some tensors.
+unflatten: Callable[[Tensor, list[Tensor]], list[Tensor]] = torch._C._nn.unflatten_dense_tensors
+
 # Base classes of layers, so that subclasses of users and of torch are recognised.
 AnyBatchNorm = nn.modules.batchnorm._BatchNorm
 AnyDropout = nn.modules.dropout._DropoutNd

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from unittest import mock
 
 import numpy as np
@@ -555,3 +556,22 @@ def test_a_loss_that_is_nan_for_all_and_for_one():
     with pytest.warns(UserWarning, match=f"1 of the {len(x)} examples of step 1 have no finite gradient"):
         optimizer.step()
     assert all(torch.isfinite(w).all() for w in module.parameters())
+
+
+def test_a_step_without_the_example_that_is_not_finite_is_that_of_the_others():
+    """Sums are formed, and noised, before it is known that they do not stand; then both are done again."""
+    ends = []
+    for factor in (float("nan"), 0.0):
+        private, module, optimizer = start()
+        private.run._id = "one"
+        batches = iter(private.loader)
+        for _ in range(2):
+            x, y = next(batches)
+            losses = F.cross_entropy(module(x), y, reduction="none")
+            (losses * torch.where(torch.arange(len(x)) == 0, factor, 1.0)).mean().backward()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                optimizer.step()
+            optimizer.zero_grad()
+        ends.append(oracle.weights(module))
+    assert all(torch.equal(w, ends[1][name]) for name, w in ends[0].items())

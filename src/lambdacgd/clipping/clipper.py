@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from lambdacgd.clipping import gpu
 from lambdacgd.clipping.backward import BackwardPass, LossReduction, Totals, is_capturing
 from lambdacgd.clipping.batch_free import (
     BatchFree,
@@ -180,6 +181,7 @@ class Clipper(BackwardPass):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._forward_pass.watch is not None:  # a pass of the probe
             return
+        self.settle()  # and let go of the last backward pass's records
         sharded = self._forward_pass.sharded
         if not torch.is_grad_enabled():
             self._watch.begin(sharded)
@@ -202,7 +204,8 @@ class Clipper(BackwardPass):
         if due and self._probe.look((args, kwargs), batch, self._watch.mode):
             self._watch.probed(self._probe.compared)
         self._watch.begin(sharded)
-        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if self.anchor.is_cuda else {}
+        on_gpu = self.anchor.device.type == gpu.DEVICE
+        self._forward_pass.cast_weights = linear.cast_weights(self._linear_layers) if on_gpu else {}
         self._forward_pass.look_at(batch)
         if self._probe.read_elsewhere:
             self._standing_in.enter_context(standing_in(self._probe.read_elsewhere))
@@ -326,7 +329,7 @@ class Watch:
         self.mode, self._probed_modes = b"", set[bytes]()
         self._passes, self._last, self._next = 0, 1, 1  # forward passes so far; those that are probed, last and next
         self._due, self._looked = True, 0  # whether a probe is; the last pass that was probed
-        self._before: tuple[Any, Any] = {}, self._marks()  # how often parameters were written, and marks of buffers
+        self._before: tuple[Any, Any] = [], self._marks()  # how often parameters were written, and marks of buffers
         self._compared: set[str] = set()  # buffers that a probe has seen written
         self._unseen: Counter[tuple[str, bool]] = Counter()  # how often others were written; whether without gradients
 
@@ -371,7 +374,7 @@ class Watch:
 
     def begin(self, sharded: bool) -> None:
         """Before a forward pass. Sharded parameters are gathered, that is written, in the middle of it."""
-        self._before = {} if sharded else self._versions(), self._marks()
+        self._before = [] if sharded else self._versions(), self._marks()
 
     def end(self, *, quiet: bool) -> None:
         """After a forward pass, ``quiet``: one without gradients.
@@ -380,9 +383,9 @@ class Watch:
             ClippingError: It wrote a parameter, or a buffer that no probe looks at.
         """
         versions, marks = self._before
-        for name, count in self._versions().items() if versions else ():
-            if versions[name] != count:
-                raise ClippingError(WRITES_PARAMETER.format(name=name))
+        if versions and versions != (versions_now := self._versions()):
+            wrote = next(p for p, was, is_ in zip(self._parameters, versions, versions_now, strict=True) if was != is_)
+            raise ClippingError(WRITES_PARAMETER.format(name=wrote[0]))
         for name, now in self._marks().items():
             if now == marks[name] or name in self._compared:
                 continue
@@ -412,9 +415,9 @@ class Watch:
     def _marks(self) -> dict[str, tuple[int, int]]:
         return {name: mark(slots.get(local)) for name, (slots, local) in self._buffers.items()}
 
-    def _versions(self) -> dict[str, int]:
+    def _versions(self) -> list[int]:
         """How often each parameter was written."""
-        return {name: version(p) for name, p, *_ in self._parameters if not p.is_inference()}
+        return [0 if p.is_inference() else version(p) for _, p, *_ in self._parameters]
 
 
 def _quiet(what: str) -> ClippingError:

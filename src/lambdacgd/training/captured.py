@@ -208,6 +208,7 @@ class CapturedStep:
         """
         if not kind[0]:
             self._work(True, False, self.padded, self._step)
+            self._loop.clipper.settle()  # which a capture cannot wait for
 
     def _warm_up(self, kind: Kind, cursor: Tensor, step: Tensor) -> None:
         """Whole steps, so that the optimizer's state exists; then everything as it was, also where they fail: their

@@ -12,6 +12,7 @@ step (`captured`), `Noiser`, and, by way of the loop, the integrations.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -54,6 +55,8 @@ class PrivateStep:
         self._reduces = run.world.many and shards is None  # sums of sharded models are reduced in the backward pass
         self._offsets = None if shards is None else shards.offsets  # where each shard begins in the noise field
         self._divisor = plan.batch_size
+        # Whether a step can be done again on the same sums: others have not received them, and noise has no buffers.
+        self._repeats = not run.world.many and plan.sigma > 0 and plan.mechanism.regenerates(plan.block.steps)
         self._noise: RegeneratedNoise | BufferedNoise | None = None
 
     def batches(self, start: int) -> Iterator[NDArray[np.int64]]:
@@ -67,11 +70,21 @@ class PrivateStep:
         With ``check`` it waits for the device and raises ``NonFiniteSum`` before the weights change. Without, ``step``
         may be an int64 tensor of one element on CUDA, for graphs.
         """
-        sums = clipper.take()  # Σ_i clip(g_i, ζ)
+        late = check and self._repeats  # the host waits once, behind all that it has to queue
+        if not late:
+            clipper.settle()
+        sums = clipper.gathered()  # Σ_i clip(g_i, ζ)
         if self._reduces:
             all_reduce_(sums, int(step), self.run.world)  # over all processes
-        self.add_noise_(sums, step, check=check)  # + ζσ · (C⁻¹z)_t
+        self.add_noise_(sums, step, check=check and not late)  # + ζσ · (C⁻¹z)_t
         self.write(clipper.parameters, sums)  # p.grad = sums / plan.batch_size
+        if late and not clipper.settle():  # the sums are formed again, and nobody has seen the first ones
+            with contextlib.suppress(NonFiniteSum):
+                self.noise.check()
+            return self(clipper, step)
+        if late:
+            self.noise.check()
+        clipper.zero()
 
     def add_noise_(self, sums: Mapping[str, Tensor], step: int | Tensor, *, check: bool = True) -> None:
         """Add the plan's noise of this step, ζσ · (C⁻¹z)_t, to the sums in place."""
@@ -90,7 +103,9 @@ class PrivateStep:
         for name, p in parameters.items():
             sharded = self.shards is not None and is_sharded(p)
             own = local(p) if sharded else p
-            gradient = sums[name].data.to(device=own.device, dtype=own.dtype)
+            gradient = sums[name].data
+            if gradient.dtype != own.dtype or gradient.device != own.device:
+                gradient = gradient.to(device=own.device, dtype=own.dtype)
             if gradient.stride() != own.stride():  # channels_last: fused optimizers walk both through memory together
                 gradient = torch.empty_like(own.detach()).copy_(gradient)
             p.grad = dtensor_like(gradient, p) if sharded else gradient

@@ -145,7 +145,7 @@ class ShardedTotals(Totals):
         else:
             self._form(record, factor, keep)
 
-    def finish(self) -> None:
+    def finish(self, keep: Tensor | None) -> None:
         """Form and reduce all sums, if the logical batch is whole. Every rank goes through the groups in one order."""
         if not self._reduces:
             return

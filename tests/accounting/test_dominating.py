@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,20 +156,23 @@ def splits(difference: Array) -> bool:
 @pytest.mark.parametrize("mechanism", OTHERS, ids=str)
 @pytest.mark.parametrize("epsilon", [8.0, 0.5])
 @pytest.mark.parametrize("fit", ["best", "_by_entries", "_by_cosines", "_by_norm"])
-def test_what_dominates_is_larger_in_both_orders_together(mechanism: lc.Mechanism, epsilon: float, fit: str) -> None:
-    block = lc.Horizon(20, 1)
+@pytest.mark.parametrize("k", [1, 3])
+def test_what_dominates_is_larger_in_both_orders_together(
+    mechanism: lc.Mechanism, epsilon: float, fit: str, k: int
+) -> None:
+    block = lc.Horizon(20, k)
     resolved = mechanism.resolve(block)
-    strategy = np.abs(dense_strategy(resolved, block))
+    sums = np.abs(dense_strategy(resolved, block)).reshape(20 * k, k, 20).sum(axis=1)
     if fit == "best":
-        found = dominating(resolved, lc.Horizon(20, 4), epsilon=epsilon, delta=1e-5)
-    elif resolved.column_scales(20) is not None and fit != "_by_entries":
+        found = dominating(resolved, lc.Horizon(20, 4 if k == 1 else k), epsilon=epsilon, delta=1e-5, restarts=k == 1)
+    elif resolved.column_scales(20 * k) is not None and fit != "_by_entries":
         pytest.skip("for Toeplitz C")
     else:
-        inner = domination._Inner(resolved, 20)
+        inner = domination._Inner(resolved, block)
         found = getattr(domination, fit)(inner, domination._Goal(inner, 0.3 / epsilon))
-    chain = found.columns.over(found.lam, 20, 1, 1.0)
+    chain = replace(found.columns, shared=0.0).over(found.lam, 20, k, 1.0)
     above = chain.gram() if found.lam else chain.gain * np.eye(20)
-    assert splits(above - strategy.T @ strategy)
+    assert splits(above + k**2 * found.columns.shared - sums.T @ sums)
 
 
 @pytest.mark.parametrize("seed", range(6))

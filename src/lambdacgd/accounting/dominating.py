@@ -11,8 +11,8 @@ whose chain the transfer-matrix accountant computes, and whose shared part is a 
 
 - ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
   (a diagonally dominant matrix is positive semidefinite). Every pair of bins is looked at.
-- ``_by_cosines`` (Toeplitz C, tail = 0): the same with one more positive semidefinite matrix, a taper
-  (1 − |s−t|/reach)₊ times Σ_q a_q cos ω_q(s − t), a_q ≥ 0, of steps, added up over bins; a linear program finds the a_q.
+- ``_by_cosines`` (Toeplitz C): the same with one more positive semidefinite matrix, tapers (1 − |s−t|/reach)₊ times
+  Σ_q a_q cos ω_q(s − t), a_q ≥ 0, added up over the epochs of a bin; a linear program finds the a_q.
 - ``_by_norm`` (Toeplitz C): C' = s·(1 − φx)/(1 − λx) with ‖C C'⁻¹‖ ≤ 1, so that G ≤ G' as quadratic forms. The norm is
   at most the maximum of a polynomial on the unit circle, which is bounded from its values on a grid.
 
@@ -288,19 +288,30 @@ def _independent(inner: _Inner) -> Dominating:
     return Dominating(0.0, Columns(0.0, _lacking(inner) * SAFETY / inner.block.epochs))
 
 
-def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None) -> float:
-    """The least that makes ``above`` dominate if it is added to the diagonal: the largest sum of what a row lacks."""
+def _lacking(inner: _Inner, above: Callable[[int], Array] | None = None, less: Array | None = None) -> float:
+    """What ``above``, ``less`` taken off at each distance, lacks to dominate: the largest sum of a row.
+
+    So much on the diagonal makes it dominate. Beyond MOST_PAIRWISE bins (tail 0) the first row stands for all.
+    """
+
+    def lacking(i: int, row: Array) -> Array:
+        row = row if above is None else row - above(i)
+        return row if less is None else row + less[: len(row)]
+
+    if inner.bins > MOST_PAIRWISE:
+        first = lacking(0, inner.by_distance)
+        return max(float(first[0]) + 2 * float(np.maximum(first[1:], 0.0).sum()), 0.0)
     sums = np.zeros(inner.bins)
     for i, row in inner.from_last():
-        lacking = row if above is None else row - above(i)
-        off = np.maximum(lacking[1:], 0.0)
-        sums[i] += float(lacking[0]) + float(off.sum())
+        own = lacking(i, row)
+        off = np.maximum(own[1:], 0.0)
+        sums[i] += float(own[0]) + float(off.sum())
         sums[i + 1 :] += off
     return max(float(sums.max()), 0.0)
 
 
 def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, chain, tail and shared part, with the least nugget that makes up for the entries that are too small."""
+    """The best λ, chain, tail and shared part, with the least nugget that makes up for what is too small."""
     largest, k = max(float(row[0]) for row in goal.upper.values()), inner.block.epochs
 
     def chosen(x: Array) -> tuple[float, Columns]:
@@ -331,89 +342,72 @@ def _by_entries(inner: _Inner, goal: _Goal) -> Dominating:
 
 
 def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
-    """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised twice."""
+    """The best λ, with the other parts and cosines from a linear program whose costs are E W²'s, linearised."""
     b, k, needed = inner.bins, inner.block.epochs, inner.by_distance
-    pairwise, distance = b <= MOST_PAIRWISE, np.arange(float(b))
-    waves = _waves(inner)
-    # Where G' and the cosines are compared: all short distances from the first bin, some of the others.
+    pairwise, distance, waves = b <= MOST_PAIRWISE, np.arange(float(b)), _waves(inner)
+    # Where G' and the cosines are compared: at all short distances from the first bin, and at some others.
     far = np.unique(np.geomspace(1, b, 100).astype(int))
-    first = np.unique(np.concatenate([np.arange(min(b, _NEAR)), far, b - far]))
-    at, to = [np.zeros_like(first[first < b])], [first[first < b]]
-    found = sorted(goal.upper)
-    for i in (found[len(found) * share // 16] for share in (4, 8, 12, 14, 15)) if pairwise else ():
-        some = np.unique(np.geomspace(1, b - i, 24).astype(int)) - 1
-        at, to = [*at, np.full_like(some, i)], [*to, some]
-    rows = {i: row for i, row in inner.from_last() if i in {int(some[0]) for some in at}} if pairwise else {0: needed}
-    start, apart = np.concatenate(at), np.concatenate(to)
-    right = -np.array([rows[i][d] for i, d in zip(start.tolist(), apart.tolist(), strict=True)])
+    places = {0: np.unique(np.concatenate([np.arange(min(b, _NEAR)), far - 1, b - far]))}
+    for i in sorted(goal.upper)[len(goal.upper) // 4 :: max(len(goal.upper) // 6, 1)] if pairwise else []:
+        places[i] = np.unique(np.geomspace(1, b - i, 24).astype(int)) - 1
+    rows = {i: row for i, row in inner.from_last() if i in places} if pairwise else {0: needed}
+    start, apart = np.repeat(list(places), [len(d) for d in places.values()]), np.concatenate(list(places.values()))
+    right = -np.append(np.concatenate([rows[i][d] for i, d in places.items()]), 0.0)
 
-    def columns(lam: float) -> Columns:
-        stationary, ended = Chain(lam, b, k, 1.0, 0.0), Chain(lam, b, k, 1.0, 1.0)
-        chain, ends = stationary.covariance(distance), ended.end_effect(distance)
-        parts = np.column_stack([chain, distance == 0, np.ones(b)])
-        # What these have beyond the cosines is at least what is needed, and so on the diagonal.
-        lost = ends[start] * ends[start + apart]
-        left = np.column_stack([lost, -parts[apart], waves[apart]])
-        # The last row: the tail is at most 1.
+    def columns(lam: float, passes: int) -> Columns:
+        whole = Chain(lam, b, k, 1.0, 1.0)
+        ends, parts = (
+            whole.end_effect(distance),
+            np.column_stack([whole.covariance(distance), distance == 0, np.ones(b)]),
+        )
+        # What these have beyond the cosines is at least what is needed, and so on the diagonal; a tail is at most 1.
+        left = np.column_stack([ends[start] * ends[start + apart], -parts[apart], waves[apart]])
         left = np.vstack([left, np.append([1.0, -1.0], np.zeros(left.shape[1] - 2))])
-        best = Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
-        above = {i: row for i, row in goal.upper.items()}
-        for _ in range(2):
-            weights, tail = np.zeros(b), 0.0
+        bounds = [(0, None if pairwise else 0)] + [(0, None)] * (left.shape[1] - 1)
+        above, best = dict(goal.upper), Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
+        for _ in range(passes):
+            weights, taken = np.zeros(b), 0.0
             for i, row in above.items():
-                own = np.exp(np.minimum(row * goal.precision, 600.0)) * np.where(distance[: b - i] > 0, 2.0, 1.0)
+                own = np.exp(np.minimum(row * goal.precision, 600.0))
+                own[1:] *= 2
                 weights[: b - i] += own
-                tail -= float(ends[i] * (own @ ends[i:]))
-            costs = np.concatenate([[tail], weights @ parts, np.zeros(waves.shape[1])]) / (weights @ chain)
-            bounds = [(0, None if pairwise else 0), *[(0, None)] * (len(costs) - 1)]
-            solved = linprog(costs, A_ub=left, b_ub=np.append(right, 0.0), bounds=bounds, method="highs")
+                taken += float(ends[i] * (own @ ends[i:]))
+            costs = np.concatenate([[-taken], weights @ parts, np.zeros(waves.shape[1])]) / (weights @ parts[:, 0])
+            solved = linprog(costs, A_ub=left, b_ub=right, bounds=bounds, method="highs")
             if not solved.success:
-                return best
-            x = np.maximum(solved.x, 0.0)
-            size, shared = float(x[1]), float(x[3]) if x[3] > NONE * needed[0] else 0.0
-            made = Columns(size / k, float(x[2]) / k, min(float(x[0] / size), 1.0) if size else 0.0, shared / k**2)
-            wave = waves @ x[4:] + (2e-12 + 2e-15 * b) * x[4:].sum()
-            row = _rows(lam, made, inner.block)
-
-            def less(i: int) -> Array:
-                return row(i) - wave[: b - i]
-
-            if pairwise:
-                more = _lacking(inner, less)
-            else:
-                lacking = needed - less(0)
-                more = float(lacking[0]) + 2 * float(np.maximum(lacking[1:], 0.0).sum())
-            made = replace(made, nugget=max(made.nugget + more / k, 0.0))
+                break
+            taken, chain, nugget, shared, *shares = np.maximum(solved.x, 0.0).tolist()
+            tail = min(taken / chain, 1.0) if chain else 0.0
+            made = Columns(chain / k, nugget / k, tail, shared / k**2 if shared > NONE * needed[0] else 0.0)
+            wave = waves @ shares + (2e-12 + 2e-15 * b) * sum(shares)
+            made = replace(made, nugget=made.nugget + _lacking(inner, _rows(lam, made, inner.block), wave) / k)
             best = min(best, made, key=lambda choice: goal.excess(lam, choice))
-            row = _rows(lam, made, inner.block)
-            above = {i: row(i) for i in above}
+            above = {i: _rows(lam, made, inner.block)(i) for i in above}
         return best
 
     def score(x: Array) -> float:
         lam = _lam(x[0])
-        return goal.excess(lam, columns(lam))
+        return goal.excess(lam, columns(lam, 1))
 
-    lam = _lam(_improve(score, [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS], 0.1, most=24)[0])
-    best = columns(lam)
+    starts = [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS[::2]]
+    lam = _lam(_improve(score, starts, 0.2, most=16)[0])
+    best = columns(lam, 3)
     return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY, best.tail, best.shared * SAFETY))
 
 
 def _waves(inner: _Inner) -> Array:
-    """Positive semidefinite matrices of bins that depend on their distance alone: a row for each distance."""
-    b, k = inner.bins, inner.block.epochs
-    distance = np.arange(float(b))
+    """Positive semidefinite matrices of bins, a column each, whose entries depend on the distance (the row) alone."""
+    b, k, distance = inner.bins, inner.block.epochs, np.arange(float(inner.bins))
 
     def tapered(reach: int, angles: Array) -> Array:
-        # Matrices of steps, added up over the epochs of a bin: k pairs in one epoch, k − 1 across.
-        here, across = (
-            (np.maximum(1 - d / reach, 0.0)[:, None] * np.cos(np.outer(d, angles))) for d in (distance, b - distance)
-        )
-        return np.asarray(here + (1 - 1 / k) * across)
+        """Such matrices of steps, added up over the epochs of a bin: k pairs in one epoch, k − 1 across."""
+        apart = np.stack([distance, b - distance])
+        waves = np.maximum(1 - apart / reach, 0.0)[..., None] * np.cos(apart[..., None] * angles)
+        return np.asarray(waves[0] + (1 - 1 / k) * waves[1])
 
-    families = [tapered(min(b, _NEAR), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)]
-    families.append(tapered(b, np.geomspace(math.pi / b, 0.2, 16)))
-    families.append(np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1))))  # circulant
-    return np.hstack(families)
+    short = tapered(min(b, _NEAR), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
+    long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
+    return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
 
 
 def _lam(x: float) -> float:

@@ -188,6 +188,23 @@ def test_random_mechanisms_are_never_certified_below_quadrature(seed: int) -> No
     assert bound.delta_add >= truth[1]
 
 
+@pytest.mark.parametrize("seed", range(12))
+def test_what_all_bins_share_is_never_certified_below_quadrature(seed: int) -> None:
+    """Lemma 13, both directions, bins kept over 1 to 3 epochs."""
+    rng = np.random.default_rng(seed)
+    b, k = int(rng.integers(2, 5)), int(rng.integers(1, 4))
+    lam, sigma, epsilon = rng.uniform(0.3, 0.95), float(rng.uniform(0.8, 2.0)) * k**0.5, float(rng.uniform(0.3, 3.0))
+    columns = Columns(*rng.uniform(0.05, 1.0, 2), float(rng.uniform(0, 1)), float(rng.uniform(0.02, 0.6)) / k)
+    gram = replace(columns, shared=0.0).over(lam, b, k, 1.0).gram() + k**2 * columns.shared
+    truth = quadrature(gram, sigma, epsilon, step={2: 0.01, 3: 0.03, 4: 0.1}[b])
+    bound = FreshBins(lam, b, 1, columns=columns, kept=k).delta(sigma, epsilon)
+    for value, true in zip((bound.delta_remove, bound.delta_add), truth, strict=True):
+        assert true * (1 - 1e-7) <= value
+    assert bound.delta <= max(truth) * 1.05  # 4% where δ is 3e-10, less where it is larger
+    with pytest.raises(AccountingError, match="compose"):
+        TransferMatrix(lam, b, k, columns=columns).delta(sigma, epsilon)
+
+
 def test_composed_it_meets_simulation() -> None:
     """Fresh bins, straight from C; 5 standard errors, seed 0."""
     mechanism, horizon = buffer(0.9, 0.6), lc.Horizon(24, 4)

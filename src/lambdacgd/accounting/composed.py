@@ -302,7 +302,8 @@ class Composition:
 
     def tail(self, way: OneWay, epsilon: float) -> Tail:
         """δ of (P'^k, Q'^k), or of (Q'^k, P'^k)."""
-        return composed(self.pair.side(way), self.copies, epsilon, self._gaussian and self._gaussian.side(way))
+        other = None if self._gaussian is None else self._gaussian.side(way)
+        return composed(self.pair.side(way), self.copies, epsilon, other)
 
     @cached_property
     def _gaussian(self) -> DiscretePair | None:

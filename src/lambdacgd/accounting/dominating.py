@@ -161,9 +161,7 @@ class _Inner:
             raise AccountingError("C has entries that are not finite numbers")
         dense = scales is not None and block.steps * self.bins**2 > LARGEST_DENSE**3
         if block.steps > MOST_STEPS or dense:
-            raise AccountingError(
-                f"noise of {mechanism.name} correlated over {block.steps} steps is too long to certify"
-            )
+            raise AccountingError(f"{mechanism.name} correlates {block.steps} steps, too many to certify")
         self._dense = None if scales is None else scaled_gram(column, np.asarray(scales, dtype=np.float64), block)
 
     def from_last(self) -> Iterator[tuple[int, Array]]:

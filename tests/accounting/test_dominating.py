@@ -190,7 +190,7 @@ def test_random_mechanisms_are_never_certified_below_quadrature(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(12))
 def test_what_all_bins_share_is_never_certified_below_quadrature(seed: int) -> None:
-    """Lemma 13, both directions, bins kept over 1 to 3 epochs."""
+    """Lemma 9b, both directions, bins kept over 1 to 3 epochs."""
     rng = np.random.default_rng(seed)
     b, k = int(rng.integers(2, 5)), int(rng.integers(1, 4))
     lam, sigma, epsilon = rng.uniform(0.3, 0.95), float(rng.uniform(0.8, 2.0)) * k**0.5, float(rng.uniform(0.3, 3.0))

@@ -7,7 +7,7 @@ without negative entries and a positive semidefinite one. Three such G' are sear
 
     chain·(λ^{|s−t|} − tail·λ^{2n−s−t}) + nugget·[s = t] + shared
 
-whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 13):
+whose chain the transfer-matrix accountant computes, and whose shared part is a Gaussian mechanism beside it (Lemma 9b):
 
 - ``_by_entries``: entry by entry where G' is the larger, and where it is not, what it lacks is added to the diagonal
   (a diagonally dominant matrix is positive semidefinite). Every pair of bins is looked at.
@@ -346,18 +346,16 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
     # Where G' and the cosines are compared: at all short distances from the first bin, and at some others.
     far = np.unique(np.geomspace(1, b, 100).astype(int))
     places = {0: np.unique(np.concatenate([np.arange(min(b, _NEAR)), far - 1, b - far]))}
-    for i in sorted(goal.upper)[len(goal.upper) // 4 :: max(len(goal.upper) // 6, 1)] if pairwise else []:
-        places[i] = np.unique(np.geomspace(1, b - i, 24).astype(int)) - 1
+    for left in np.unique(np.geomspace(1, max(0.8 * b, 1), 9).astype(int)).tolist() if pairwise and b > 1 else []:
+        places[b - left] = np.unique(np.geomspace(1, left, 24).astype(int)) - 1
     rows = {i: row for i, row in inner.from_last() if i in places} if pairwise else {0: needed}
     start, apart = np.repeat(list(places), [len(d) for d in places.values()]), np.concatenate(list(places.values()))
     right = -np.append(np.concatenate([rows[i][d] for i, d in places.items()]), 0.0)
 
     def columns(lam: float, passes: int) -> Columns:
         whole = Chain(lam, b, k, 1.0, 1.0)
-        ends, parts = (
-            whole.end_effect(distance),
-            np.column_stack([whole.covariance(distance), distance == 0, np.ones(b)]),
-        )
+        ends = whole.end_effect(distance)
+        parts = np.column_stack([whole.covariance(distance), distance == 0, np.ones(b)])
         # What these have beyond the cosines is at least what is needed, and so on the diagonal; a tail is at most 1.
         left = np.column_stack([ends[start] * ends[start + apart], -parts[apart], waves[apart]])
         left = np.vstack([left, np.append([1.0, -1.0], np.zeros(left.shape[1] - 2))])
@@ -403,7 +401,7 @@ def _waves(inner: _Inner) -> Array:
         waves = np.maximum(1 - apart / reach, 0.0)[..., None] * np.cos(apart[..., None] * angles)
         return np.asarray(waves[0] + (1 - 1 / k) * waves[1])
 
-    short = tapered(min(b, _NEAR), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
+    short = tapered(min(b, 2 * _FREQUENCIES), math.pi * np.arange(_FREQUENCIES + 1) / _FREQUENCIES)
     long = tapered(b, np.geomspace(math.pi / b, 0.2, 16))
     return np.hstack([short, long, np.cos(np.outer(distance, 2 * math.pi / b * np.arange(1, min(b // 2, 8) + 1)))])
 

@@ -183,7 +183,7 @@ def test_random_mechanisms_are_never_certified_below_quadrature(seed: int) -> No
     sigma, epsilon = float(rng.uniform(0.7, 1.4)), float(rng.uniform(0.3, 2.0))
     truth = quadrature(folded(mechanism, b, 1), sigma, epsilon, step={2: 0.01, 3: 0.03, 4: 0.1}[b])
     found = dominating(mechanism, lc.Horizon(b, 1), epsilon=epsilon, delta=1e-4)
-    bound = TransferMatrix(found.lam, b, 1, columns=found.columns).delta(sigma, epsilon)
+    bound = FreshBins(found.lam, b, 1, columns=found.columns).delta(sigma, epsilon)
     assert bound.delta_remove >= truth[0]
     assert bound.delta_add >= truth[1]
 

@@ -361,7 +361,8 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
         left = np.vstack([left, np.append([1.0, -1.0], np.zeros(left.shape[1] - 2))])
         bounds = [(0, None if pairwise else 0)] + [(0, None)] * (left.shape[1] - 1)
         above, best = dict(goal.upper), Columns(0.0, float(needed[0] + 2 * needed[1:].sum()) / k)
-        for _ in range(passes):
+        x = np.zeros(left.shape[1])
+        for step in range(passes):
             weights, taken = np.zeros(b), 0.0
             for i, row in above.items():
                 own = np.exp(np.minimum(row * goal.precision, 600.0))
@@ -372,7 +373,9 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
             solved = linprog(costs, A_ub=left, b_ub=right, bounds=bounds, method="highs")
             if not solved.success:
                 break
-            taken, chain, nugget, shared, *shares = np.maximum(solved.x, 0.0).tolist()
+            # Frank and Wolfe: what lies between two solutions is one, and E W² is convex.
+            x += 2 / (step + 2) * (np.maximum(solved.x, 0.0) - x)
+            taken, chain, nugget, shared, *shares = x.tolist()
             tail = min(taken / chain, 1.0) if chain else 0.0
             made = Columns(chain / k, nugget / k, tail, shared / k**2 if shared > NONE * needed[0] else 0.0)
             wave = waves @ shares + (2e-12 + 2e-15 * b) * sum(shares)
@@ -383,11 +386,11 @@ def _by_cosines(inner: _Inner, goal: _Goal) -> Dominating:
 
     def score(x: Array) -> float:
         lam = _lam(x[0])
-        return goal.excess(lam, columns(lam, 1))
+        return goal.excess(lam, columns(lam, 4))
 
     starts = [np.array([math.log(-math.log1p(-lam))]) for lam in _LAMBDAS[::2]]
     lam = _lam(_improve(score, starts, 0.2, most=16)[0])
-    best = columns(lam, 3)
+    best = columns(lam, 12)
     return Dominating(lam, Columns(best.chain * SAFETY, best.nugget * SAFETY, best.tail, best.shared * SAFETY))
 
 

@@ -198,14 +198,6 @@ def uncast(x: Tensor) -> torch.autocast:
     return torch.autocast(x.device.type, enabled=False)
 
 
-def without_autocast(function: Callable[..., Any], *args: Tensor) -> Any:
-    """Entering autocast contexts costs microseconds a layer, so only where backward() was called inside one."""
-    if not torch.is_autocast_enabled(args[0].device.type):
-        return function(*args)
-    with uncast(args[0]):
-        return function(*args)
-
-
 def squared_norms(x: Tensor) -> Tensor:
     """Σ_j x_ij² of each row, in pieces: on the CPU a norm adds one by one, and over 2²⁴ numbers loses percents."""
     rows, length = x.shape

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,17 @@ from torch.nn import functional as F
 
 from lambdacgd.clipping import bounds, gpu
 from lambdacgd.clipping.backward import ColumnSum, Outer, Record, Stored, direct, in_chunks, outer, same_type
-from lambdacgd.clipping.bounds import without_autocast
-from lambdacgd.clipping.rules import Call, Layer, autocast_dtype, computed, detached, fused_tap, register, tap
+from lambdacgd.clipping.rules import (
+    Call,
+    Layer,
+    Recorder,
+    autocast_dtype,
+    computed,
+    detached,
+    fused_tap,
+    register,
+    tap,
+)
 from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten, unsafe_view
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
@@ -35,16 +44,17 @@ def tokens(x: Tensor) -> Tensor:
 
 def linear_records(
     gradient: Tensor, x: Tensor, *, weight: str | None, bias: str | None, shape: torch.Size, transposed: bool = False
-) -> Iterator[Record]:
+) -> list[Record]:
     """Weight: Σ_t b_t x_tᵀ. Bias: Σ_t b_t."""
-    b = tokens(gradient)
-    keeps_b = False
+    b, records, keeps_b = tokens(gradient), list[Record](), False
     if weight is not None:
         kept = outer(weight, tokens(x), b, shape, transposed=transposed)
-        keeps_b = b.shape[1] > 1 and not direct(kept.sizes, patches=False)
-        yield kept
+        keeps_b = kept.sizes[1] > 1 and not kept.is_direct
+        records.append(kept)
     if bias is not None:
-        yield ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
+        late = ColumnSum(bias, b) if keeps_b else Stored(bias, b.sum(1, dtype=bounds.accumulator(b.dtype)))
+        records.append(late)
+    return records
 
 
 def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> Tensor:
@@ -63,11 +73,11 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> 
             x = forward_pass.cast_input(x, low)
         if x.dim() <= 2 or bias is None:
             return F.linear(x, weight, bias), x, weight
-        y = torch.addmm(bias, x.reshape(-1, x.shape[-1]), weight.t())
+        y = torch.addmm(bias, x.flatten(0, -2), weight.t())
         return unsafe_view(y, (*x.shape[:-1], y.shape[1])), x, weight  # F.linear would return a view here: see Tap
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        below: Tensor = without_autocast(torch.matmul, gradient, weight)
+        below = torch.matmul(gradient, weight)
         return below if below.dtype == kind else below.to(kind)
 
     return fused_tap(x, weight, forward, backward, call)
@@ -77,16 +87,21 @@ def tapped_linear(
     layer: Layer, x: Tensor, weight: Tensor, bias: Tensor | None, names: Sequence[str | None], *, transposed: bool
 ) -> Tensor:
     """``F.linear(x, weight, bias)`` recorded under the model's names of weight and bias (None: frozen or absent)."""
+    return apply_linear(x, weight, bias, Call(layer, _recorder(weight, names, transposed=transposed)))
+
+
+def _recorder(weight: Tensor, names: Sequence[str | None], *, transposed: bool) -> Recorder:
     shape = weight.t().shape if transposed else weight.shape
-    recorder = partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
-    return apply_linear(x, weight, bias, Call(layer, recorder))
+    return partial(linear_records, weight=names[0], bias=names[1], shape=shape, transposed=transposed)
 
 
 @register(nn.Linear, pointwise=True)
 def linear(layer: Layer, input: Tensor) -> Tensor:
-    own = own_parameters(layer.module)
-    names = [layer.names.get("weight"), layer.names.get("bias")]
-    return tapped_linear(layer, input, cast(Tensor, own["weight"]), own["bias"], names, transposed=False)
+    own: dict[str, Any] = own_parameters(layer.module)
+    weight = own["weight"]
+    if layer.recorder is None:
+        layer.recorder = _recorder(weight, [layer.names.get("weight"), layer.names.get("bias")], transposed=False)
+    return apply_linear(input, weight, own["bias"], Call(layer, layer.recorder))
 
 
 @register("transformers.pytorch_utils.Conv1D", pointwise=True)

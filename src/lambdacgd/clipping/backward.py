@@ -573,7 +573,7 @@ class BackwardPass:
     ) -> None:
         per_layer = self.mode == "per-layer"
         shared = {name for name, uses in pending.items() if len(uses) > 1}
-        records = [merge(uses) for uses in pending.values()]
+        records = [uses[0] if len(uses) == 1 else merge(uses) for uses in pending.values()]
         form_together(records)
         if not (per_layer or self.sharded):
             records = pack_small(records)

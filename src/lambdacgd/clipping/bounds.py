@@ -31,9 +31,9 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor

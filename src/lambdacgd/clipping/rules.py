@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lambdacgd.clipping.backward import BackwardPass, Pass, Record
 from lambdacgd.clipping.bounds import uncast
 from lambdacgd.errors import ClippingError
-from lambdacgd.torch_private import backward_task, own_parameters, quick_apply, version
+from lambdacgd.torch_private import BelowAutograd, backward_task, own_parameters, quick_apply, version
 
 Rule = Callable[..., Any]
 Recorder = Callable[..., Iterable[Record]]
@@ -374,7 +374,8 @@ class FusedTap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, x: Tensor, weight: Tensor, forward: Any, backward: Any, call: Call) -> Tensor:
-        y, x, weight, *kept = forward(x, weight)
+        with BelowAutograd():  # what comes is no view, so in-place ReLUs work: see Tap
+            y, x, weight, *kept = forward(x, weight)
         ctx.operation, ctx.call = backward, call
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[1] else None, *kept)
         return y

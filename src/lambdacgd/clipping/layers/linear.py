@@ -9,8 +9,8 @@ exchanged.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from lambdacgd.clipping.rules import (
     register,
     tap,
 )
-from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten, unsafe_view
+from lambdacgd.torch_private import foreach_copy_, own_parameters, repeated_padding, unflatten
 
 # --- Linear -----------------------------------------------------------------------------------------------------------
 
@@ -71,10 +71,7 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         if low is not None:
             x = forward_pass.cast_input(x, low)
-        if x.dim() <= 2 or bias is None:
-            return F.linear(x, weight, bias), x, weight
-        y = torch.addmm(bias, x.flatten(0, -2), weight.t())
-        return unsafe_view(y, (*x.shape[:-1], y.shape[1])), x, weight  # F.linear would return a view here: see Tap
+        return F.linear(x, weight, bias), x, weight
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         below = torch.matmul(gradient, weight)
@@ -121,8 +118,10 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
     low = torch.get_autocast_dtype(gpu.DEVICE)
     own = [own_parameters(layer.module) for layer in linears]
     whole: list[Tensor] = [p for slots in own for p in (slots["weight"], slots["bias"]) if p is not None]
-    whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
-    flat = torch.empty(sum(p.numel() for p in whole), dtype=low, device=whole[0].device)
+    sizes = list(map(Tensor.numel, whole))
+    if any([size % 8 for size in sizes]):
+        whole.sort(key=lambda p: p.numel() % 8 != 0)  # odd sizes last: the others stay aligned
+    flat = torch.empty(sum(sizes), dtype=low, device=whole[0].device)
     with torch.no_grad():
         parts = unflatten(flat, whole)
         foreach_copy_(parts, whole)
@@ -186,27 +185,43 @@ def patch_record(name: str, image: Tensor, response: Tensor, geometry: dict[str,
 
 def conv_records(
     gradient: Tensor, x: Tensor, *, names: dict[str, str], geometry: dict[str, Any], shape: torch.Size
-) -> Iterator[Record]:
+) -> list[Record]:
+    records: list[Record] = []
     if "weight" in names:
         if geometry["mode"] != "zeros":
             x = F.pad(x, geometry["wrap"], mode=geometry["mode"])
         x, response = same_type(x, gradient)
         image, response = (response, x) if geometry["transposed"] else (x, response)
-        yield patch_record(names["weight"], image, response, geometry, shape)
+        records.append(patch_record(names["weight"], image, response, geometry, shape))
     if "bias" in names:
-        yield Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype)))
+        records.append(Stored(names["bias"], gradient.flatten(2).sum(2, dtype=bounds.accumulator(gradient.dtype))))
+    return records
 
 
 def _geometry(m: Any) -> dict[str, Any]:
-    padding = m.padding
-    transposed = bool(m.transposed)
-    if m.padding_mode != "zeros" or padding == "valid":
-        padding = (0,) * len(m.kernel_size)
+    padding = m.padding if isinstance(m.padding, str) else tuple(m.padding)
+    sizes = tuple(m.kernel_size), tuple(m.stride), tuple(m.dilation), padding
+    return _geometry_of(*sizes, m.groups, m.padding_mode, tuple(repeated_padding(m)), m.transposed)
+
+
+@lru_cache(maxsize=1024)
+def _geometry_of(
+    kernel: tuple[int, ...],
+    stride: tuple[int, ...],
+    dilation: tuple[int, ...],
+    padding: str | tuple[int, ...],
+    groups: int,
+    mode: str,
+    wrap: tuple[int, ...],
+    transposed: bool,
+) -> dict[str, Any]:
+    if mode != "zeros" or padding == "valid":
+        padding = (0,) * len(kernel)
     elif padding == "same":
-        padding = tuple(d * (k - 1) // 2 for d, k in zip(m.dilation, m.kernel_size, strict=True))
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True))
     return {
-        "kernel": m.kernel_size, "stride": m.stride, "dilation": m.dilation, "padding": padding, "groups": m.groups,
-        "mode": m.padding_mode, "wrap": list(repeated_padding(m)), "transposed": transposed,
+        "kernel": kernel, "stride": stride, "dilation": dilation, "padding": padding, "groups": groups,
+        "mode": mode, "wrap": wrap, "transposed": bool(transposed),
     }  # fmt: skip
 
 
@@ -218,7 +233,7 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
     if low is not None:
         x, weight, bias = x.to(low), weight.to(low), None if bias is None else bias.to(low)
     geometry = _geometry(m)
-    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=m.weight.shape)
+    recorder = partial(conv_records, names=layer.names, geometry=geometry, shape=weight.shape)
     # Padded by zeros, on both sides alike: what the geometry says is what the operation below computes.
     plain = m.padding_mode == "zeros" and m.padding != "same" and not computed(m)
     if not plain or x.dtype != weight.dtype or x.dim() != 2 + len(m.kernel_size):

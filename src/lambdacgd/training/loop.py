@@ -602,7 +602,9 @@ class Gradients:
     def check_clear(self, done: int) -> None:
         """Nothing is left in ``p.grad`` from step ``done`` or from somebody else."""
         for name, p in self._parameters.items():
-            if p.grad is not None and bool(local(p.grad).any()):
+            if p.grad is None:
+                continue
+            if bool(local(p.grad).any()):
                 raise TrainingError(
                     f"{name}.grad holds a gradient. If it is that of step {done}, call optimizer.zero_grad() after "
                     "every step. If it was written by something other than this library, it is not private"

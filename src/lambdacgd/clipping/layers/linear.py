@@ -134,6 +134,8 @@ def cast_weights(linears: list[Layer]) -> dict[Layer, tuple[Tensor, Tensor | Non
 
 # --- convolutions -----------------------------------------------------------------------------------------------------
 
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
 
 def pad_to_fit(x: Tensor, geometry: dict[str, Any], out: tuple[int, ...]) -> Tensor:
     """Zero-pad ``x`` by the convolution's padding, and on the far side as far as ``out`` positions reach."""
@@ -245,7 +247,7 @@ def conv(layer: Layer, input: Tensor) -> Tensor:
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         given = (gradient, x, weight, None, *how, (True, False, False))
-        return torch.ops.aten.convolution_backward.default(*given)[0]
+        return _convolution_backward(*given)[0]
 
     return fused_tap(x, weight, forward, backward, Call(layer, recorder))
 

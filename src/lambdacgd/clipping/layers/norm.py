@@ -18,6 +18,8 @@ from lambdacgd.errors import ClippingError
 from lambdacgd.torch_private import own_parameters
 
 _NAMES = ("weight", "bias")
+_layer_norm_backward = torch.ops.aten.native_layer_norm_backward.default
+_group_norm_backward = torch.ops.aten.native_group_norm_backward.default
 
 
 def affine_records(
@@ -81,7 +83,7 @@ def layer_norm(layer: Layer, input: Tensor) -> Tensor:
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient, x, shape, mean, rstd, weight, bias, (True, False, False))
-        return torch.ops.aten.native_layer_norm_backward.default(*given)[0]
+        return _layer_norm_backward(*given)[0]
 
     if layer.recorder is None:
         kernel = partial(gpu.layer_norm_sums, size=weight.numel())
@@ -153,12 +155,12 @@ def group_norm(layer: Layer, input: Tensor) -> Tensor:
     sizes = (x.shape[0], x.shape[1], math.prod(x.shape[2:]), groups)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        y, mean, rstd = torch.ops.aten.native_group_norm.default(x, weight, bias, *sizes, eps)
+        y, mean, rstd = torch.native_group_norm(x, weight, bias, *sizes, eps)
         return y, x, weight, mean, rstd
 
     def backward(gradient: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
         given = (gradient.contiguous(), x, mean, rstd, weight, *sizes, (True, False, False))
-        return torch.ops.aten.native_group_norm_backward.default(*given)[0]
+        return _group_norm_backward(*given)[0]
 
     if layer.recorder is None:
         how: dict[str, Any] = {"over": slice(2, None), "names": layer.names, "shape": weight.shape}

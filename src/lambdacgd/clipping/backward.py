@@ -731,15 +731,16 @@ class Pack(Stored):
 
 def pack_small(records: list[Record]) -> list[Record]:
     """The records, small stored ones in packs by type. Odd sizes go last in them, to keep the others aligned."""
-    kinds: dict[torch.dtype, list[Stored]] = {}
+    kinds: dict[torch.dtype, tuple[list[Stored], list[Stored]]] = {}
     alone: list[Record] = []
     for record in records:
-        if isinstance(record, Stored) and record.size <= _SMALL:
-            kinds.setdefault(record.gradients.dtype, []).append(record)
+        if isinstance(record, Stored) and (size := record.size) <= _SMALL:
+            kinds.setdefault(record.gradients.dtype, ([], []))[size % 64 != 0].append(record)
         else:
             alone.append(record)
-    for some in kinds.values():
-        alone.append(Pack(sorted(some, key=lambda r: r.size % 64 != 0)) if len(some) > 1 else some[0])
+    for even, odd in kinds.values():
+        some = even + odd
+        alone.append(Pack(some) if len(some) > 1 else some[0])
     return alone
 
 

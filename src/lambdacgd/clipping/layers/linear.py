@@ -69,7 +69,7 @@ def apply_linear(x: Tensor, weight: Tensor, bias: Tensor | None, call: Call) -> 
             weight, bias = weight.to(low), None if bias is None else bias.to(low)
 
     def forward(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
-        if low is not None:
+        if low is not None and x.dtype != low:
             x = forward_pass.cast_input(x, low)
         return F.linear(x, weight, bias), x, weight
 
